@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         browser.get(address)
         wait(lambda: browser.execute_script(_COLOURED_SCRIPT))
         show("first_curves", time.monotonic() - began_at, "s", flags)
-        wait(lambda: all(run["reading"] == 1.0 and run["points"] == flags.steps for run in runs_at(address)))
+        wait(lambda: all(run["reading"] == 1.0 and run["points"] == flags.steps for run in runs_at(address)), 1.0)
         show("all_read", time.monotonic() - started_at, "s", flags)
         show("memory_of_server", resident_megabytes(server.pid), "MB", flags)
         began_at = time.monotonic()
@@ -210,8 +210,8 @@ def runs_at(address: str) -> list[dict[str, Any]]:
     return found
 
 
-def wait(reached: Any) -> None:
-    """Waits until something is so.
+def wait(reached: Any, pause_seconds: float = 0.05) -> None:
+    """Waits until something is so; asks again after each pause.
 
     Raises:
         TimeoutError: it never was.
@@ -220,7 +220,7 @@ def wait(reached: Any) -> None:
     while not reached():
         if time.monotonic() > until:
             raise TimeoutError("the page did not show what it should")
-        time.sleep(0.05)
+        time.sleep(pause_seconds)
 
 
 def processor_seconds(process_id: int) -> float:

@@ -23,29 +23,29 @@ PRETRAINING_STEPS="${PRETRAINING_STEPS:-120}"
 EPOCHS="${EPOCHS:-40}"
 RANKS="${RANKS:-2}"
 
-NETWORK="--num-layers 4 --hidden-size 192 --num-attention-heads 4 --num-query-groups 2 --swiglu --no-add-bias-linear
-    --position-embedding-type rope --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 --seq-length 128"
-TOKENS="--vocab-file $WORK_DIR/demo-vocab.json --merge-file $WORK_DIR/demo-merges.txt --tokenizer-type GPT2BPETokenizer"
-ADAM="--adam-beta2 0.95 --weight-decay 0.1 --lr-decay-style cosine --lr-warmup-fraction 0.1 --seed $SEED"
-TRAIN="$PYTHON -m torch.distributed.run --standalone --nproc-per-node $RANKS pretrain_gpt.py"
+NETWORK=(--num-layers 4 --hidden-size 192 --num-attention-heads 4 --num-query-groups 2 --swiglu --no-add-bias-linear
+    --position-embedding-type rope --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 --seq-length 128)
+TOKENS=(--vocab-file "$WORK_DIR/demo-vocab.json" --merge-file "$WORK_DIR/demo-merges.txt" --tokenizer-type GPT2BPETokenizer)
+ADAM=(--adam-beta2 0.95 --weight-decay 0.1 --lr-decay-style cosine --lr-warmup-fraction 0.1 --seed "$SEED")
+TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" pretrain_gpt.py)
 
 step() { printf '\n[%3d s] %s\n' $((SECONDS - STARTED)) "$*"; }
 
 step "1/5 text and vocabulary: the sources of this Python"
 if [ ! -f "$WORK_DIR/demo_text_document.idx" ]; then
-    $PYTHON tools/build_demo_corpus.py --output "$WORK_DIR/demo.jsonl"
-    $PYTHON tools/train_tokenizer.py --input "$WORK_DIR/demo.jsonl" --output-prefix "$WORK_DIR/demo" --vocab-size 2000
-    $PYTHON tools/preprocess_data.py --input "$WORK_DIR/demo.jsonl" --output-prefix "$WORK_DIR/demo" --append-eod --workers 2 $TOKENS
+    "$PYTHON" tools/build_demo_corpus.py --output "$WORK_DIR/demo.jsonl"
+    "$PYTHON" tools/train_tokenizer.py --input "$WORK_DIR/demo.jsonl" --output-prefix "$WORK_DIR/demo" --vocab-size 2000
+    "$PYTHON" tools/preprocess_data.py --input "$WORK_DIR/demo.jsonl" --output-prefix "$WORK_DIR/demo" --append-eod --workers 2 "${TOKENS[@]}"
 fi
 
 step "2/5 pretraining: $PRETRAINING_STEPS steps on text"
-$TRAIN $NETWORK $TOKENS $ADAM --data-path "$WORK_DIR/demo_text_document" \
+"${TRAIN[@]}" "${NETWORK[@]}" "${TOKENS[@]}" "${ADAM[@]}" --data-path "$WORK_DIR/demo_text_document" \
     --save "$WORK_DIR/pretrained" --load "$WORK_DIR/pretrained" --run-dir "$WORK_DIR/run-pretrained" \
     --micro-batch-size 4 --global-batch-size 8 --train-iters "$PRETRAINING_STEPS" --lr 2e-3 --min-lr 2e-4 \
     --save-interval 50 --log-interval 20 --eval-interval 1000 --eval-iters 2
 
 step "3/5 fine-tuning: $EPOCHS passes over $(wc -l <examples/data/questions.jsonl) questions with answers"
-$TRAIN $NETWORK $TOKENS $ADAM --finetune --load "$WORK_DIR/pretrained" \
+"${TRAIN[@]}" "${NETWORK[@]}" "${TOKENS[@]}" "${ADAM[@]}" --finetune --load "$WORK_DIR/pretrained" \
     --save "$WORK_DIR/tuned" --run-dir "$WORK_DIR/run-tuned" \
     --data-path examples/data/questions.jsonl --split 1,0,0 --data-cache-path "$WORK_DIR/cache" \
     --chat-template plain --loss-on-targets-only --pack-examples --epochs "$EPOCHS" \
@@ -53,14 +53,14 @@ $TRAIN $NETWORK $TOKENS $ADAM --finetune --load "$WORK_DIR/pretrained" \
     --save-interval 100 --log-interval 50 --eval-iters 0
 
 step "4/5 evaluation: exact match of the answers that it writes"
-$PYTHON tools/evaluate.py --load "$WORK_DIR/tuned" --tasks examples/data/chat_tasks.yaml --no-baselines --output "$WORK_DIR/results.json"
+"$PYTHON" tools/evaluate.py --load "$WORK_DIR/tuned" --tasks examples/data/chat_tasks.yaml --no-baselines --output "$WORK_DIR/results.json"
 
 step "5/5 some answers"
 printf 'What is a token?\n/reset\nWhat does ZeRO stage 1 divide?\n/reset\nHow does a run continue?\n/reset\nWho are you?\n' |
-    $PYTHON tools/chat.py --load "$WORK_DIR/tuned" --greedy
+    "$PYTHON" tools/chat.py --load "$WORK_DIR/tuned" --greedy
 
 step "done. Talk to it yourself: $PYTHON tools/chat.py --load $WORK_DIR/tuned --greedy"
-$PYTHON - "$WORK_DIR/results.json" "$LEAST_RIGHT" <<'PY'
+"$PYTHON" - "$WORK_DIR/results.json" "$LEAST_RIGHT" <<'PY'
 import json
 import sys
 

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by examples/quickstart.sh and tests/run.sh: finds or creates a Python environment for the project.
 #
 #   prepare_environment EXTRA     sets PYTHON to an interpreter with the project and its EXTRA installed
@@ -36,7 +37,7 @@ PY
 find_python() {
     local candidate first=""
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python; do
-        command -v "$candidate" >/dev/null 2>&1 && python_fits "$candidate" || continue
+        if ! command -v "$candidate" >/dev/null 2>&1 || ! python_fits "$candidate"; then continue; fi
         if torch_version "$candidate" >/dev/null; then
             printf '%s' "$candidate"
             return
@@ -167,7 +168,7 @@ install_project() {
     constraint="$stamps/torch.constraint"
     printf 'torch==%s\n' "$(torch_version "$PYTHON")" >"$constraint"
     say "Installing the project with its \"$extra\" extra into $("$PYTHON" -c 'import sys; print(sys.prefix)')."
-    install_packages --constraint "$constraint" --editable "$PROJECT_DIR[$extra]" ||
+    install_packages --constraint "$constraint" --editable "${PROJECT_DIR}[$extra]" ||
         fail "the installation failed (see above). Nothing outside the environment was changed; run this again to continue."
     printf '%s\n' "$state" >"$stamps/$extra.$$" && mv "$stamps/$extra.$$" "$stamps/$extra"
     say "Installed in $((SECONDS - started)) s."

@@ -7,7 +7,7 @@ resumes the checkpoint in a single process, and compares, step by step, the loss
 the killed run had logged after its last save. It ends with text that the network writes.
 
 On GPUs the network is larger, and the first run has as many ranks as there are GPUs, up to the four; on the CPU, which
-`--device cpu` chooses as well, there are always four.
+DS_ACCELERATOR=cpu in the environment chooses as well, there are always four.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Size:
 
 
 # Two CPU cores train the first in two minutes, to where it writes sentences.
-SIZES = {"cpu": Size(240, 4, 192, 128, 32, 5e-3), "cuda": Size(600, 8, 512, 256, 64, 1e-3)}
+SIZES = {"cpu": Size(240, 4, 192, 128, 32, 3e-3), "cuda": Size(600, 8, 512, 256, 64, 1e-3)}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class DemoFlags(ConfigSection):
     """Flags of this program."""
 
     work_dir: str = flag("runs/quickstart", "folder for data, checkpoints and runs; data of an earlier run is reused")
-    device: str | None = flag(None, "what to train on; if unset the GPUs that are there", choices=("cpu", "cuda"))
     steps: int | None = flag(
         None,
         f"training steps, {SIZES['cpu'].steps} on a CPU; saves after half of them, is killed an eighth later",
@@ -155,6 +154,7 @@ class Demo:
         size = self.size
         return [
             *("--num-layers", size.num_layers, "--hidden-size", size.hidden_size, "--num-attention-heads", 4),
+            *("--num-query-groups", 2),
             *("--seq-length", size.seq_length, "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
             *("--swiglu", "--no-add-bias-linear", "--global-batch-size", size.global_batch_size),
             *("--train-iters", size.steps, "--lr", size.lr, "--min-lr", size.lr / 10, "--lr-decay-style", "cosine"),
@@ -191,10 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(DemoFlags, words, prog="kill_and_resume.py", description=__doc__ or "")
-    device, ranks = place(flags.device)
+    device_type, ranks = place()
     work_dir = Path(flags.work_dir).resolve()
     data, run = work_dir / f"english-{flags.vocab_size}", work_dir / time.strftime("run-%Y%m%d-%H%M%S")
-    demo = Demo(flags, data, run, device, ranks)
+    demo = Demo(flags, data, run, device_type, ranks)
     demo.run.mkdir(parents=True)
     tensor, pipeline = demo.layout
 
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with phase(f"Resuming the checkpoint of step {demo.save_step} on 1 rank (TP 1 x PP 1)"):
         demo.resume_on_one_rank()
     with phase("Comparing the losses that the killed run logged after its last save with those of the resumed run"):
-        loss_tolerance, norm_tolerance = TOLERANCES[device]
+        loss_tolerance, norm_tolerance = TOLERANCES[device_type]
         bounds = ["--tolerance", loss_tolerance, "--norm-tolerance", norm_tolerance]
         call(tool("compare_runs.py", demo.run / "killed", demo.run / "resumed", "--after", demo.save_step, *bounds))
     with phase("Loss curve"):
@@ -218,24 +218,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def place(wanted: str | None) -> tuple[str, int]:
-    """The device to train on, and how many ranks the first run has there.
-
-    Raises:
-        DemoError: GPUs are asked for and there are none.
-    """
-    if wanted == "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        return "cpu", 4
+def place() -> tuple[str, int]:
+    """The kind of device to train on, and how many ranks the first run has there."""
     from megatron import device
 
-    if device.device_type() == "cuda":
-        count = min(4, device.device_count())
-        return "cuda", 2 if count == 3 else count
-    if wanted == "cuda":
-        raise DemoError("--device cuda: PyTorch sees no GPU here. Leave the flag out to train on the CPU.")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    return "cpu", 4
+    device.choose_accelerator()
+    if device.device_type() != "cuda":
+        return "cpu", 4
+    count = min(4, device.device_count())
+    return "cuda", 2 if count == 3 else count
 
 
 def train_and_kill(demo: Demo) -> None:
@@ -290,7 +281,13 @@ def show_samples(demo: Demo) -> None:
     )
     for line in prompts.with_name("prompts.txt.out").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        say("-" * 60 + "\n" + record["prompt"] + record["text"])
+        say("-" * 60 + "\n" + whole_sentences(record["prompt"] + record["text"]))
+
+
+def whole_sentences(text: str) -> str:
+    """A text without the sentence that the limit of tokens has cut."""
+    end = max(text.rfind(mark) for mark in ".!?")
+    return text[: end + 1] if end >= 0 else text
 
 
 class DemoError(MegatronError):

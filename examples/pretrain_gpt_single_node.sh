@@ -1,18 +1,15 @@
 #!/usr/bin/env bash
 # Pretrains a 345M-parameter GPT on the GPUs of one machine, started by DeepSpeed's launcher.
 #
-#   N_GPUS=4 bash examples/pretrain_gpt_single_node.sh [more flags]
+#   DATA_PATH=my-gpt2_text_document bash examples/pretrain_gpt_single_node.sh [more flags]
 #
-# On a CPU: PRECISION=--bf16 bash examples/pretrain_gpt_single_node.sh --exit-interval 1
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
+# DEVICES=4 uses four GPUs, PRECISION=--fp16 half precision. What else can be set (DRY_RUN=1, SCALE=tiny) is in examples/training.sh.
+LAUNCHER="${LAUNCHER:-deepspeed}"
+# shellcheck source=examples/training.sh
+source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
 CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/gpt2}"
-VOCAB_FILE="${VOCAB_FILE:-gpt2-vocab.json}"
-MERGE_FILE="${MERGE_FILE:-gpt2-merges.txt}"
-DATA_PATH="${DATA_PATH:-my-gpt2_text_document}"
-PRECISION="${PRECISION:---fp16}"
-N_GPUS="${N_GPUS:-1}"
+PRECISION="${PRECISION:---bf16}"
+find_data
 
 GPT_FLAGS=(
     --num-layers 24
@@ -21,13 +18,11 @@ GPT_FLAGS=(
     --seq-length 1024
     --max-position-embeddings 1024
     --micro-batch-size 4
-    --global-batch-size 8
+    --global-batch-size 32
     --lr 0.00015
     --train-iters 500000
     --lr-decay-iters 320000
     --lr-decay-style cosine
-    --vocab-file "$VOCAB_FILE"
-    --merge-file "$MERGE_FILE"
     --lr-warmup-fraction .01
     "$PRECISION"
 )
@@ -38,12 +33,8 @@ OUTPUT_FLAGS=(
     --eval-interval 100
     --eval-iters 10
     --checkpoint-activations
-)
-
-DATA_FLAGS=(
     --save "$CHECKPOINT_PATH"
     --load "$CHECKPOINT_PATH"
-    --data-path "$DATA_PATH"
 )
 
-deepspeed --num_gpus "$N_GPUS" pretrain_gpt.py "${GPT_FLAGS[@]}" "${OUTPUT_FLAGS[@]}" "${DATA_FLAGS[@]}" "$@"
+start_training "$(processes_here 2)" "${GPT_FLAGS[@]}" "${OUTPUT_FLAGS[@]}" "${DATA[@]}" -- "$@"

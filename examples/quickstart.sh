@@ -2,9 +2,9 @@
 # README's first command: installs (once), then trains a small GPT on what this machine has, kills it, resumes it in another layout,
 # checks that nothing was lost, and shows the loss curve and generated text. Needs only Python 3.10-3.13 with pip.
 #
-#   bash examples/quickstart.sh [--device cpu] [--steps N] [--work-dir DIR]
+#   bash examples/quickstart.sh [--steps N] [--work-dir DIR]
 #
-# See examples/environment.sh for where things are installed and how to change that.
+# DS_ACCELERATOR=cpu in front of it uses the CPU of a machine with GPUs. See examples/environment.sh for where things are installed and how to change that.
 set -euo pipefail
 
 caller_dir="$PWD"

@@ -41,7 +41,7 @@ NEEDED = (
     ("pyyaml", "6.0", "--config FILE in YAML"),
     ("orjson", "3.10", "preprocessing"),
     ("jinja2", "3.1.6", "chat templates"),
-    ("tqdm", "4.66", "the progress of evaluations"),
+    ("tqdm", "4.66", "progress bars"),
 )
 FASTER = (("gigatoken", "0.10", "makes preprocessing several times faster"),)
 OPTIONAL = (

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2086  # some variables of settings.sh hold several words
 # Puts the raw texts into the database, each file into a collection of its own, and says what is there.
+# shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 mkdir -p "$DSGPT2_DIR"

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2086  # some variables of settings.sh hold several words
 # Draws documents from the database, trains a byte-level vocabulary with dsGPT2's special tokens on them, and tests it.
+# shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 mkdir -p "$DSGPT2_DIR/vocab/vocab_$VOCABULARY_SIZE"

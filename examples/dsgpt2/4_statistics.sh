@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2086  # some variables of settings.sh hold several words
 # Counts how many tokens documents have: what is beyond the context is cut off in training.
+# shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 $PYTHON tools/corpus_store.py lengths --config "$DSGPT2_DIR/db.json" $TOKENIZER

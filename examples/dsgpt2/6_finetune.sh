@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2086  # some variables of settings.sh hold several words
 # Puts questions with answers into the database and fine-tunes the pretrained network on them. The same command continues it.
+# shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 write_config db_chat chat

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2086  # some variables of settings.sh hold several words
 # The loss of the pretrained network on documents that were held out, and how many questions the chatbot answers word for word.
+# shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 $TRAIN --config_train "$DSGPT2_DIR/db.json" --workspace pretrained --restart True --tr_ratio 0.95 \

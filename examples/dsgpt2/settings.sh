@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034,SC2086  # the scripts that source this use the variables, some of which hold several words
 # Sourced by the scripts beside it: where everything lies, and the network. Any variable can be set before.
 #
 #   DSGPT2_DIR   folder of all files                      PYTHON     interpreter with the project installed

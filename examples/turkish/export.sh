@@ -2,7 +2,8 @@
 # Step 5: the pretrained network as a Hugging Face model, written only if transformers computes the same logits.
 #
 #   bash examples/turkish/export.sh
+# shellcheck source=examples/turkish/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
-rm -rf "$WORK_DIR/exported"
-$PYTHON tools/export_hf.py --load "$WORK_DIR/pretrained" --output "$WORK_DIR/exported"
+run rm -rf "$WORK_DIR/exported"
+run "$PYTHON" tools/export_hf.py --load "$WORK_DIR/pretrained" --output "$WORK_DIR/exported"

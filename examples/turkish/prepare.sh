@@ -4,12 +4,13 @@
 #   bash examples/turkish/prepare.sh
 #
 # For a corpus of your own put a jsonl file with a "text" on each line at $WORK_DIR/tr.jsonl first.
+# shellcheck source=examples/turkish/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 if [ ! -f "$WORK_DIR/tr.jsonl" ]; then
-    $PYTHON tools/build_demo_corpus.py --lang tr --documents "$DOCUMENTS" --output "$WORK_DIR/tr.jsonl" \
+    run "$PYTHON" tools/build_demo_corpus.py --lang tr --documents "$DOCUMENTS" --output "$WORK_DIR/tr.jsonl" \
         --held-out "$WORK_DIR/tr-held-out.txt" --questions "$WORK_DIR/tr-questions.jsonl"
 fi
-$PYTHON tools/train_tokenizer.py --input "$WORK_DIR/tr.jsonl" --output-prefix "$WORK_DIR/tr" --vocab-size "$VOCAB_SIZE"
-$PYTHON tools/check_tokenizer.py $TOKENS --input "$WORK_DIR/tr.jsonl" --text 'ILIK İĞDE, ılık iğde: Iğdır, İĞDİR'
-$PYTHON tools/preprocess_data.py --input "$WORK_DIR/tr.jsonl" --output-prefix "$WORK_DIR/tr" --append-eod --workers 2 $TOKENS
+run "$PYTHON" tools/train_tokenizer.py --input "$WORK_DIR/tr.jsonl" --output-prefix "$WORK_DIR/tr" --vocab-size "$VOCAB_SIZE"
+run "$PYTHON" tools/check_tokenizer.py "${TOKENS[@]}" --input "$WORK_DIR/tr.jsonl" --text 'ILIK İĞDE, ılık iğde: Iğdır, İĞDİR'
+run "$PYTHON" tools/preprocess_data.py --input "$WORK_DIR/tr.jsonl" --output-prefix "$WORK_DIR/tr" --append-eod --workers 2 "${TOKENS[@]}"

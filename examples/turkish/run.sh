@@ -2,6 +2,7 @@
 # A Turkish GPT-2 from text to evaluation, on a laptop's CPU: all scripts of this folder in their order.
 #
 #   bash examples/turkish/run.sh
+# shellcheck source=examples/turkish/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 for step in prepare pretrain finetune evaluate generate export; do

@@ -102,6 +102,7 @@ class Report:
         learning_rate: float,
         seconds: float,
         waits: Waits | None = None,
+        sample_tokens: int | None = None,
     ) -> Metrics:
         """Reports one step, and prints a line at the end of each --log-interval.
 
@@ -111,6 +112,7 @@ class Report:
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
             waits: what it waited for; None if that is not known.
+            sample_tokens: tokens of each sample, which a curriculum shortens; None for those of the workload.
         """
         self._pace.mark(progress.step)
         metrics = measure(

@@ -27,7 +27,6 @@ from megatron.config import (
     resolve,
     resolve_epochs,
 )
-from megatron.config.objective.loss import MASKED
 from megatron.config.run import FILE, GIVEN
 from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
@@ -49,14 +48,11 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
-from megatron.observe.activity.activity import Activity
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.naming.reserving import with_run_name
-from megatron.observe.profiling.step_profiler import StepProfiler, check_profile_ranks, profile_notices
+from megatron.observe.profiling.step_profiler import check_profile_ranks
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
-from megatron.observe.speed.peaks import peak_flops_per_second
-from megatron.observe.speed.workload import Workload
 from megatron.observe.styles.choice import style_named
 from megatron.observe.terminal.progress_bar import ProgressBar, has_colour, wants_bar
 from megatron.parallel.agreement import run_on_all, run_on_first
@@ -76,11 +72,11 @@ from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
-from megatron.train.start_up.facts import build_summary, training_shares
+from megatron.train.start_up.facts import show_start, workload_of
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
 from megatron.train.tasks.completing import open_prompts
 from megatron.train.tasks.opening import open_tasks
-from megatron.train.teachers.opening import distilled
+from megatron.train.teachers.opening import begin_distillation
 from megatron.train.watchdog import Watch
 
 
@@ -131,6 +127,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         if save is not None:
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
+        run.after_commit = run.activity.before(run.after_commit)
         if run.writer is not None:
             run.writer.after_commit = run.after_commit
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
@@ -197,17 +194,14 @@ def _build(
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
-    activity = Activity()
     resumed_step = progress.step if is_resume else None
-    after_commit = activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save")))
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    student = build_objective(config, mesh, source_count=len(names))
-    has_teacher = not (config.control.eval_only or config.distillation.is_over(progress.step))
-    engine.objective = distilled(student, config, engine.steps, mesh, tokenizer) if has_teacher else student
+    engine.objective = build_objective(config, mesh, source_count=len(names))
+    student = begin_distillation(engine, config, tokenizer, progress.step)
     report = _open_report(config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart)
-    profiler = _show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None)
+    profiler = show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None)
     return Run(
         config=config,
         mesh=mesh,
@@ -223,37 +217,16 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=resumed_step,
         writer=writer,
-        after_commit=after_commit,
+        after_commit=Keeping(config.saving, resumed_step, lambda: watch.beat("save")),
         identity=start.identity,
         history=history,
         passes=passes,
-        student=student if has_teacher else None,
+        student=student,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
         profiler=profiler,
         prompts=prompts,
-        activity=activity,
     )
-
-
-def _show_start(
-    config: RunConfig,
-    engine: Engine,
-    sizes: tuple[int, int, int],
-    datasets: SplitDatasets,
-    plan: DataPlan,
-    progress: Progress,
-    watch: Watch,
-    *,
-    is_loaded: bool,
-) -> StepProfiler:
-    """Shows the summary of the run, and prepares what --profile asks for; collective over the mesh."""
-    folder = watch.report_folder or Path()
-    shares = training_shares(datasets, plan)
-    summary = build_summary(config, engine, sizes, shares, progress, folder, is_loaded=is_loaded)
-    notices = profile_notices(config.watching, progress.step, summary.length.steps, folder)
-    log.info("\n".join([*summary.lines(), *notices]))
-    return StepProfiler(config.watching, folder, engine.mesh.world.rank, progress.step)
 
 
 def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
@@ -404,7 +377,7 @@ def _open_report(
     is_resume: bool,
 ) -> Report:
     """Opens the report: the last rank prints the console lines, as in upstream; rank 0 writes all files."""
-    workload = _workload(config, mesh, parameters_without_embeddings)
+    workload = workload_of(config, mesh, parameters_without_embeddings)
     arguments = config.flat()
 
     destinations: list[Destination] = []
@@ -441,26 +414,6 @@ def _open_report(
         source_names=source_names,
         bar=ProgressBar(has_colour=has_colour()) if has_bar and mesh.world.rank == 0 else None,
         hides_lines=hides_lines,
-    )
-
-
-def _workload(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
-    """What a step consists of, and what the devices could do."""
-    return Workload.of(
-        config.model,
-        config.data.seq_length,
-        recomputes=config.recompute.checkpoint_activations,
-        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
-        device_count=mesh.world.size,
-        replica_count=mesh.batch.size,
-        parameters_without_embeddings=parameters_without_embeddings,
-        peak_flops_per_second=peak_flops_per_second(
-            device.device_name(),
-            is_half_precision=config.precision.dtype_name != "float32",
-            given_teraflops=config.watching.peak_tflops,
-        ),
-        stages=mesh.pp.size,
-        micro_batch_size=config.optim.micro_batch_size,
     )
 
 

@@ -31,6 +31,7 @@ class TrainedStep:
         seconds: wall time of the step.
         data_seconds: of these, until its batch was read.
         messages: what its messages took; None with one rank, which sends none.
+        sample_tokens: tokens of each sample; in a curriculum they grow.
     """
 
     progress: Progress
@@ -39,6 +40,7 @@ class TrainedStep:
     seconds: float
     data_seconds: float
     messages: Elapsed | None
+    sample_tokens: int
 
 
 def run_to_end(run: Run | None) -> ExitCode:
@@ -89,7 +91,7 @@ def train_steps(run: Run) -> Verdict:
         run.progress = run.progress.after(step.sample_count, tokens, step.skipped, step.bad_in_a_row > 0)
         ends_epoch = run.completed_epoch(consumed)
         seconds = time.monotonic() - started_at
-        trained.append(TrainedStep(run.progress, step, rate, seconds, data_seconds, run.take_messages()))
+        trained.append(TrainedStep(run.progress, step, rate, seconds, data_seconds, run.take_messages(), length))
         run.profiler.after(run.progress.step)
         report_steps(run, trained, keep=run.steps_in_flight)
         if run.is_due(run.config.safety.check_replicas_interval):
@@ -123,7 +125,8 @@ def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
     """
     while len(trained) > keep:
         step = trained.popleft()
-        run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits_of(run, step))
+        waits = waits_of(run, step)
+        run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits, step.sample_tokens)
         check_numbers(run, step.progress, step.result)
 
 

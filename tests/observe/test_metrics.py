@@ -26,6 +26,13 @@ def test_measured_step() -> None:
     assert (step.skipped_iterations, step.nan_iterations, step.loss_scale) == (1, 0, None)
 
 
+def test_the_rates_of_shortened_samples_are_those_of_their_tokens() -> None:
+    step = measure(
+        Progress(3, 24, 384), Outcome(), WORKLOAD.shortened(8), train_iterations=9, learning_rate=0.1, seconds=0.5
+    )
+    assert (step.samples_per_second, step.tokens_per_second, step.teraflops_per_device) == (16.0, 128.0, 4.0)
+
+
 def test_a_clock_that_did_not_move_gives_no_rate() -> None:
     step = measure(Progress(1, 8, 128), Outcome(), WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=0.0)
     assert (step.samples_per_second, mean_of([step]).samples_per_second) == (0.0, 0.0)

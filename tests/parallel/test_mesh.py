@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.device import Stopwatch
 from megatron.errors import LaunchError
 from megatron.parallel import messages
 from megatron.parallel.mesh import Axis, AxisSize, ParallelMesh, build_mesh, check_layout, standard_axes
@@ -178,3 +179,18 @@ def _late(rank: int) -> float:
 def test_a_group_with_an_absent_rank_times_out() -> None:
     with pytest.raises(RankFailure, match="rank 2 failed first(.|\n)*[Tt]imed out waiting 4500ms"):
         run_ranks(_late, 4)
+
+
+def test_a_stopwatch_times_the_axes_but_not_what_steers_the_run() -> None:
+    mesh = ParallelMesh.at(standard_axes(8, tp=2, pp=2), 0)
+    assert mesh.stopwatch is None
+    with mesh.tp.timed():
+        pass
+    watch = Stopwatch()
+    timed = mesh.timed_by(watch)
+    assert timed == mesh and timed.stopwatch is watch
+    assert all(axis.stopwatch is watch for axis in (timed.tp, timed.pp, timed.batch, timed.loss, timed.gradient))
+    assert timed.control.stopwatch is timed.world.stopwatch is timed.background.stopwatch is None
+    with timed.tp.timed():
+        pass
+    assert len(watch.take().parts) == 1

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.recording_shell import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 # Another project's script as it was published; the page says that it is for bash.
 FOR_BASH = ("docs/seeds/turkish_gpt2.md",)
 # Patterns of files that earlier commands of the page write; where nothing is written, the shells differ.

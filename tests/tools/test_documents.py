@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_BY = {
     "README.md": "tools/test_readme.py",  # by their parsers; the same programs are run for docs/training.md
     "docs/checkpoints.md": "tools/test_checkpoint_guide.py",
+    "docs/dashboard.md": "tools/test_dashboard.py",
     "docs/data.md": "tools/test_data_guide.py",
     "docs/distillation.md": "tools/test_distillation_guide.py",
     "docs/evaluation.md": "tools/test_evaluation_guide.py",
@@ -25,12 +26,15 @@ RUN_BY = {
     "docs/generation.md": "tools/test_generation_guide.py",
     "docs/hugging_face.md": "tools/test_hugging_face_tools.py",
     "docs/kernels.md": "tools/test_build_kernels.py",
+    "docs/launching.md": "tools/test_launching_guide.py",
     "docs/masked_language_models.md": "tools/test_masked_guide.py",
     "docs/operations.md": "tools/test_operations_guide.py",
     "docs/prefix_lm.md": "tools/test_prefix_guide.py",
+    "docs/published_commands.md": "config/test_published_commands.py",
     "docs/serving.md": "tools/test_serving_guide.py",
     "docs/training.md": "tools/test_readme.py",
     "docs/tutorial_deepspeed.md": "seeds/test_003_5.py",
+    "docs/watching_a_run.md": "tools/test_watching_guide.py",
     "docs/seeds/dsgpt2.md": "seeds/dsgpt2_example.py",
     "docs/seeds/gpt2_all_in.md": "tools/test_gpt2_all_in_guide.py",
     "docs/seeds/hello_deepspeed.md": "seeds/test_003_5.py",

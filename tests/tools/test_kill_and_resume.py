@@ -37,7 +37,7 @@ def test_a_small_demonstration(
     monkeypatch.setattr(kill_and_resume, "python", python)
     monkeypatch.setattr(kill_and_resume, "show", shown)
     size = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "32", "--vocab-size", "400", "--steps", "8"]
-    code = kill_and_resume.main(["--work-dir", str(tmp_path), "--device", "cpu", *size])
+    code = kill_and_resume.main(["--work-dir", str(tmp_path), *size])
     said, errors = capfd.readouterr()
     assert code == 0, said[-4000:] + errors[-4000:]
     assert "sent SIGKILL to the launcher" in said
@@ -87,18 +87,13 @@ def test_the_two_runs_differ_only_in_layout_and_run_directory(tmp_path: Path) ->
     assert demo.layout_flags(2, 2)[-1] == 8 and demo.layout_flags(1, 1)[-1] == 32
 
 
-@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
-def test_gpus_are_used_as_far_as_they_go(gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "device_type", lambda: "cuda")
-    monkeypatch.setattr(device, "device_count", lambda: gpus)
-    monkeypatch.setenv("DS_ACCELERATOR", "")
-    assert kill_and_resume.place(None) == ("cuda", ranks)
-    assert kill_and_resume.place("cpu") == ("cpu", 4)
+@pytest.mark.parametrize(("kind", "gpus", "ranks"), [("cuda", 1, 1), ("cuda", 3, 2), ("cuda", 8, 4), ("cpu", 1, 4)])
+def test_gpus_are_used_as_far_as_they_go(kind: str, gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("choose_accelerator", None), ("device_type", kind), ("device_count", gpus)):
+        monkeypatch.setattr(device, name, lambda value=value: value)
+    assert kill_and_resume.place() == (kind, ranks)
 
 
-def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "device_type", lambda: "cpu")
-    monkeypatch.setenv("DS_ACCELERATOR", "")
-    with pytest.raises(MegatronError, match="--device cuda: PyTorch sees no GPU here"):
-        kill_and_resume.place("cuda")
-    assert kill_and_resume.place(None) == ("cpu", 4)
+def test_a_sentence_that_is_cut_is_left_out() -> None:
+    assert kill_and_resume.whole_sentences("One. Two! Thr") == "One. Two!"
+    assert kill_and_resume.whole_sentences("no end") == "no end"

@@ -17,6 +17,8 @@ from megatron.config.flags.fields import flags_of
 from megatron.config.overlay import parse_over
 from megatron.config.parse import field_flags
 from megatron.config.programs.hello_deepspeed import HelloDeepSpeedEngineFlags
+from megatron.config.programs.own_text import OwnTextFlags
+from megatron.config.programs.program import read_program
 from megatron.config.sampling_flags import BeamFlags
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
@@ -26,9 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(
-        str(path.relative_to(ROOT)) for pattern in ("*.md", "coming_from/*.md") for path in ROOT.glob(f"docs/{pattern}")
-    ),
+    "docs/coming_from/megatron_deepspeed.md",
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")),
 )
 # Every command of these is run, by the test beside each.
 RUN_BY_THEIR_GUIDES = {
@@ -42,25 +43,18 @@ RUN_BY_THEIR_GUIDES = {
     "docs/prefix_lm.md": "test_prefix_guide.py",
     "docs/serving.md": "test_serving_guide.py",
     "docs/tutorial_deepspeed.md": "../seeds/test_003_5.py",
+    "docs/watching_a_run.md": "test_watching_guide.py",
 }
-LAUNCH_SCRIPTS = (
-    "examples/pretrain_gpt.sh",
-    "examples/pretrain_gpt_single_node.sh",
-    "examples/pretrain_gpt_distributed.sh",
-    "examples/pretrain_gpt.slurm",
-)
+LAUNCH_SCRIPTS = ("examples/pretrain_gpt.slurm",)
 SHELL_FILES = (
     *LAUNCH_SCRIPTS,
-    "examples/pretrain_bert.sh",
-    "examples/quickstart.sh",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.sh")),
     "examples/pretrain.slurm",
     "examples/preprocess.slurm",
     "examples/merge_shards.slurm",
     "tests/launch/install_schedulers.sh",
     "benchmarks/gpu/run.sh",
-    "examples/chat.sh",
     "examples/turkish/run.sh",
-    "examples/environment.sh",
     "tests/run.sh",
     "tests/check.sh",
     "tests/other_pythons.sh",
@@ -90,6 +84,10 @@ def check(command: list[str]) -> None:
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
             parse(rest if "--config" not in rest else with_a_model_file(rest))
+            return
+        if word == "train_on_text.py":
+            own, others = read_program(OwnTextFlags, rest, word, "", unnamed="--text")
+            parse(["--model-preset", own.model_preset or "laptop", *own.words(), *others], defaults=own.defaults())
             return
         if word.endswith("pretrain_bert.py"):
             if "--config" in rest:
@@ -180,7 +178,9 @@ def test_files_that_are_named_exist() -> None:
     for document in DOCUMENTS:
         text = (ROOT / document).read_text()
         named = re.findall(r"`((?:examples|tools|tests|benchmarks|megatron|docs|csrc)/[\w./]+)`", text)
-        links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+        if document == "docs/published_commands.md":
+            named = []  # of the projects that published them
+        links = re.findall(r"\]\((?!http|reference/|project/)([^)#]+)\)", text)  # those two are made with the site
         missing = [name for name in named if not (ROOT / name).exists()]
         missing += [name for name in links if not (ROOT / document).parent.joinpath(name).exists()]
         assert not missing, f"{document} names {missing}"
@@ -194,10 +194,21 @@ def test_flags_that_are_named_exist(document: str) -> None:
     known |= {spelling for entry in flags_of(HelloDeepSpeedEngineFlags) for spelling in entry.spellings}
     known |= {"--tensor-parallel-size"}  # of vLLM, in docs/other_trainers.md
     known |= {"--bind_cores_to_rank", "--num_gpus"}  # of DeepSpeed's launcher
+    known |= {"--settle-seconds", "--grace-seconds"}  # of tools/launch.py
+    known |= {"--shm-size", "--rdzv-endpoint"}  # of docker and torchrun
+    known |= {"--extra-eval-data-path", "--from-weights"}  # of forks' branches, in docs/published_commands.md
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
-        for folder in ("tools", "tasks", "tasks/eval_harness", "examples", "tests")
+        for folder in (
+            "tools",
+            "tasks",
+            "tasks/eval_harness",
+            "examples",
+            "tests",
+            "tests/config/published",
+            "megatron/launch",
+        )
         for path in (ROOT / folder).glob("*")
         if path.is_file()
     )
@@ -231,11 +242,6 @@ def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunReq
         if any("pretrain_gpt.py" in word for word in words)
     ]
     return parse(command[command.index("pretrain_gpt.py") + 1 :])
-
-
-def test_the_single_node_script_on_a_cpu(tmp_path: Path) -> None:
-    config = launched("examples/pretrain_gpt_single_node.sh", tmp_path, "--exit-interval", "1", PRECISION="--bf16")
-    assert config.precision.bf16 and not config.precision.fp16
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (77, False)])

@@ -48,7 +48,9 @@ class FakeRun:
         self.waits: list[Waits] = []
         self.messages: list[Elapsed] = []
         self.profiler = StepProfiler.idle()
-        self.engine = SimpleNamespace(train_batch=self._train)
+        self.activity = SimpleNamespace(stopping=lambda reason: self.events.append(reason))
+        self.engine = SimpleNamespace(train_batch=self._train, expect_length=lambda length: None)
+        self.next_length = 10
         self.watch = Watch()
         self.report = SimpleNamespace(
             started=lambda progress: self.events.append(("started", progress.step)),
@@ -59,7 +61,10 @@ class FakeRun:
             message=lambda verdict, step: f"stopped by {verdict.name} at {step}", signals=StopSignals()
         )
 
-    def _report(self, progress: Progress, step: Outcome, rate: float, seconds: float, waits: Waits) -> None:
+    def _report(
+        self, progress: Progress, step: Outcome, rate: float, seconds: float, waits: Waits, sample_tokens: int
+    ) -> None:
+        assert sample_tokens == self.next_length
         self.events.append(("report", progress.step))
         self.waits.append(waits)
 
@@ -191,11 +196,11 @@ def test_the_last_epoch_is_evaluated_once() -> None:
 def test_a_stop_saves_and_returns_its_exit_code(
     verdict: Verdict, code: ExitCode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = FakeRun()
+    run, message = FakeRun(), f"stopped by {verdict.name} at 1"
     run.verdicts[1] = verdict
     assert run_to_end(run) is code
-    assert run.events == [("started", 0), *one_step(1), ("ask", 1), ("save", 1, True), "flush"]
-    assert capsys.readouterr().out == f"stopped by {verdict.name} at 1\n"
+    assert run.events == [("started", 0), *one_step(1), ("ask", 1), ("save", 1, True), "flush", message]
+    assert capsys.readouterr().out == f"{message}\n"
 
 
 def test_a_finished_run_trains_no_more_steps() -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.other_names import meant_flag
 from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 from megatron.secret_text import guarded, masked
@@ -357,7 +358,7 @@ def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
     for word in extra:
         if word.startswith("-"):
             name = masked(word.split("=", 1)[0])
-            guess = nearest(name, known)
+            guess = meant_flag(name, known) or nearest(name, known)
             hint = f"Did you mean {guess}?" if guess else "See --help for all flags."
             found.append(f"{name} is not a flag of this program. {hint}")
             after_unknown = True

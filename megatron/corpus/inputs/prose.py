@@ -5,10 +5,11 @@ Standard library only. One subject and one style, so that a network that trains 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,16 +68,21 @@ def comments(source: str) -> str:
 
 
 def _texts() -> Iterator[tuple[str, str]]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave the manual out
-        topics = {}
-    for name, text in sorted(topics.items()):
+    for name, text in sorted(_manual().items()):
         yield f"manual/{name}", text
     for source, text in corpus_documents():
         if not source.startswith("stdlib/"):
             return
         yield source, text if source.endswith("#docstrings") else comments(text)
+
+
+def _manual() -> Mapping[str, str]:
+    """The pages of `help()`, which some distributions leave out."""
+    try:
+        found: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        return {}
+    return found
 
 
 def _is_prose(paragraph: str) -> bool:

@@ -206,12 +206,19 @@ def check_sources(data: DataConfig, sequence_length: int | None, objective: str 
     Raises:
         MegatronError: with all problems at once, see `check_source`.
     """
-    failures = []
+    failures: list[MegatronError] = []
     for prefix in data_prefixes(data):
         try:
             check_source(prefix, sequence_length, objective, needed_by)
         except MegatronError as failure:
             failures.append(failure)
+        except OSError as failure:
+            failures.append(
+                DataError(
+                    f"{masked(prefix)} cannot be read: {failure.strerror} ({failure.filename}). Give data that this "
+                    "user can read."
+                )
+            )
     if failures:
         raise joined(failures)
 

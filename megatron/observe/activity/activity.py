@@ -56,13 +56,14 @@ class Activity:
         with contextlib.suppress(RuntimeError):  # no thread can be started
             self._thread.start()
 
-    def before(self, following: AfterCommit) -> AfterCommit:
+    def before(self, following: AfterCommit | None) -> AfterCommit:
         """What follows each save: its record, then `following`. Any thread may call it, on every rank."""
 
         def follow(path: Path, mesh: ParallelMesh) -> None:
             step = folder_step(path.name)
             self._append(EVENTS_NAME, {"kind": "save", "iteration": step, "text": path.name})
-            following(path, mesh)
+            if following is not None:
+                following(path, mesh)
 
         return follow
 

@@ -85,6 +85,18 @@ class Workload:
             changed[whole] = (getattr(self, whole) - attention) * share + changed[part]
         return dataclasses.replace(self, tokens_per_sample=length, **changed)  # type: ignore[arg-type]
 
+    def shortened(self, tokens_per_sample: int) -> Workload:
+        """The workload of shorter samples; the FLOPs of attention are then counted as if they fell in proportion."""
+        if tokens_per_sample == self.tokens_per_sample:
+            return self
+        ratio = tokens_per_sample / self.tokens_per_sample
+        return dataclasses.replace(
+            self,
+            tokens_per_sample=tokens_per_sample,
+            flops_per_sample=ratio * self.flops_per_sample,
+            model_flops_per_sample=ratio * self.model_flops_per_sample,
+        )
+
     def gigaflops_without_embeddings(self, tokens: int) -> float:
         """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""
         return 6.0 * tokens * self.parameters_without_embeddings / 1e9

@@ -27,48 +27,40 @@ def file_failures(request: RunRequest) -> Iterator[MegatronError]:
     how = request.distillation
     is_needed = how.is_on and how.kd_iters is None and not request.control.eval_only  # it may be over
     if is_needed and how.load_teacher is not None:
-        flag = "--kd" if how.kd else "--mos"
-        yield from _checkpoint_failures("--load-teacher", how.load_teacher, flag, "the teacher's run")
+        reason = f"{'--kd' if how.kd else '--mos'} needs the weights of one"
+        yield from _folder_failures("--load-teacher", how.load_teacher, reason, "the teacher's run")
 
 
 def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
     """A checkpoint that a run cannot do without; others may be missing."""
     needed = {
-        f"--ckpt-step {control.load_step}": control.load_step is not None,
-        "--eval-only": control.eval_only,
-        "--finetune": control.finetune,
-        "--exit-on-missing-checkpoint": control.exit_on_missing_checkpoint,
+        f"--ckpt-step {control.load_step} is one of its steps": control.load_step is not None,
+        "--eval-only needs the weights of one": control.eval_only,
+        "--finetune needs the weights of one": control.finetune,
+        "--exit-on-missing-checkpoint is set": control.exit_on_missing_checkpoint,
     }
-    flag = next((name for name, is_given in needed.items() if is_given), None)
-    if control.load is None or flag is None or control.from_scratch:
+    reason = next((name for name, is_given in needed.items() if is_given), None)
+    if control.load is None or reason is None or control.from_scratch:
         return
-    yield from _checkpoint_failures("--load", control.load, flag, "an earlier run")
+    yield from _folder_failures("--load", control.load, reason, "an earlier run")
 
 
-def _checkpoint_failures(flag: str, path: str, needing: str, owner: str) -> Iterator[CheckpointError]:
-    """Why a folder holds no checkpoint, without a look into those that it may hold.
+def _folder_failures(name: str, folder: str, reason: str, owner: str) -> Iterator[CheckpointError]:
+    """What keeps a folder from holding a checkpoint, without a look into those that it may hold.
 
     Args:
-        needing: the flag that cannot do without one.
+        name: the flag that gives the folder.
+        reason: why it has to hold one.
         owner: whose checkpoints are meant.
     """
-    folder = Path(path)
     try:
-        names = os.listdir(folder)
+        found = "it is empty" if not os.listdir(folder) else ""
     except FileNotFoundError:
-        there = next(parent for parent in folder.absolute().parents if os.path.isdir(parent))
-        yield CheckpointError(
-            f"{flag} {path} does not exist, and {needing} needs a checkpoint from it; the nearest folder that "
-            f"exists is {there}. Give the folder of the checkpoints of {owner}."
-        )
+        there = next(parent for parent in Path(folder).absolute().parents if os.path.isdir(parent))
+        found = f"it does not exist, the nearest folder that does is {there}"
     except OSError as failure:
+        found = f"it cannot be listed ({failure.strerror})"
+    if found:
         yield CheckpointError(
-            f"{flag} {path} cannot be listed: {failure.strerror}, and {needing} needs a checkpoint from it. Give "
-            "a folder of checkpoints that this user can read."
+            f"{name} {folder} holds no checkpoint and {reason}: {found}. Give the folder of the checkpoints of {owner}."
         )
-    else:
-        if not names:
-            yield CheckpointError(
-                f"{flag} {path} holds no checkpoint, it is empty, and {needing} needs one. Give the folder of the "
-                f"checkpoints of {owner}."
-            )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.config.run import RunRequest
 from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.tokenizers.files import check_tokenizer_file
 from megatron.tokenizers.hugging_face import local_files
 from megatron.train.preflight.packages import is_installed
@@ -25,6 +25,11 @@ def tokenizer_failures(request: RunRequest, wrong: Collection[str]) -> Iterator[
         files = list(_files(request.data))
     except MegatronError as failure:
         yield failure
+        return
+    except OSError as failure:
+        yield DataError(
+            f"the tokenizer {failure.filename} cannot be read: {failure.strerror}. Give one that this user can read."
+        )
         return
     for path, what, beginning in files:
         try:

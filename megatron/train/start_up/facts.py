@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from megatron import device, log
 from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig, ModelConfig, RunConfig
+from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
 from megatron.data.datasets.build import SplitDatasets, taken_sources
 from megatron.data.order.plan import DataPlan
@@ -17,12 +20,67 @@ from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
 from megatron.engine.memory.held import parameter_groups
 from megatron.model.costs import idle_expert_parameters
+from megatron.observe.profiling.step_profiler import StepProfiler, profile_notices
+from megatron.observe.speed.peaks import peak_flops_per_second
+from megatron.observe.speed.workload import Workload
 from megatron.observe.start_up.summary import Layout, Length, Share, Size, Summary
 from megatron.parallel.kernels import kernels_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class RunPlace(Protocol):
+    """What knows where the run writes its reports."""
+
+    report_folder: Path | None
+
+
+def show_start(
+    config: RunConfig,
+    engine: Engine,
+    sizes: tuple[int, int, int],
+    datasets: SplitDatasets,
+    plan: DataPlan,
+    progress: Progress,
+    places: RunPlace,
+    *,
+    is_loaded: bool,
+) -> StepProfiler:
+    """Shows the summary of the run, and prepares what --profile asks for; collective over the mesh.
+
+    Args:
+        sizes: see `build.parameter_counts`.
+        places: knows the run folder.
+        is_loaded: whether the weights come from a checkpoint.
+    """
+    folder = places.report_folder or Path()
+    shares = training_shares(datasets, plan)
+    summary = build_summary(config, engine, sizes, shares, progress, folder, is_loaded=is_loaded)
+    notices = profile_notices(config.watching, progress.step, summary.length.steps, folder)
+    log.info("\n".join([*summary.lines(), *notices]))
+    return StepProfiler(config.watching, folder, engine.mesh.world.rank, progress.step)
+
+
+def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
+    """What a step consists of, and what the devices could do."""
+    return Workload.of(
+        config.model,
+        config.data.seq_length,
+        recomputes=config.recompute.checkpoint_activations,
+        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
+        device_count=mesh.world.size,
+        replica_count=mesh.batch.size,
+        parameters_without_embeddings=parameters_without_embeddings,
+        peak_flops_per_second=peak_flops_per_second(
+            device.device_name(),
+            is_half_precision=config.precision.dtype_name != "float32",
+            given_teraflops=config.watching.peak_tflops,
+        ),
+        stages=mesh.pp.size,
+        micro_batch_size=config.optim.micro_batch_size,
+    )
 
 
 def build_summary(
@@ -35,13 +93,7 @@ def build_summary(
     *,
     is_loaded: bool,
 ) -> Summary:
-    """The summary of a run; collective over the mesh.
-
-    Args:
-        sizes: see `build.parameter_counts`.
-        folder: the run folder.
-        is_loaded: whether the weights come from a checkpoint.
-    """
+    """The summary of a run, see `show_start`; collective over the mesh."""
     mesh, control = engine.mesh, config.control
     total, without_embeddings, trained = sizes
     active = total - idle_expert_parameters(config.model)

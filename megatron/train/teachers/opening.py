@@ -12,6 +12,7 @@ from megatron.checkpoint.record import Record
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.architecture.positions import LEARNED
 from megatron.config.layout import heads_problems, widths_problems
+from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import Recompute, StepSettings
@@ -24,29 +25,34 @@ from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
 
 
-def distilled(
-    student: LanguageModelObjective, config: RunConfig, steps: StepSettings, mesh: ParallelMesh, tokenizer: Tokenizer
-) -> DistillationObjective:
-    """The objective with the teacher that the flags name; collective over the mesh.
+def begin_distillation(
+    engine: Engine, config: RunConfig, tokenizer: Tokenizer, step: int
+) -> LanguageModelObjective | None:
+    """Adds the teacher that the flags name to the engine's objective; collective over the mesh.
 
     Args:
-        student: the objective without it.
-        steps: the settings of the student's contexts.
+        step: of the progress at which training starts; the distillation may be over.
+
+    Returns:
+        the objective as it was, to go on with when the distillation ends; None if there is no teacher.
 
     Raises:
         CheckpointError: there is no checkpoint of the teacher, or it was trained with another tokenizer.
         ConfigError: the teacher does not fit the run, its layout or what the flags say of it.
     """
-    how = config.distillation
-    teacher = open_teacher(config, steps, mesh, tokenizer)
-    return DistillationObjective(student, teacher, how.kd_alpha_ce, how.kd_beta_ce, how.kd_temp)
+    how, student = config.distillation, engine.objective
+    if config.control.eval_only or how.is_over(step) or not isinstance(student, LanguageModelObjective):
+        return None
+    teacher = open_teacher(config, engine.steps, engine.mesh, tokenizer)
+    engine.objective = DistillationObjective(student, teacher, how.kd_alpha_ce, how.kd_beta_ce, how.kd_temp)
+    return student
 
 
 def open_teacher(config: RunConfig, steps: StepSettings, mesh: ParallelMesh, tokenizer: Tokenizer) -> Teacher | None:
     """The teacher, whole but for the split over the tensor-parallel ranks; None on all stages but the last.
 
     Raises:
-        CheckpointError, ConfigError: as `distilled`.
+        CheckpointError, ConfigError: as `begin_distillation`.
     """
     source = Path(str(config.distillation.load_teacher))
     found = newest_record(source, mesh)

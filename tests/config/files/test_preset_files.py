@@ -16,11 +16,11 @@ from tests.config.command_lines import small
 SIZES = "--num-layers --hidden-size --num-attention-heads --max-position-embeddings"
 
 
-RECIPE = "laptop"  # says how to train as well
+RECIPES = ("laptop", "workstation")  # say how to train as well
 ENCODERS = ("bert-", "roberta-")
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if name != RECIPE])
+@pytest.mark.parametrize("name", [name for name in preset_names() if name not in RECIPES])
 def test_a_preset_says_only_what_the_network_is(name: str) -> None:
     objective = "--objective masked" if name.startswith(ENCODERS) else ""
     config = small(f"--model-preset {name} {objective}", drop=SIZES)
@@ -31,8 +31,9 @@ def test_a_preset_says_only_what_the_network_is(name: str) -> None:
     assert text.startswith("# ") and "Source: " in text
 
 
-def test_the_recipe_is_a_whole_run_without_data() -> None:
-    config = parse(shlex.split(f"--model-preset {RECIPE} --data-path corpus --vocab-file v.json --merge-file m.txt"))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_a_whole_run_without_data(recipe: str) -> None:
+    config = parse(shlex.split(f"--model-preset {recipe} --data-path corpus --vocab-file v.json --merge-file m.txt"))
     assert config.notices == () and config.provenance["optim.lr"] == "preset"
     assert not any(source == "preset" for name, source in config.provenance.items() if name.endswith("_path"))
 

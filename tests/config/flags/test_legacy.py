@@ -104,7 +104,7 @@ DONE_IN_CONFIG = {
     "make_vocab_size_divisible_by", "pad_vocab_size_to", "recompute_activations", "pp_partition_method",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
     "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag", "activations_checkpoint_method",
-    "mos", "kd_iters", "cpu_optimizer", "elastic",
+    "mos", "kd_iters", "cpu_optimizer", "elastic", "profile_steps", "profile_step_start", "profile_step_end",
     *(f"{size}_teacher" for size in ("num_layers", "hidden_size", "num_attention_heads", "num_experts")),
     *(f"{split}_{kind}" for split in ("train", "valid", "test")
       for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),

@@ -67,7 +67,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     activity = Activity()
     with activity.until_end(lambda: 3):
         activity.sampled(1, ["a"], ["b"])
-        activity.before(lambda path, mesh: None)(tmp_path / "iter_0000001", ParallelMesh.single())
+        activity.before(None)(tmp_path / "iter_0000001", ParallelMesh.single())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -86,6 +86,10 @@ class Page:
             " Math.min(data[i], data[i + 1], data[i + 2]) > 60) found += 1; return found"
         ))  # fmt: skip
 
+    def errors(self) -> list[Any]:
+        """What the browser complains of: among it would be what the policy forbids."""
+        return [entry for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
+
     def picture(self, name: str) -> None:
         """Saves what is seen, where MEGATRON_SCREENSHOTS names a folder."""
         folder = os.environ.get("MEGATRON_SCREENSHOTS")
@@ -119,7 +123,7 @@ def write_rich_run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
+def test_curves_of_runs_that_train(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
@@ -173,11 +177,21 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
         page.find("input[type=range]").send_keys(*[Keys.ARROW_RIGHT] * 5)
         page.wait(lambda: '"axis":"hours"' in page.run("return decodeURIComponent(location.hash)"))
         page.wait(lambda: page.colours() > 1000)
+        assert page.errors() == []
 
-        # The other views, of the run that is chosen in the list.
+
+@pytest.mark.slow
+def test_the_other_views_of_a_run(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    write_rich_run(tmp_path / "large rate")
+    plain = write_run(tmp_path / "small rate", steps=300)
+    with listening(tmp_path) as server:
+        page = Page(browser, server.address)
+        page.wait(lambda: len(page.texts(".run")) == 2 and page.colours() > 1000)
         next(one for one in browser.find_elements("css selector", ".run .name") if one.text == "large rate").click()
-        page.open("samples", lambda: page.texts(".sample p") == [f"Once upon a time {HOSTILE}"])
-        assert browser.title == "Runs" and page.find(".sample h3").text.endswith("step 400")
+        page.open("samples", lambda: page.texts(".sample .text") == [f" a time {HOSTILE}".strip()])
+        assert browser.title == "Runs" and page.texts(".sample h3, .who") == ["Once upon …", "large rate, step 400"]
         page.open(
             "ranks",
             lambda: (
@@ -196,7 +210,7 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
         # A run that is deleted stays on the page, and says so; dark and small screens.
         shutil.rmtree(plain)
         page.wait(lambda: "deleted" in page.texts(".run .state"))
-        page.find("#tab-configuration").send_keys(*[Keys.ARROW_RIGHT])
+        page.find("#tab-configuration").send_keys(Keys.ARROW_RIGHT)
         page.wait(lambda: page.find("#tab-curves").get_attribute("aria-selected") == "true" and page.colours() > 1000)
         light = page.run("return getComputedStyle(document.body).backgroundColor")
         page.find("#theme").click()
@@ -207,6 +221,5 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
         page.wait(lambda: page.run("return document.documentElement.scrollWidth") == 360)
         page.picture("phone")
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-        assert errors == []  # among them would be what the policy forbids
+        assert page.errors() == []
     page.wait(lambda: page.find("#connection").text == "not connected")

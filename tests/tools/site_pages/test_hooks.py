@@ -86,7 +86,7 @@ def test_every_link_leads_to_a_page_and_a_place_in_it(site: Path, pages: dict[st
         for link in page.links:
             target, _, anchor = link.partition("#")
             if outside(link):
-                assert link.startswith(("https://", "mailto:", "http://localhost")), (path, link)
+                assert link.startswith(("https://", "mailto:", "http://localhost", "http://127.0.0.1")), (path, link)
                 continue
             file = posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) if target else path
             is_there = (site / file).is_file() and not target.startswith("/")

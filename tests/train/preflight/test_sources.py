@@ -31,3 +31,14 @@ def test_a_template_counts_where_examples_are_trained_on(tmp_path: Path) -> None
     assert said("--data-path", str(chat), "--chat-template", "chatml") == []
     (text,) = said("--data-path", f"{tmp_path}/none", "--chat-template", "nothing")
     assert "chat-template" not in text
+
+
+def test_a_folder_that_this_user_may_not_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    (text,) = said("--data-path", f"{tmp_path}/corpus")
+    assert text.startswith(
+        f"{tmp_path}/corpus cannot be read: Permission denied ({tmp_path}/corpus.idx). Give data that"
+    )

@@ -7,9 +7,10 @@ import { Plot } from "./plot.js";
 const FIRST = ["lm_loss", "gradient_norm", "learning_rate", "tokens_per_second"];
 const LATER = ["consumed_samples", "gigaflops_without_embeddings", "nan_iterations", "skipped_iterations"];
 const AXES = { steps: "Steps", tokens: "Tokens", hours: "Hours" };
-const MOST_POINTS = 60_000; // of a chart, all curves together
+const MOST_POINTS = 24_000; // of a chart, all curves together
 const FEWEST_POINTS = 150; // of a curve
 const SETTLED_MILLISECONDS = 90; // after a zoom, before finer curves are asked for
+const RUNS_AT_A_TIME = 16; // in a request, so that the first curves are soon there
 const RETRY_MILLISECONDS = 2000;
 const LEAST_MILLISECONDS = 500; // between two requests of a chart
 
@@ -161,19 +162,25 @@ export class CurvesView {
     for (const chart of this.charts.values()) this.#ask(chart);
   }
 
-  /** Asks for what a chart lacks; while a request is under way, the next one waits. */
+  /** Asks for what a chart lacks, some runs at a time; while a request is under way, the next one waits. */
   async #ask(chart) {
     if (!chart.isSeen || chart.isAsking || chart.timer || !this.grid.isConnected) return;
     const chosen = this.state.chosen();
-    const wanted = chart.isWhole ? chosen.filter((run) => chart.stale.has(run) || !chart.curves.has(run)) : chosen;
-    if (!wanted.length) { this.#draw(chart); return; }
+    if (!chart.isWhole) {
+      chart.stale = new Set(chosen);
+      chart.isUrgent = true;
+      chart.isWhole = true;
+    }
+    const lacking = chosen.filter((run) => chart.stale.has(run) || !chart.curves.has(run));
+    if (!lacking.length) { this.#draw(chart); return; }
     const wait = chart.askedAt + Math.max(LEAST_MILLISECONDS, 4 * (chart.took ?? 0)) - performance.now();
-    if (chart.isWhole && wait > 0) {
+    if (!chart.isUrgent && wait > 0) {
       chart.timer = setTimeout(() => { chart.timer = 0; this.#ask(chart); }, wait);
       return;
     }
+    const wanted = lacking.slice(0, RUNS_AT_A_TIME);
+    chart.isUrgent &&= wanted.length < lacking.length;
     chart.isAsking = true;
-    chart.isWhole = true;
     chart.askedAt = performance.now();
     for (const run of wanted) chart.stale.delete(run);
     try {

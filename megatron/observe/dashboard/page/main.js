@@ -166,7 +166,7 @@ async function showPanel() {
     curvesView.show();
     return;
   }
-  if (changed) node.replaceChildren();
+  if (changed) node.replaceChildren(element("p", { class: "note" }, "Reading …"));
   try {
     const content = await panels[view](state);
     if (request !== panelRequest) return;

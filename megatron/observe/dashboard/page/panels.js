@@ -4,6 +4,7 @@ import { get } from "./data.js";
 import { bytes, colour, duration, element, moment, whole } from "./format.js";
 
 const MOST_COMPARED = 6;
+const SHOWN_BYTES = 98_304; // of a log
 
 function empty(title, text, code) {
   return element("div", { class: "empty" }, element("h2", {}, title), element("p", {}, text), code ? element("pre", {}, code) : null);
@@ -45,16 +46,16 @@ export async function samples(state) {
     } });
   const bar = runBar(state, element("label", {}, "Step", slider, element("output", {}, whole(step))),
     element("span", { class: "label" }, `${steps.length} evaluations`));
-  const cards = [];
+  const byPrompt = new Map();
   for (const [run, entries] of withSamples) {
     const one = entries.filter((entry) => entry.iteration <= step).at(-1);
-    if (!one) continue;
-    for (const { prompt, text } of one.samples ?? []) {
-      cards.push(element("article", { class: "card sample" },
-        element("h3", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }), state.name(run), `· step ${whole(one.iteration)}`),
-        element("p", {}, element("span", { class: "prompt" }, prompt), element("span", { class: "text" }, text))));
+    for (const { prompt, text } of one?.samples ?? []) {
+      const said = element("p", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }),
+        element("span", { class: "who" }, `${state.name(run)}, step ${whole(one.iteration)}`), element("span", { class: "text" }, text || "(nothing)"));
+      byPrompt.set(prompt, [...(byPrompt.get(prompt) ?? []), said]);
     }
   }
+  const cards = [...byPrompt].map(([prompt, said]) => element("article", { class: "card sample" }, element("h3", {}, `${prompt} …`), ...said));
   return [bar, element("div", { class: "samples" }, ...cards)];
 }
 
@@ -122,7 +123,7 @@ export async function log(state) {
   const isAtEnd = state.logIsAtEnd ?? true;
   shown.addEventListener("scroll", () => { state.logIsAtEnd = shown.scrollHeight - shown.scrollTop - shown.clientHeight < 40; });
   requestAnimationFrame(() => { shown.scrollTop = isAtEnd ? shown.scrollHeight : state.logTop ?? 0; });
-  return [element("div", { class: "column" }, runBar(state, element("span", { class: "label" }, `the end of ${bytes(size)}`)), shown)];
+  return [element("div", { class: "column" }, runBar(state, element("span", { class: "label" }, size > SHOWN_BYTES ? `the end of ${bytes(size)}` : bytes(size))), shown)];
 }
 
 export async function configuration(state) {

@@ -4,6 +4,7 @@ import { element, short } from "./format.js";
 import { linear, logarithmic, scale } from "./ticks.js";
 
 const MARGIN = { left: 58, right: 12, top: 8, bottom: 24 };
+const POINTS_OF_A_PATH = 32; // without a graphics card, many short paths are drawn faster than a long one
 const MOST_BANDS = 8;
 const MOST_NAMED = 12;
 const FEWEST_DRAGGED_PIXELS = 6;
@@ -144,11 +145,17 @@ export class Plot {
     pen.beginPath();
     let isOpen = false;
     let former = 0;
+    let drawn = 0;
     const to = (across, up) => {
       if (Number.isNaN(up)) { isOpen = false; return; }
       if (isOpen) pen.lineTo(across, up); else pen.moveTo(across, up);
       isOpen = true;
       former = up;
+      drawn += 1;
+      if (drawn % POINTS_OF_A_PATH) return;
+      pen.stroke();
+      pen.beginPath();
+      pen.moveTo(across, up);
     };
     if (this.options.isSmoothed) {
       for (let place = 0; place < count; place += 1) to(x(one.x[place]), this.#inside(y(line[place])));

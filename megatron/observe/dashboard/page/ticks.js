@@ -17,7 +17,7 @@ export function logarithmic(low, high, count) {
   const first = Math.floor(Math.log10(low));
   const last = Math.ceil(Math.log10(high));
   const decades = last - first;
-  if (decades <= 1 && high / low < 4) return linear(low, high, count);
+  if (high / low < 4) return linear(low, high, count);
   const every = Math.max(1, Math.ceil(decades / Math.max(1, count)));
   const parts = decades <= count / 2 ? [1, 2, 5] : [1];
   const found = [];

@@ -1,0 +1,39 @@
+"""Names of other trainers lead to the flags that are meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import parse
+from megatron.config.flags import other_names
+from megatron.config.flags.other_names import meant_flag
+from megatron.config.parse import field_flags
+from megatron.errors import ConfigError
+
+
+def test_every_name_leads_to_a_flag_and_is_none_itself() -> None:
+    known = {spelling for flag in field_flags().values() for spelling in flag.spellings}
+    assert set(other_names._NAMES) <= known
+    names = [f"--{name}" for names in other_names._NAMES.values() for name in names.split()]
+    assert len(names) == len(set(names)), "each name leads to one flag"
+    assert known.isdisjoint(names)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ("--learning_rate", "--lr"),
+        ("--tp", "--tensor-model-parallel-size"),
+        ("--max-steps", "--train-iters"),
+        ("--block-size", "--seq-length"),
+        ("--hiden-size", "--hidden-size"),
+    ],
+)
+def test_the_hint_names_the_flag(given: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{given} is not a flag of this program. Did you mean {flag}[?]"):
+        parse([given, "3"])
+
+
+def test_a_tool_without_the_flag_gives_no_such_hint() -> None:
+    assert meant_flag("--tp", ("--input",)) is None
+    assert meant_flag("--zebra", ("--lr",)) is None
