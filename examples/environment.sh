@@ -83,9 +83,23 @@ make_venv() {
             "$base" -m pip --python "$folder/bin/python" install --quiet pip; } >&2 ||
             { rm -rf "$folder"; fail "$base cannot create a virtual environment. On Debian or Ubuntu: apt install python3-venv."; }
     fi
+    move_scripts "$folder" "$VENV_DIR"
     rm -rf "$VENV_DIR"
     mv "$folder" "$VENV_DIR"
-    # Scripts contain the folder they were created in; pip and torchrun are therefore only called as python -m.
+}
+
+# Writes the folder where an environment will be into its scripts, which name the one they were created in.
+move_scripts() {
+    "$1/bin/python" - "$1" "$2" <<'PY'
+import os
+import pathlib
+import sys
+
+made, final = (os.path.abspath(folder).encode() for folder in sys.argv[1:])
+for script in [*pathlib.Path(sys.argv[1], "bin").iterdir(), pathlib.Path(sys.argv[1], "pyvenv.cfg")]:
+    if not script.is_symlink() and made in (content := script.read_bytes()) and b"\0" not in content:
+        script.write_bytes(content.replace(made, final))
+PY
 }
 
 # Runs pip in the environment, whatever it was made with.

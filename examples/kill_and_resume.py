@@ -215,6 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with phase("What the network writes"):
         show_samples(demo)
     say(f"\nEverything is in {demo.run}\n  loss curve   {picture}\n  checkpoints  {demo.checkpoints}")
+    say(
+        "\nNext, after `source .venv/bin/activate`:\n"
+        f"  python tools/dashboard.py {demo.run}       the curves in a page\n"
+        "  python train_on_text.py my_text.txt       the same on a text of your own"
+    )
     return 0
 
 

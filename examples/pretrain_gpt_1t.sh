@@ -12,7 +12,7 @@ if [ -z "${NNODES:-}" ] && [ "${SCALE:-full}" = full ]; then
 fi
 # shellcheck source=examples/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/gpt_1t}"
+CHECKPOINT_PATH="${CHECKPOINT_PATH:-$CHECKPOINTS/gpt_1t}"
 find_data
 
 if [ "$SCALE" = tiny ]; then

@@ -7,7 +7,7 @@
 # What else can be set (DRY_RUN=1, SCALE=tiny) is in examples/training.sh.
 # shellcheck source=examples/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/gpt2_345m_distributed}"
+CHECKPOINT_PATH="${CHECKPOINT_PATH:-$CHECKPOINTS/gpt2_345m_distributed}"
 find_data
 
 FLAGS=(

@@ -8,7 +8,7 @@
 # What else can be set (DRY_RUN=1, SCALE=tiny) is in examples/training.sh.
 # shellcheck source=examples/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/gpt2_1.3b}"
+CHECKPOINT_PATH="${CHECKPOINT_PATH:-$CHECKPOINTS/gpt2_1.3b}"
 find_data
 
 FLAGS=(

@@ -9,7 +9,7 @@
 DEMO_DATA="${DEMO_DATA:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/data/multilingual}"
 # shellcheck source=examples/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/multilingual}"
+CHECKPOINT_PATH="${CHECKPOINT_PATH:-$CHECKPOINTS/multilingual}"
 if [ -z "${ENGLISH:-}" ]; then
     ENGLISH="$DEMO_DATA/en_text_document"
     TURKISH="$DEMO_DATA/tr_text_document"

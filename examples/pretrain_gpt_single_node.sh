@@ -7,7 +7,7 @@
 LAUNCHER="${LAUNCHER:-deepspeed}"
 # shellcheck source=examples/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/gpt2}"
+CHECKPOINT_PATH="${CHECKPOINT_PATH:-$CHECKPOINTS/gpt2}"
 PRECISION="${PRECISION:---bf16}"
 find_data
 

@@ -6,7 +6,7 @@
 # For a text of your own: python train_on_text.py my.txt. What can be set is in examples/training.sh.
 # shellcheck source=examples/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
-CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/tiny}"
+CHECKPOINT_PATH="${CHECKPOINT_PATH:-$CHECKPOINTS/tiny}"
 find_data
 
 FLAGS=(--model-preset laptop)

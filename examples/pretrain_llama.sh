@@ -7,7 +7,7 @@
 # shellcheck source=examples/training.sh
 source "$(dirname "${BASH_SOURCE[0]}")/training.sh"
 PRESET="${PRESET:-llama-3.2-1b}"
-CHECKPOINT_PATH="${CHECKPOINT_PATH:-checkpoints/$PRESET}"
+CHECKPOINT_PATH="${CHECKPOINT_PATH:-$CHECKPOINTS/$PRESET}"
 find_data
 
 FLAGS=(

@@ -27,6 +27,10 @@ NNODES="${NNODES:-1}"
 DEVICES="${DEVICES:-${N_GPUS:-${GPUS_PER_NODE:-}}}"
 DEMO_DATA="${DEMO_DATA:-$PROJECT/data/english}"
 TINY_RANKS=4
+# shellcheck disable=SC2034  # the scripts use it
+CHECKPOINTS=checkpoints   # the folder of CHECKPOINT_PATH, where that is not set
+# shellcheck disable=SC2034
+[ "$SCALE" = full ] || CHECKPOINTS=checkpoints/tiny_networks
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python
     if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$PROJECT/.venv/bin/python" ]; then

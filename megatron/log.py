@@ -40,6 +40,9 @@ _FIRST_RANK_SECONDS = 2.0
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _ERASE = "\r\x1b[K"
 _READER_IS_GONE = 128 + signal.SIGPIPE
+_REQUIRED_PACKAGES = frozenset(
+    {"torch", "deepspeed", "numpy", "safetensors", "tokenizers", "tensorboard", "yaml", "jinja2", "orjson", "tqdm"}
+)
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
@@ -238,6 +241,14 @@ def is_terminal(name: str) -> bool:
     return bool(getattr(sys, name).isatty())
 
 
+def terminal_columns(name: str) -> int:
+    """The width of the terminal that a standard stream, stdout or stderr, is; 80 if it is none."""
+    try:
+        return os.get_terminal_size(getattr(sys, name).fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
 def takes_unicode(name: str) -> bool:
     """Whether a standard stream, stdout or stderr, is encoded in UTF-8."""
     return (getattr(sys, name).encoding or "").lower().startswith("utf")
@@ -362,6 +373,11 @@ def _describe(failure: BaseException) -> tuple[int, str]:
         return 128 + signal.SIGINT, "interrupted from the keyboard"
     if isinstance(failure, BrokenPipeError) and _is_reader_gone():
         return _READER_IS_GONE, "nobody reads the output any more"
+    if isinstance(failure, ModuleNotFoundError) and failure.name in _REQUIRED_PACKAGES:
+        return ExitCode.USAGE, (
+            f"{failure.name} is not installed for {sys.executable}. Use the environment that the project is installed "
+            "in (after examples/quickstart.sh: source .venv/bin/activate), or install it here: pip install -e ."
+        )
     return 1, masked("".join(traceback.format_exception(failure)))
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import resource
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron import log
-from megatron.errors import DataError
+from megatron.errors import DataError, ExitCode
 
 
 @pytest.fixture
@@ -310,3 +314,22 @@ def test_rank_0_prints_results_where_they_go_to_the_terminal_of_its_last_line(
 def test_a_record_goes_to_the_copy_alone(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log.record(" iteration 1")
     assert copy.read_text() == " iteration 1\n" and capsys.readouterr() == ("", "")
+
+
+def test_a_missing_package_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert log.show_failure(ModuleNotFoundError("No module named 'torch'", name="torch")) == ExitCode.USAGE
+    assert f"torch is not installed for {sys.executable}. Use the environment" in capsys.readouterr().err
+    assert log.show_failure(ModuleNotFoundError("No module named 'other'", name="other")) == 1
+    assert "No module named 'other'" in capsys.readouterr().err
+
+
+def test_the_width_is_that_of_the_terminal_of_the_stream() -> None:
+    leader, terminal = os.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        program = "from megatron import log; print(log.terminal_columns('stderr'), log.terminal_columns('stdout'))"
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=terminal, text=True)
+    finally:
+        os.close(leader)
+        os.close(terminal)
+    assert done.stdout == "40 80\n"

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import parse_flags
+from megatron.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.launch.request import LaunchRequest
 
     words = list(sys.argv[1:] if argv is None else argv)
+    if "--" not in words and any(word.endswith(".py") for word in words):
+        raise ConfigError("the program comes after --: tools/launch.py FLAGS -- pretrain_gpt.py ITS FLAGS")
     end = words.index("--") if "--" in words else len(words)
     request = parse_flags(LaunchRequest, words[:end], prog="launch.py", description=__doc__ or "")
     return launch(request, words[end + 1 :], str(Path(__file__).resolve()))

@@ -269,7 +269,9 @@ def _build_sections(
         sections[section] = build_unchecked(cls, fields)
     rules = [
         *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
-        *request_problems(sections["optim"], sections["data"], sections["control"], sections["finetuning"], provenance),
+        *request_problems(
+            provenance, *(sections[name] for name in ("optim", "data", "control", "finetuning", "distillation"))
+        ),
         *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),
         *foreign_problems(
             *(sections[name] for name in ("loss", "documents", "finetuning", "distillation", "control")),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 
 from megatron.config.flags.blends import shown_split
+from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import (
@@ -17,13 +19,15 @@ from megatron.config.sections.optim import OptimRequest
 
 
 def request_problems(
+    provenance: Mapping[str, str],
     optim: OptimRequest,
     data: DataConfig,
     control: ControlConfig,
     finetuning: FinetuningConfig,
-    provenance: Mapping[str, str],
+    distillation: DistillationConfig,
 ) -> Iterator[str]:
     """One sentence for every broken rule between flags that were given."""
+    yield from _teacher_problems(distillation, control)
     yield from _length_problems(optim, control, finetuning)
     yield from _data_problems(data, provenance)
     yield from _tokenizer_problems(data)
@@ -33,6 +37,16 @@ def request_problems(
         for name, is_asked in asks.items():
             if is_asked:
                 yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
+
+
+def _teacher_problems(distillation: DistillationConfig, control: ControlConfig) -> Iterator[str]:
+    teacher, save = distillation.load_teacher, control.save
+    if teacher is not None and save is not None and os.path.realpath(teacher) == os.path.realpath(save):
+        yield (
+            f"--load-teacher {teacher} is the folder to which this run saves (--save {save}), so after a resume its "
+            "newest checkpoint, the student's own, would be the teacher. Save to another folder, or name one of the "
+            "teacher's checkpoints."
+        )
 
 
 def _length_problems(optim: OptimRequest, control: ControlConfig, finetuning: FinetuningConfig) -> Iterator[str]:

@@ -98,7 +98,7 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path, recip
         inputs = _documents(inputs, folder, recipe)
         if tokenizer is None:
             tokenizer = str(folder / "tokenizer.json")
-            _learn_tokenizer(inputs, Path(tokenizer), recipe)
+            _learn_tokenizer(inputs, Path(tokenizer), recipe, dataset or "the text that comes with Python")
         choice = TokenizerChoice("HFTokenizer", None, None, tokenizer)
         options = EncodeOptions(choice, append_eod=recipe.append_eod, document_separator=_LINES)
         with _progress(inputs) as progress:
@@ -142,7 +142,7 @@ def _states(inputs: tuple[str, ...]) -> list[list[str | int]]:
     return found
 
 
-def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe) -> None:
+def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe, source: str) -> None:
     size = total_bytes(inputs)
     entries = min(recipe.entries, max(_LEAST_ENTRIES, size // recipe.bytes_per_entry)) if size else recipe.entries
     share = min(1.0, _LEARNT_FROM_BYTES / size) if size else 1.0
@@ -151,7 +151,7 @@ def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe) ->
         vocabulary, merges = train_byte_level(texts, entries, special=recipe.special)
     except DataError as failure:
         raise DataError(
-            f"{', '.join(inputs)}: the text is too short to learn a tokenizer from. Give more of it "
+            f"{source}: the text is too short to learn a tokenizer from. Give more of it "
             f"({recipe.flag}), or a --tokenizer."
         ) from failure
     _write(path, byte_level_files(vocabulary, merges, recipe.special)["-tokenizer.json"])

@@ -49,6 +49,8 @@ def _run_here(request: LaunchRequest, program: Sequence[str]) -> int:
     nodes, devices = request.nodes or 1, request.devices_per_node or 1
     _check(request, program, nodes * devices)
     port = request.master_port
+    if nodes > 1 and request.dry_run and request.node_rank is None and request.master_address is None:
+        return _show_nodes(request, program, nodes, devices)
     if nodes > 1 and (request.master_address is None or port is None):
         raise ConfigError(
             f"--local with --nodes {nodes} needs --master-address and --master-port, the same on every node: where the "
@@ -66,6 +68,16 @@ def _run_here(request: LaunchRequest, program: Sequence[str]) -> int:
         os.chdir(request.directory)
     patience = Patience(request.settle_seconds, request.grace_seconds)
     return run_node(node, command, os.environ, patience, sys.stdin if request.follow_input else None)
+
+
+def _show_nodes(request: LaunchRequest, program: Sequence[str], nodes: int, devices: int) -> int:
+    """Prints what to type on each of several nodes that nobody has named yet."""
+    for index in range(nodes):
+        flags = ["--nodes", str(nodes), "--devices-per-node", str(devices), "--node-rank", str(index)]
+        place = ["--master-address", "FIRST_NODE", "--master-port", str(request.master_port or _PORT)]
+        log.line(f"# node {index}: ranks {index * devices} to {(index + 1) * devices - 1}")
+        log.line(shlex.join(["python", "tools/launch.py", *flags, *place, "--", *program]))
+    return ExitCode.DONE
 
 
 def _run_on_hosts(request: LaunchRequest, program: Sequence[str], launcher: str) -> int:

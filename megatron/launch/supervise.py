@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from megatron import log
+from megatron.errors import ExitCode
 from megatron.launch.exit_codes import combined_code
 
 # SIGHUP: the terminal or the connection is gone.
@@ -51,7 +52,8 @@ class Supervisor:
     """Waits for processes, and for what may end them early.
 
     SIGTERM, SIGUSR1 and the first Ctrl-C are passed on (the latter as SIGTERM), and the processes then have all the
-    time they need: they may be saving. A second Ctrl-C kills them. A failure of one, or `abandon`, ends the others.
+    time they need: they may be saving. A second Ctrl-C kills them. A failure of one, or `abandon`, ends the others; a
+    process that was asked to stop and ends with 75 did as it was told.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -61,6 +63,7 @@ class Supervisor:
         self._codes: list[int] = []
         self._due: list[tuple[float, signal.Signals]] = []  # what is sent when, soonest first
         self._interrupts = 0
+        self._is_asked_to_stop = False
 
     def pass_on(self, number: signal.Signals) -> None:
         """Sends a signal to all processes, from any thread."""
@@ -94,7 +97,8 @@ class Supervisor:
     def _ended(self, number: int, code: int) -> None:
         child = self._running.pop(number)
         self._codes.append(code)
-        if code and self._running and not self._due and not self._interrupts:
+        is_saved = self._is_asked_to_stop and code == ExitCode.REQUEUE
+        if code and not is_saved and self._running and not self._due:
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
             log.warning(f"{child.name} ended {how}; the others are being stopped")
             self._end_all(self._patience.settle_seconds)
@@ -105,6 +109,7 @@ class Supervisor:
         self._due = [(at, signal.SIGTERM), (at + self._patience.grace_seconds, signal.SIGKILL)]
 
     def _send(self, number: signal.Signals) -> None:
+        self._is_asked_to_stop = True
         for child in self._running.values():
             child.send(number)
 

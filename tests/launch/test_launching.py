@@ -49,6 +49,15 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
     return ssh
 
 
+def test_a_dry_run_needs_no_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    program = ["pretrain_gpt.py", *words("--tensor-model-parallel-size 2")]
+    assert launch(LaunchRequest(nodes=2, devices_per_node=2, dry_run=True), program, "/x/launch.py") == 0
+    first, command, second, _ = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("# node 0: ranks 0 to 1", "# node 1: ranks 2 to 3")
+    place = "--nodes 2 --devices-per-node 2 --node-rank 0 --master-address FIRST_NODE --master-port 29500"
+    assert command.startswith(f"python tools/launch.py {place} -- pretrain_gpt.py --num-layers")
+
+
 def test_a_dry_run_shows_what_would_run_on_each_node(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,20 @@ def test_a_killed_process_makes_the_run_one_to_start_again(capsys: pytest.Captur
     assert "one ended by SIGKILL" in capsys.readouterr().err
 
 
+def test_one_that_fails_while_it_stops_ends_the_others() -> None:
+    failing = OBEDIENT.replace("sys.exit(75)", "sys.exit(1)")
+    children = [child(failing), child(STUBBORN)]
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert Supervisor(Patience(0.1, 0.2)).run(children) in (1, 137)
+    assert [one.process.returncode for one in children] == [1, -signal.SIGKILL]
+
+
+def test_one_that_has_saved_leaves_the_others_their_time() -> None:
+    slow = OBEDIENT.replace("sys.exit(75)", "(time.sleep(1), sys.exit(75))")
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert Supervisor(Patience(0, 0)).run([child(OBEDIENT), child(slow)]) == 75
+
+
 @pytest.mark.parametrize(
     ("signals", "code"),
     [((signal.SIGUSR1,), 74), ((signal.SIGTERM,), 75), ((signal.SIGINT,), 75), ((signal.SIGHUP,), 75)],

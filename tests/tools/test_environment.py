@@ -164,6 +164,6 @@ def test_a_new_environment_appears_only_when_complete(tmp_path: Path) -> None:
     finished = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == [".", "..", "venv"]
-    assert (
-        subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "--version"], capture_output=True).returncode == 0
-    )
+    assert subprocess.run([str(folder / "bin" / "pip"), "--version"], capture_output=True).returncode == 0
+    which = f'unset VIRTUAL_ENV; source "{folder}/bin/activate"; command -v python'
+    assert subprocess.check_output(["bash", "-c", which], text=True).strip() == str(folder / "bin" / "python")

@@ -155,6 +155,6 @@ def test_a_tiny_one_trains(script: str, tmp_path: Path, pytestconfig: pytest.Con
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     steps = read_steps(tmp_path / "run")
     assert len(steps) >= 4
-    assert list((tmp_path / "checkpoints").glob("*/iter_*"))
+    assert list((tmp_path / "checkpoints" / "tiny_networks").glob("*/iter_*"))
     if "multilingual" in script:
         assert "ENGLISH" in done.stdout and "TURKISH" in done.stdout, "each validation set has a line"

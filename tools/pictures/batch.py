@@ -1,4 +1,4 @@
-"""A batch's way: from a line of text in a file to the loss that is logged, and back to the weights."""
+"""The path of a batch: from a line of text in a file to the loss that is logged, and back to the weights."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+
+_LONGEST_SECONDS = 10_000 * 365.25 * 86_400
 _COUNT_UNITS = ("", "K", "M", "B", "T", "Qa", "Qi")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -20,6 +23,13 @@ def short_bytes(number: float) -> str:
     while unit + 1 < len(_BYTE_UNITS) and number >= 999.5:
         number, unit = number / 1024, unit + 1
     return f"{_digits(number, whole=unit == 0)} {_BYTE_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, after days if there are any: 0:12:34, 3 days, 4:05:06."""
+    if not seconds < _LONGEST_SECONDS:
+        return "more than 10,000 years"
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _digits(number: float, *, whole: bool) -> str:

@@ -9,12 +9,12 @@ Source: codertimo/jax-lm-training, jax_lm/train.py.
 
 from __future__ import annotations
 
-import datetime
 import math
 
 from megatron.checkpoint.saving import SaveLines
 from megatron.observe.line_style import Moment
 from megatron.observe.metrics import Metrics
+from megatron.observe.start_up.quantities import duration
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,
@@ -26,7 +26,7 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
     """The line of a log interval; without a remaining time where none is known yet."""
     ends_in = ""
     if moment.seconds_left is not None:
-        ends_in = f" ETA {datetime.timedelta(seconds=round(moment.seconds_left))}"
+        ends_in = f" ETA {duration(moment.seconds_left)}"
     return [f"[TRAIN] {_place(moment)} {_figures(metrics.lm_loss)}{ends_in}"]
 
 

@@ -11,13 +11,13 @@ Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatro
 
 from __future__ import annotations
 
-import datetime
 import math
 
 from megatron.checkpoint.saving import MEGATRON_LINES
 from megatron.observe.console import perplexity
 from megatron.observe.line_style import Moment
 from megatron.observe.metrics import Metrics
+from megatron.observe.start_up.quantities import duration
 
 SAVE_LINES = MEGATRON_LINES
 
@@ -59,7 +59,7 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
     if metrics.model_flops_utilization_ratio is not None:
         fields.append(f"MFU: {metrics.model_flops_utilization_ratio:.1%}")
     if moment.seconds_left is not None:
-        fields.append(f"ETA: {datetime.timedelta(seconds=round(moment.seconds_left))}")
+        fields.append(f"ETA: {duration(moment.seconds_left)}")
     return [" | ".join(fields) + " |"]
 
 

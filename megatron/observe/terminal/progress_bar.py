@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-import shutil
 import time
 from collections.abc import Callable
 
@@ -14,11 +12,10 @@ from megatron import log
 from megatron.config import ControlConfig, WatchingConfig
 from megatron.device import environment
 from megatron.observe.metrics import Metrics
-from megatron.observe.start_up.quantities import short_count
+from megatron.observe.start_up.quantities import duration, short_count
 
 _SECONDS = 0.1
 _DECAY = 0.95
-_LEAST_COLUMNS = 20
 
 
 class Smoothed:
@@ -55,7 +52,7 @@ class ProgressBar:
         self,
         show: Callable[[str], None] = log.status,
         clock: Callable[[], float] = time.monotonic,
-        columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
+        columns: Callable[[], int] = lambda: log.terminal_columns("stderr"),
         has_colour: bool = False,
     ) -> None:
         self._show = show
@@ -91,12 +88,12 @@ class ProgressBar:
         if metrics.model_flops_utilization_ratio is not None:
             figures.append(f"MFU {metrics.model_flops_utilization_ratio:.0%}")
         if metrics.eta_seconds is not None:
-            figures.append(f"{datetime.timedelta(seconds=round(metrics.eta_seconds))} left")
+            figures.append(f"{duration(metrics.eta_seconds)} left")
         return tqdm.format_meter(
             metrics.iteration,
             max(metrics.train_iterations, metrics.iteration),
             0.0,
-            ncols=max(_LEAST_COLUMNS, self._columns() - 1),
+            ncols=max(1, self._columns() - 1),
             bar_format="{percentage:3.0f}%|{bar}| {figures}",
             ascii=not log.takes_unicode("stderr"),
             colour=self._colour,

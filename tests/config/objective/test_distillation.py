@@ -47,6 +47,7 @@ def test_it_is_over_after_its_iterations() -> None:
         ("--load-teacher t", r"--load-teacher t is given without --kd or --mos.*Add --kd, or drop --load-teacher"),
         ("--kd --load-teacher t --kd-alpha-ce 0 --kd-beta-ce 0", r"--kd-alpha-ce 0 and --kd-beta-ce 0 leave nothing"),
         ("--kd --load-teacher t --kd-temp 0", r"--kd-temp 0\.0 is out of range\. It must be more than 0"),
+        ("--kd --load-teacher a/../t --save t", r"--load-teacher a/\.\./t is the folder to which this run saves"),
         (
             "--kd --load-teacher t --objective masked --bidirectional",
             r"--kd compares predictions of next tokens, which an encoder does not make\. Drop it",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from megatron.observe.start_up.quantities import short_bytes, short_count
+from megatron.observe.start_up.quantities import duration, short_bytes, short_count
 
 
 @pytest.mark.parametrize(
@@ -21,3 +23,11 @@ def test_counts(number: float, text: str) -> None:
 @pytest.mark.parametrize(("number", "text"), [(12, "12 B"), (312 * 2**20, "312 MiB"), (1.3 * 2**30, "1.3 GiB")])
 def test_bytes(number: float, text: str) -> None:
     assert short_bytes(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(754.4, "0:12:34"), (3 * 86400 + 5, "3 days, 0:00:05"), (1e15, "more than 10,000 years"), (math.nan, "more than")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds).startswith(text)

@@ -47,6 +47,8 @@ def test_a_narrow_terminal_gets_what_fits() -> None:
     shown: list[str] = []
     ProgressBar(shown.append, Clock(), lambda: 30, has_colour=True).step(metrics(eta_seconds=1.0))
     assert len(re.sub(r"\x1b\[\d*m", "", shown[0])) <= 29
+    ProgressBar(shown.append, Clock(), lambda: 10).step(metrics(eta_seconds=1e15))
+    assert len(shown[1]) <= 9
 
 
 def test_colour_is_of_the_bar_alone() -> None:
