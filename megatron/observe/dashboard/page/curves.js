@@ -4,6 +4,7 @@ import { curves } from "./data.js";
 import { colour, dashes, duration, element, short, titled, whole } from "./format.js";
 import { Plot } from "./plot.js";
 
+const EXACT = new Set(["learning_rate"]); // a schedule has no noise
 const FIRST = ["lm_loss", "gradient_norm", "learning_rate", "tokens_per_second"];
 const LATER = ["consumed_samples", "gigaflops_without_embeddings", "nan_iterations", "skipped_iterations"];
 const AXES = { steps: "Steps", tokens: "Tokens", hours: "Hours" };
@@ -188,7 +189,7 @@ export class CurvesView {
       const { axis, logX } = settings;
       const found = await curves({
         metric: chart.metric, axis, scale: logX ? "log" : "linear",
-        weight: weightOf(settings.smoothing).toFixed(4), runs: wanted.join(),
+        weight: weightOf(EXACT.has(chart.metric) ? 0 : settings.smoothing).toFixed(4), runs: wanted.join(),
         points: Math.round(Math.max(FEWEST_POINTS, Math.min(chart.plot.node.clientWidth || 600, MOST_POINTS / chosen.length))),
         from: this.range?.[0], to: this.range?.[1],
       });
@@ -223,7 +224,7 @@ export class CurvesView {
     plot.series = series;
     plot.emptyText = chart.isAsking || !this.state.chosen().length ? "" : chart.curves.size ? "No values yet." : "";
     plot.options = {
-      isLogX: settings.logX, isLogY: this.state.isLogY(chart.metric), range: this.range, isSmoothed: settings.smoothing > 0,
+      isLogX: settings.logX, isLogY: this.state.isLogY(chart.metric), range: this.range, isSmoothed: settings.smoothing > 0 && !EXACT.has(chart.metric),
       axisText: (value) => axisText(value, settings.axis), placeText: (value) => placeText(value, settings.axis),
       unitOf: (end) => (settings.axis === "hours" && end < 2 ? 1 / 60 : 1),
     };

@@ -14,7 +14,7 @@ class State {
   constructor() {
     this.runs = new Map();
     this.left = new Set(); // names of runs that the user left out
-    this.settings = { axis: "steps", logX: false, smoothing: 30, view: "curves", charts: null, logY: [...LOGARITHMIC] };
+    this.settings = { axis: "steps", logX: false, smoothing: 0, view: "curves", charts: null, logY: [...LOGARITHMIC] };
     this.focused = null;
     this.sampleStep = null;
     this.isDark = false;
