@@ -8,6 +8,7 @@ another one, forward the port: ssh -L 6007:localhost:6007 HOST. See docs/dashboa
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,11 +85,11 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     from megatron.checkpoint.storage import Storage
     from megatron.errors import StorageError
 
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     try:
         return [entry.to_json() for entry in entries_in(folder, Storage())]
-    except StorageError:
+    except (StorageError, OSError):
         return []
 
 

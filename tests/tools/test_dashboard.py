@@ -50,3 +50,4 @@ def test_checkpoints_are_listed_with_their_state(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "missing") == []
     (tmp_path / "file").touch()
     assert list_checkpoints(tmp_path / "file") == []
+    assert list_checkpoints(Path("x" * 5000)) == [] == list_checkpoints(Path("\0"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Board:
         for number, run in self.runs.items():
             version = run.version
             if known is None or known.get(number) != version:
-                found.append(run.summary())
+                found.append(self._summary(run))
             if known is not None:
                 known[number] = version
         return found
@@ -101,12 +102,21 @@ class Board:
             self._change.wait_for(lambda: self._changes > changes or self.is_stopping, most_seconds)
             return self._changes
 
+    def _summary(self, run: DashboardRun) -> dict[str, Any]:
+        try:
+            return run.summary()
+        except Exception as failure:
+            run.give_up(failure)
+            return run.summary()
+
     def _tell(self) -> None:
         with self._change:
             self._changes += 1
             self._change.notify_all()
 
     def _follow(self) -> None:
+        """The thread: what fails is said once, and it goes on."""
+        said = ""
         while not self.is_stopping:
             try:
                 if time.monotonic() - self._searched_at > _SEARCH_SECONDS:
@@ -115,7 +125,10 @@ class Board:
                     if len(self.runs) > count:
                         self._tell()
                 has_more = self.poll()
-            except OSError as failure:
-                log.warning(f"the runs could not be read just now: {failure}")
+            except Exception as failure:
                 has_more = False
+                if repr(failure) != said:
+                    said = repr(failure)
+                    reason = str(failure) if isinstance(failure, OSError) else f"\n{traceback.format_exc()}"
+                    log.warning(f"the runs could not be read just now: {reason}")
             self._is_stopping.wait(0.001 if has_more else _POLL_SECONDS)

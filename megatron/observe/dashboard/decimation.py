@@ -55,6 +55,19 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
     return found
 
 
+def placed(x: np.ndarray, *rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The places in ascending order and the rows in the same one, without points whose place is not finite.
+
+    Shapes: x and rows each `[n]` -> `[m]`.
+    """
+    is_known = np.isfinite(x)
+    found = (x, *rows) if is_known.all() else tuple(one[is_known] for one in (x, *rows))
+    if np.any(found[0][1:] < found[0][:-1]):
+        order = np.argsort(found[0], kind="stable")
+        found = tuple(one[order] for one in found)
+    return found
+
+
 def decimated(
     x: np.ndarray,
     values: np.ndarray,
@@ -66,7 +79,7 @@ def decimated(
 ) -> Curve:
     """At most about `points` intervals of equal width on the screen, with their extremes.
 
-    Shapes: x, values and line `[n]`, x ascending.
+    Shapes: x, values and line `[n]`, x finite and ascending: see `placed`.
 
     Args:
         line: `smoothed` values.

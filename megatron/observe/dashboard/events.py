@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,18 +40,18 @@ def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
     """The events that `metrics.jsonl` and `events.jsonl` tell of.
 
     Args:
-        records: the records of both that are no steps or evaluations.
+        records: the records of both that are no steps or evaluations, as `records` leaves them.
     """
     is_open = False
-    for record in sorted(records, key=lambda record: _number(record.get("at")) or 0.0):
-        kind, at, iteration = record.get("kind"), _number(record.get("at")), _whole(record.get("iteration"))
-        text = masked(str(record.get("text", "")))
+    for record in sorted(records, key=_moment):
+        kind, at, iteration = record["kind"], record.get("at"), record.get("iteration")
+        text = masked(record.get("text", ""))
         if kind == "start":
-            step = _whole(record.get("step")) or 0
+            step = record.get("step") or 0
             if is_open:
                 yield Event("lost", "The start before this one ended without a word: it was killed.", "bad", at)
             is_open = True
-            ranks = _whole(record.get("world_size"))
+            ranks = record.get("world_size")
             on = f" on {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
             if step:
                 yield Event("resume", f"Resumed after step {step:,}{on}.", "notice", at, step)
@@ -66,7 +65,7 @@ def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
             yield Event("passed", f"Passed over a batch ({batch}) {reason}.", "notice", at, iteration)
         elif kind in _ENDS:
             is_open = False
-            yield Event(str(kind), text or f"The run {kind}.", _ENDS[str(kind)], at, iteration)
+            yield Event(kind, text or f"The run {kind}.", _ENDS[kind], at, iteration)
 
 
 def of_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Iterator[Event]:
@@ -101,18 +100,13 @@ def in_order(dated: Sequence[Event], skips: Iterable[Event]) -> list[Event]:
 def end_of(records: Sequence[Mapping[str, Any]]) -> str:
     """How the last start of a run ended: finished, stopped or failed; empty if it has not, or said nothing."""
     end = ""
-    for record in sorted(records, key=lambda record: _number(record.get("at")) or 0.0):
-        if record.get("kind") == "start":
+    for record in sorted(records, key=_moment):
+        if record["kind"] == "start":
             end = ""
-        elif record.get("kind") in _ENDS:
-            end = str(record["kind"])
+        elif record["kind"] in _ENDS:
+            end = record["kind"]
     return end
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
+def _moment(record: Mapping[str, Any]) -> float:
+    return record.get("at") or 0.0

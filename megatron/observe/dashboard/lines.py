@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import orjson
 
+from megatron.observe.dashboard.records import is_shallow
+
 _Result = TypeVar("_Result")
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -134,12 +136,13 @@ def read_tail(path: Path, most_bytes: int) -> tuple[str, int]:
 
 
 def read_object(path: Path, most_bytes: int = 4 << 20) -> dict[str, Any] | None:
-    """A JSON object that is a file of its own; None if there is none, or it is too large."""
+    """A JSON object that is a file of its own; None if there is none, or it is too large or too deeply nested."""
 
     def take(descriptor: int) -> bytes:
         return b"" if os.fstat(descriptor).st_size > most_bytes else os.pread(descriptor, most_bytes, 0)
 
-    return next((value for value in _parsed(_using(path, take, b"")) if isinstance(value, dict)), None)
+    values = _parsed(_using(path, take, b""))
+    return next((value for value in values if isinstance(value, dict) and is_shallow(value)), None)
 
 
 def _parsed(line: bytes) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron.observe.dashboard import events
+from megatron import log
+from megatron.errors import printable
+from megatron.observe.dashboard import events, records
 from megatron.observe.dashboard.configuration import rows
-from megatron.observe.dashboard.decimation import Curve, decimated, smoothed
+from megatron.observe.dashboard.decimation import Curve, decimated, placed, smoothed
 from megatron.observe.dashboard.discovery import CONFIG_NAME, METRICS_NAME, Place
 from megatron.observe.dashboard.lines import LineTail, parse_records, read_object, read_tail
 from megatron.observe.dashboard.table import Table
@@ -27,6 +30,7 @@ _FIRST_LOOK_POINTS = 256
 _LOG_BYTES = 96 << 10
 _MOST_SAMPLES = 2_000
 _MOST_VIEWS = 24
+_MOST_RECORDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -52,59 +56,100 @@ class DashboardRun:
 
     Attributes:
         version: is raised with every change that a page may show.
+        problem: why the run is unreadable; empty if it is not.
     """
 
     def __init__(self, number: int, place: Place) -> None:
         self.number = number
         self.place = place
         self.version = 1
+        self.problem = ""
         self._lock = threading.Lock()
         self._tails = {name: LineTail(place.path / name) for name in (METRICS_NAME, EVENTS_NAME, SAMPLES_NAME)}
+        self._has_given_up = False
+        self._state = ""
+        self._is_gone = False
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._table_version = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins with nothing known."""
         self._table = Table()
         self._first_look: Table | None = None
         self._has_looked = False
         self._records: dict[str, list[dict[str, Any]]] = {METRICS_NAME: [], EVENTS_NAME: []}
         self._samples: dict[int, dict[str, Any]] = {}
+        self._passed_over_lines = 0
         self._train_iterations = 0
         self._config: dict[str, Any] = {}
-        self._stamps: dict[str, tuple[int, int]] = {}
         self._smoothed: dict[tuple[str, float], tuple[int, np.ndarray]] = {}
-        self._table_version = 0
         self._drawn: dict[tuple[str, View], list[tuple[str, Curve]]] = {}
         self._drawn_version: tuple[int, Table | None] = (0, None)
-        self._state = ""
-        self._is_gone = False
 
     def poll(self) -> bool:
-        """Reads what is new, a part at a time; returns whether there is more to read."""
-        self._is_gone = not self.place.path.is_dir()
-        has_more = False if self._is_gone else self._read()
-        state = self.state()
-        if state != self._state:
-            self._state, self.version = state, self.version + 1
+        """Reads what is new, a part at a time; returns whether there is more to read.
+
+        `problem` tells what failed: until the next call if the file system refused, for good if it was anything else.
+        """
+        has_more, problem = False, ""
+        try:
+            if not self._has_given_up:
+                self._is_gone = not self.place.path.is_dir()
+                has_more = False if self._is_gone else self._read()
+                problem = self._problem_of_lines()
+            state = "unreadable" if problem else self.state()
+        except OSError as failure:
+            state, problem = "unreadable", f"The folder cannot be read: {failure.strerror or failure}."
+        except Exception as failure:
+            self.give_up(failure)
+        if self._has_given_up:
+            return False
+        if (state, problem) != (self._state, self.problem):
+            self._state, self.problem, self.version = state, problem, self.version + 1
         return has_more
+
+    def give_up(self, failure: Exception) -> None:
+        """Forgets what was read and reads no more, so that a run that cannot be understood stops no other one."""
+        shown = "".join(traceback.format_exception(failure))
+        log.error(f"the run {printable(self.place.name)} cannot be understood and is left out:\n{shown}")
+        with self._lock:
+            self._has_given_up, self._state = True, "unreadable"
+            self.problem = f"Its files cannot be understood ({type(failure).__name__}: {printable(str(failure))})."
+            self._forget()
+            self._table_version += 1
+            self.version += 1
 
     def look(self) -> None:
         """A first look at a long file, from lines here and there, until all of it is read."""
-        tail = self._tails[METRICS_NAME]
         if self._has_looked:
             return
         self._has_looked = True
         try:
+            self._look()
+        except Exception as failure:
+            self.give_up(failure)
+
+    def _look(self) -> None:
+        tail = self._tails[METRICS_NAME]
+        try:
             is_long = (self.place.path / METRICS_NAME).stat().st_size > _LONG_FILE_BYTES
         except OSError:
             return
-        records = [record for record in parse_records(tail.sampled(_FIRST_LOOK_POINTS)) if record.get("kind") == "step"]
-        if is_long and records:
+        found = records.of_metrics(parse_records(tail.sampled(_FIRST_LOOK_POINTS))) if is_long else []
+        steps = [record for record in found if record["kind"] == "step"]
+        if steps:
             table = Table()
-            table.add(_with_hours_of_gaps(records))
+            table.add(_with_hours_of_gaps(steps))
             with self._lock:
                 self._first_look = table
-                self._train_iterations = _whole(records[-1].get("train_iterations"))
+                self._train_iterations = steps[-1].get("train_iterations", 0)
                 self.version += 1
 
     def state(self) -> str:
-        """running, finished, stopped, failed, lost (no sign of life), idle (nothing is known), or gone."""
+        """running, finished, stopped, failed, lost (no sign of life), idle (nothing is known), gone, or unreadable."""
+        if self._has_given_up:
+            return "unreadable"
         if self._is_gone:
             return "gone"
         end = events.end_of([*self._records[METRICS_NAME], *self._records[EVENTS_NAME]])
@@ -125,8 +170,8 @@ class DashboardRun:
         with self._lock:
             table, tail = self._shown_table(), self._tails[METRICS_NAME]
             steps = table.axis("steps")
-            starts = [record for record in self._records[METRICS_NAME] if record.get("kind") == "start"]
-            seconds = table.column("seconds_per_iteration")[-50:]
+            starts = [record for record in self._records[METRICS_NAME] if record["kind"] == "start"]
+            seconds = table.column("seconds_per_iteration")[-50:].astype(np.float64)
             left = max(0, self._train_iterations - int(steps[-1])) if len(steps) else 0
             pace = float(np.nanmean(seconds)) if np.isfinite(seconds).any() and self._first_look is None else None
             return {
@@ -134,6 +179,7 @@ class DashboardRun:
                 "name": self.place.name,
                 "version": self.version,
                 "state": self._state,
+                "problem": self.problem,
                 "iteration": int(steps[-1]) if len(steps) else 0,
                 "train_iterations": self._train_iterations,
                 "loss": table.last("lm_loss"),
@@ -165,13 +211,13 @@ class DashboardRun:
         """What the panels beside the curves show, but for the log and the configuration."""
         with self._lock:
             table = self._shown_table()
-            records = [*self._records[METRICS_NAME], *self._records[EVENTS_NAME]]
+            dated = [*self._records[METRICS_NAME], *self._records[EVENTS_NAME]]
             skips = events.of_skips(
                 table.axis("steps"), table.column("skipped_iterations"), table.column("nan_iterations")
             )
-            found = events.in_order(list(events.of_records(records)), skips)
+            found = events.in_order(list(events.of_records(dated)), skips)
             samples = [self._samples[step] for step in sorted(self._samples)]
-        heartbeats = read_object(self.place.path / HEARTBEATS_NAME) or {}
+        heartbeats = records.of_heartbeats(read_object(self.place.path / HEARTBEATS_NAME) or {})
         return {
             "events": [event.to_json() for event in found],
             "samples": samples,
@@ -206,14 +252,15 @@ class DashboardRun:
             part = self._tails[METRICS_NAME].read()
             if part.is_new:
                 self._table, self._records[METRICS_NAME], self._train_iterations = Table(), [], 0
-                self._first_look = None
-            records = parse_records(part.lines)
-            self._table.add(records)
-            self._records[METRICS_NAME] += [one for one in records if one.get("kind") in ("start", "passed")]
-            steps = [one for one in records[-50:] if one.get("kind") == "step"]
+                self._first_look, self._passed_over_lines = None, 0
+            found = records.of_metrics(parse_records(part.lines))
+            self._passed_over_lines += len(part.lines) - len(found)
+            self._table.add(found)
+            self._keep(METRICS_NAME, [one for one in found if one["kind"] in ("start", "passed")])
+            steps = [one for one in found[-50:] if one["kind"] == "step"]
             if steps:
-                self._train_iterations = _whole(steps[-1].get("train_iterations"))
-            if records or part.is_new:
+                self._train_iterations = steps[-1].get("train_iterations", 0)
+            if part.lines or part.is_new:
                 self._table_version += 1
                 changed = changed or self._first_look is None
             if not part.has_more and self._first_look is not None:
@@ -229,19 +276,26 @@ class DashboardRun:
                 part = self._tails[name].read()
                 changed = changed or part.is_new or bool(part.lines)
                 if name == EVENTS_NAME:
-                    kept = [] if part.is_new else self._records[name]
-                    self._records[name] = kept + parse_records(part.lines)
+                    self._records[name] = [] if part.is_new else self._records[name]
+                    self._keep(name, records.of_events(parse_records(part.lines)))
                     continue
                 self._samples = {} if part.is_new else self._samples
-                for record in parse_records(part.lines):
-                    iteration = record.get("iteration")
-                    if type(iteration) is int:
-                        for step in [step for step in self._samples if step >= iteration]:
-                            del self._samples[step]
-                        self._samples[iteration] = record
+                for record in records.of_samples(parse_records(part.lines)):
+                    for step in [step for step in self._samples if step >= record["iteration"]]:
+                        del self._samples[step]
+                    self._samples[record["iteration"]] = record
                 for step in sorted(self._samples)[:-_MOST_SAMPLES]:
                     del self._samples[step]
         return changed | self._is_changed(HEARTBEATS_NAME) | self._is_changed(LOG_NAME)
+
+    def _problem_of_lines(self) -> str:
+        lines = self._passed_over_lines
+        if not lines or self._table.count or self._table.evaluations or self._records[METRICS_NAME]:
+            return ""
+        return f"None of the {lines:,} lines read from {METRICS_NAME} is a record of a run."
+
+    def _keep(self, name: str, found: list[dict[str, Any]]) -> None:
+        self._records[name] = [*self._records[name], *found][-_MOST_RECORDS:]
 
     def _read_config(self) -> bool:
         if not self._is_changed(CONFIG_NAME):
@@ -264,9 +318,13 @@ class DashboardRun:
         values, x = table.column(metric), table.axis(view.axis)
         if len(values):
             line = self._smooth(metric, values, view.weight)
-            yield "", decimated(x, values, line, view.points, view.between, is_logarithmic=view.is_logarithmic)
+            yield "", self._part(x, values, line, view)
         for group, (places, found) in table.evaluation_curves(metric, view.axis).items():
-            yield group, decimated(places, found, found, view.points, view.between, is_logarithmic=view.is_logarithmic)
+            yield group, self._part(places, found, found, view)
+
+    def _part(self, x: np.ndarray, values: np.ndarray, line: np.ndarray, view: View) -> Curve:
+        x, values, line = placed(x, values, line)
+        return decimated(x, values, line, view.points, view.between, is_logarithmic=view.is_logarithmic)
 
     def _shown_table(self) -> Table:
         return self._first_look or self._table
@@ -281,23 +339,18 @@ class DashboardRun:
         return known[1]
 
     def _layout(self) -> dict[str, int]:
-        parallel = self._config.get("parallel")
-        if not isinstance(parallel, dict):
-            return {}
-        names = {"pp": "pipeline_model_parallel_size", "dp": "data_parallel_size", "tp": "tensor_model_parallel_size"}
-        return {axis: _whole(parallel.get(name)) or 1 for axis, name in names.items()}
+        return records.layout(self._config)
 
 
-def _with_hours_of_gaps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_hours_of_gaps(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records of a few steps, each with the time of all steps since the one before."""
     former = 0
-    for record in records:
-        gap = max(1, _whole(record.get("iteration")) - former)
+    for record in steps:
+        gap = max(1, record["iteration"] - former)
         former += gap
-        seconds = record.get("seconds_per_iteration")
-        if isinstance(seconds, float):
-            record["seconds_per_iteration"] = seconds * gap
-    return records
+        if "seconds_per_iteration" in record:
+            record["seconds_per_iteration"] *= gap
+    return steps
 
 
 def _age(path: Path) -> float | None:
@@ -306,7 +359,3 @@ def _age(path: Path) -> float | None:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return None
-
-
-def _whole(value: Any) -> int:
-    return value if type(value) is int else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import socket
 import threading
 import traceback
@@ -16,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 import numpy as np
 
@@ -45,6 +46,8 @@ _MOST_CONNECTIONS = 128
 _IDLE_SECONDS = 60.0
 _KEEP_ALIVE_SECONDS = 10.0
 _EVENT_SECONDS = 0.4
+_MOST_QUERY_FIELDS = 32
+_RUN_NUMBER = re.compile(r"[0-9]{1,9}")
 
 # Given the path and the headers (names in small letters), why a request is refused: status and reason; None if not.
 Check = Callable[[str, Mapping[str, str]], "tuple[int, str] | None"]
@@ -151,12 +154,11 @@ class _Exchange(BaseHTTPRequestHandler):
             self._send_json({"error": "The dashboard failed; see its terminal."}, 500)
 
     def _answer(self) -> None:
-        parts = urlsplit(self.path)
+        parts, query = _address(self.path)
         headers = {name.lower(): value for name, value in self.headers.items()}
         refused = self.server.check(parts.path, headers)
         if refused is not None:
             raise _Refused(*refused)
-        query = dict(parse_qsl(parts.query, max_num_fields=32))
         known = self.server.page.get(parts.path)
         if known is not None:
             self._send(known[1], known[0])
@@ -216,7 +218,8 @@ class _Exchange(BaseHTTPRequestHandler):
                 entry = {"run": run.number, "version": version, "group": group, "count": len(curve.x)}
                 entries.append({**entry, "extent": curve.extent})
                 arrays.append(curve.x.astype("<f8").tobytes())
-                arrays += [part.astype("<f4").tobytes() for part in (curve.low, curve.high, curve.line)]
+                with np.errstate(over="ignore"):
+                    arrays += [part.astype("<f4").tobytes() for part in (curve.low, curve.high, curve.line)]
                 arrays.append(bytes(4 * (len(curve.x) % 2)))
         head = json.dumps(entries, allow_nan=False).encode()
         head += b" " * (-(len(head) + 4) % 8)
@@ -225,9 +228,8 @@ class _Exchange(BaseHTTPRequestHandler):
     def _runs(self, query: Mapping[str, str], name: str) -> list[DashboardRun]:
         numbers = query.get(name, "").split(",") if query.get(name) else []
         known = self.server.board.runs
-        found = [
-            known[int(number)] for number in numbers if number.isascii() and number.isdecimal() and int(number) in known
-        ]
+        chosen = (int(number) for number in numbers if _RUN_NUMBER.fullmatch(number))
+        found = [known[number] for number in chosen if number in known]
         if not found:
             raise _Refused(404, "There is no such run.")
         return found
@@ -236,21 +238,21 @@ class _Exchange(BaseHTTPRequestHandler):
         board = self.server.board
         self._send_head(200, {"Content-Type": "text/event-stream; charset=utf-8", "Connection": "close"})
         self.close_connection = True
+        if self.command == "HEAD":
+            return
         known: dict[int, int] = {}
         changes = -1
         with contextlib.suppress(OSError):
             while not board.is_stopping:
                 changes = board.wait(changes, _KEEP_ALIVE_SECONDS)
                 changed = board.summaries(known)
-                text = (
-                    f"event: runs\ndata: {json.dumps(changed, allow_nan=False)}\n\n" if changed else ": still here\n\n"
-                )
+                text = f"event: runs\ndata: {_json(changed)}\n\n" if changed else ": still here\n\n"
                 self.wfile.write(text.encode())
                 self.wfile.flush()
                 board.pause(_EVENT_SECONDS)
 
     def _send_json(self, value: Any, status: int = 200) -> None:
-        self._send(json.dumps(_finite(value)).encode(), "application/json; charset=utf-8", status)
+        self._send(_json(value).encode(), "application/json; charset=utf-8", status)
 
     def _send(self, content: bytes, kind: str, status: int = 200) -> None:
         with contextlib.suppress(OSError):
@@ -265,6 +267,16 @@ class _Exchange(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+def _address(path: str) -> tuple[SplitResult, dict[str, str]]:
+    """The parts of a request's path, and the fields of its query."""
+    try:
+        parts = urlsplit(path)
+        return parts, dict(parse_qsl(parts.query, max_num_fields=_MOST_QUERY_FIELDS))
+    except ValueError:
+        most = _MOST_QUERY_FIELDS
+        raise _Refused(400, f"The address cannot be read; it may have at most {most} fields after the ?.") from None
+
+
 def _number(query: Mapping[str, str], name: str, otherwise: float) -> float:
     try:
         value = float(query.get(name, otherwise))
@@ -273,6 +285,10 @@ def _number(query: Mapping[str, str], name: str, otherwise: float) -> float:
     if math.isnan(value):
         raise _Refused(400, f"{name} must be a number.")
     return value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_finite(value), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -15,8 +15,10 @@ import numpy as np
 
 AXES = ("steps", "tokens", "hours")
 _FEWEST_ROWS = 256
+_MOST_CURVES = 2_000
 _NOT_CURVES = frozenset({"iteration", "train_iterations", "consumed_tokens"})
 _NESTED = frozenset({"source_losses", "routing"})
+_PLAIN = frozenset({int, float, type(None)})
 
 
 @dataclass
@@ -47,11 +49,15 @@ class Table:
         }
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds records in the order they were written; those that are no steps or evaluations are left out."""
+        """Adds records in the order they were written; those that are no steps or evaluations are left out.
+
+        Args:
+            records: as `records.of_metrics` leaves them.
+        """
         steps: list[Mapping[str, Any]] = []
         for record in records:
             kind = record.get("kind")
-            if kind == "step" and type(record.get("iteration")) is int:
+            if kind == "step":
                 steps.append(record)
             elif kind in ("evaluation", "task"):
                 self._add_steps(steps)
@@ -70,7 +76,7 @@ class Table:
         return np.empty(0, np.float32) if column is None else column[: self.count]
 
     def axis(self, name: str) -> np.ndarray:
-        """The places of all steps on an axis of `AXES`. Shape: `[steps]`.
+        """The places of all steps on an axis of `AXES`; NaN where a step does not tell. Shape: `[steps]`.
 
         Hours are those of training: evaluation, saving, and steps that were repeated later are left out.
         """
@@ -123,14 +129,15 @@ class Table:
         self._reserve(end)
         self._axes["steps"][start:end] = steps
         self._axes["tokens"][start:end] = _numbers(records, "consumed_tokens", np.float64)
-        seconds = np.nan_to_num(_numbers(records, "seconds_per_iteration", np.float64), posinf=0.0)
+        seconds = np.nan_to_num(_numbers(records, "seconds_per_iteration", np.float64))
         before = self._axes["hours"][start - 1] if start else 0.0
         self._axes["hours"][start:end] = before + np.cumsum(seconds) / 3600.0
         has_parts = any(record.get(part) for record in (records[0], records[-1]) for part in _NESTED)
         flat = [_flattened(record) for record in records] if has_parts else records
         new = [name for name in dict.fromkeys([*flat[0], *flat[-1]]) if name not in self._columns]
         for name in new:
-            if name not in _NOT_CURVES and (_is_number(flat[0].get(name)) or _is_number(flat[-1].get(name))):
+            is_curve = name not in _NOT_CURVES and len(self._columns) < _MOST_CURVES
+            if is_curve and (_is_number(flat[0].get(name)) or _is_number(flat[-1].get(name))):
                 self._columns[name] = np.full(len(self._axes["steps"]), np.nan, np.float32)
         for name, column in self._columns.items():
             column[start:end] = _numbers(flat, name, np.float32)
@@ -152,18 +159,15 @@ class Table:
                 columns[name] = grown
 
     def _add_evaluation(self, record: Mapping[str, Any]) -> None:
-        iteration, tokens = record.get("iteration"), _number(record.get("consumed_tokens"))
-        if type(iteration) is not int:
-            return
+        iteration, tokens = record["iteration"], _number(record.get("consumed_tokens"))
         if record["kind"] == "evaluation":
-            group = str(record.get("group", ""))
+            group = record.get("group", "")
             figures = {f"lm_loss|{group}": record.get("lm_loss")}
         else:
-            task, entries = str(record.get("task", "")), record.get("figures")
-            entries = entries if isinstance(entries, dict) else {}
-            figures = {f"{task}/{name}|{task}": value for name, value in entries.items()}
+            task = record.get("task", "")
+            figures = {f"{task}/{name}|{task}": value for name, value in record.get("figures", {}).items()}
         for name, value in figures.items():
-            if _is_number(value):
+            if _is_number(value) and (name in self.evaluations or len(self.evaluations) < _MOST_CURVES):
                 self.evaluations.setdefault(name, Evaluations()).values[iteration] = (tokens, _number(value))
 
 
@@ -181,12 +185,11 @@ def _flattened(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _numbers(records: Sequence[Mapping[str, Any]], name: str, kind: type) -> np.ndarray:
     """One value of each record; NaN where there is none."""
-    values = [record.get(name) for record in records]
-    try:
-        with np.errstate(over="ignore"):
-            return np.array(values, kind)
-    except (TypeError, ValueError):
-        return np.array([_number(value) for value in values], kind)
+    values: list[Any] = [record.get(name) for record in records]
+    if not _PLAIN.issuperset(map(type, values)):
+        values = [_number(value) for value in values]
+    with np.errstate(over="ignore"):
+        return np.array(values, kind)
 
 
 def _is_number(value: Any) -> bool:

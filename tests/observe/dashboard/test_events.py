@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron.observe.dashboard import records as cleaning
 from megatron.observe.dashboard.events import Event, end_of, in_order, of_records, of_skips
 
 
@@ -22,7 +23,7 @@ def test_starts_saves_and_ends_in_the_order_of_time() -> None:
     assert found[0].text == "Started on 1 rank." and found[3].text == "Resumed after step 4 on 8 ranks."
     assert "killed" in found[2].text and found[2].level == "bad" and "samples 8 to 11" in found[4].text
     assert "secret1" not in found[5].text and found[5].iteration == 9
-    strange = list(of_records(records[5:]))
+    strange = list(of_records(cleaning.of_events(records[5:])))
     assert [(event.kind, event.text, event.at, event.iteration) for event in strange] == [
         ("failed", "The run failed.", None, None)
     ]

@@ -83,3 +83,5 @@ def test_the_end_of_a_text_and_an_object(tmp_path: Path) -> None:
     assert read_object(path) == {"a": 1} and read_object(path, most_bytes=3) is None
     path.write_text("[1]")
     assert read_object(path) is None
+    path.write_text('{"a":' * 500 + "1" + "}" * 500)
+    assert read_object(path) is None, "too deep to be shown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import socket
 import struct
 from collections.abc import Iterator
@@ -158,6 +159,51 @@ def test_no_request_reaches_another_file(server: DashboardServer) -> None:
     ):  # fmt: skip
         status, _, content = ask(server, path)
         assert status == 404 and b"outside" not in content.replace(b"outside.txt", b""), path
+
+
+def test_addresses_that_cannot_be_read(server: DashboardServer) -> None:
+    fields = "&".join(f"{name}=1" for name in range(40))
+    for path, expected in (
+        (f"/api/runs?{fields}", 400),
+        ("ftp://[", 400),
+        (f"/api/log?run={'1' * 5000}", 404),
+        (f"/api/curves?metric=lm_loss&runs={'9' * 5000}", 404),
+        (f"/api/curves?metric=lm_loss&runs=1&points={'9' * 5000}&to=inf", 200),
+    ):
+        status, _, content = ask(server, path)
+        assert status == expected, path[:40]
+        assert status != 400 or "at most 32 fields" in json.loads(content)["error"]
+
+
+def test_a_question_for_the_headers_gets_nothing_else(server: DashboardServer) -> None:
+    for path in ("/api/events", "/api/runs", "/api/curves?metric=lm_loss&runs=1"):
+        with socket.create_connection(server.server_address[:2], timeout=30) as stream:
+            host = f"localhost:{server.server_address[1]}"
+            stream.sendall(f"HEAD {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            head, _, body = stream.makefile("rb").read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and body == b"", path
+
+
+def test_values_without_a_place_on_the_axis_are_no_points(tmp_path: Path) -> None:
+    tokens: list[Any] = ["Infinity", [1], None, "missing", -1, 1e308]
+    lines = [step(at, consumed_tokens=value) for at, value in enumerate(tokens, 1)]
+    del lines[3]["consumed_tokens"]
+    evaluations = [
+        {"kind": "evaluation", "iteration": at, "consumed_tokens": value, "group": "valid", "lm_loss": 1e308}
+        for at, value in ((5, "Infinity"), (6, 1024), (7, math.inf), (2**64 - 1, 8))
+    ]
+    folder = write_run(tmp_path / "a", steps=0)
+    times = [step(8, seconds_per_iteration=1e308), step(9, seconds_per_iteration="-Infinity"), step(10)]
+    write_lines(folder / "metrics.jsonl", [*lines, step(7), *evaluations, *times])
+    with listening(folder) as server:
+        for axis, first, second in (("tokens", 4, 1), ("steps", 10, 2), ("hours", 10, 2)):
+            status, _, content = ask(server, f"/api/curves?metric=lm_loss&runs=1&axis={axis}&points=50")
+            curves = read_curves(content)
+            assert status == 200 and [len(curve["x"]) for curve in curves] == [first, second], axis
+            assert all(np.isfinite(curve["x"]).all() for curve in curves)
+        (summary,) = asked(server, "/api/runs")["runs"]
+        assert summary["eta_seconds"] == 990 * 0.5 and summary["iteration"] == 10
+        json.dumps(server.board.summaries(), allow_nan=False)
 
 
 def test_a_failure_and_a_taken_port(server: DashboardServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from megatron.observe.dashboard.records import of_metrics
 from megatron.observe.dashboard.table import Table
 from tests.observe.dashboard.run_folders import step
 
@@ -65,9 +66,10 @@ def test_tasks_and_broken_records() -> None:
         {"kind": "step", "iteration": "7"},
         {"kind": "evaluation"},
         {"kind": "task", "figures": 3},
+        {"kind": "task", "iteration": 1, "figures": 3},
         {},
     ]
-    table.add([step(1), task, *strange])
+    table.add(of_metrics([step(1), task, *strange]))
     assert table.count == 1 and table.metrics()[-1] == "arc/acc"
     assert table.evaluation_curves("arc/acc", "hours")["arc"][1].tolist() == [0.5]
     assert Table().axis("tokens").tolist() == [] and Table().last("lm_loss") is None
@@ -79,3 +81,19 @@ def test_many_steps_grow_the_columns() -> None:
         table.add([step(number) for number in range(start, start + 700)])
     assert table.count == 3500 and table.axis("tokens")[-1] == 3500 * 128
     assert np.isfinite(table.column("lm_loss")).all()
+
+
+def test_texts_lists_and_truth_values_are_no_numbers_in_any_company() -> None:
+    table = Table()
+    table.add([step(1, lm_loss="5", gradient_norm=[1], z_loss=True)])
+    table.add([step(2, lm_loss=1e308, gradient_norm=[2], z_loss=0.5), step(3, lm_loss="7", gradient_norm=True)])
+    losses = table.column("lm_loss")
+    assert np.isnan(losses[[0, 2]]).all() and losses[1] == math.inf and table.column("z_loss")[1] == 0.5
+    assert table.column("gradient_norm").size == 0
+
+
+def test_the_number_of_curves_is_limited() -> None:
+    table = Table()
+    table.add([step(1, **{f"metric {number}": 1.0 for number in range(5000)}), step(2)])
+    table.add([{"kind": "task", "iteration": 2, "figures": {f"figure {number}": 1.0 for number in range(5000)}}])
+    assert len(table.metrics()) == 4000 and table.count == 2

@@ -6,7 +6,7 @@ import { about, colour, element, short, whole } from "./format.js";
 import * as panels from "./panels.js";
 
 const VIEWS = { curves: "Curves", samples: "Samples", ranks: "Ranks", checkpoints: "Checkpoints", events: "Events", log: "Log", configuration: "Configuration" };
-const STATES = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", lost: "no sign of life", idle: "not running", gone: "deleted" };
+const STATES = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", lost: "no sign of life", idle: "not running", gone: "deleted", unreadable: "unreadable" };
 const LOGARITHMIC = ["gradient_norm"];
 const find = (id) => document.getElementById(id);
 
@@ -117,7 +117,8 @@ function rowOf(run) {
   const parts = run.points ? [`${whole(run.iteration)}${planned}`, `loss ${short(run.loss)}`] : ["no steps yet"];
   if (run.eta_seconds) parts.push(`${about(run.eta_seconds)} left`);
   if (run.reading < 1) parts.push(`reading ${Math.floor(run.reading * 100)} %`);
-  put(row.figures, parts.join(" · "));
+  put(row.figures, run.problem || parts.join(" · "));
+  row.figures.title = run.problem;
   row.progress.value = run.train_iterations ? run.iteration / run.train_iterations : 0;
   row.progress.setAttribute("aria-label", `Progress of ${run.name}`);
   return row.node;
