@@ -104,7 +104,8 @@ def test_every_stage_has_as_many_groups() -> None:
 
 
 def test_an_unknown_optimizer_is_rejected() -> None:
-    optim = SimpleNamespace(optimizer="lamb", lr=1.0, weight_decay=0.0, use_bnb_optimizer=False)  # the flag itself refuses it earlier
+    # The flag itself refuses it earlier.
+    optim = SimpleNamespace(optimizer="lamb", lr=1.0, weight_decay=0.0, use_bnb_optimizer=False)
     with pytest.raises(ConfigError, match="--optimizer lamb is not known. Use adam or sgd"):
         build_optimizer(optim, small_module(), ParallelMesh.single())
 

@@ -22,18 +22,22 @@ class FakeRun:
         self.config = SimpleNamespace(
             optim=SimpleNamespace(global_batch_size=4),
             control=control_config(),
-            data=SimpleNamespace(num_workers=2),
+            data=SimpleNamespace(num_workers=2, seq_length=50),
         )
         self.asked: list[tuple[int, int, int]] = []
         self.reported: list[tuple[Any, ...]] = []
         self.progress = Progress(5, 20, 200)
-        self.engine = SimpleNamespace(evaluate=lambda batches: next(self._answers))
+        self.lengths: list[int] = []
+        self.engine = SimpleNamespace(
+            evaluate=lambda batches: next(self._answers), expect_length=lambda length: self.lengths.append(length)
+        )
         report = self.reported.append
         self.report = SimpleNamespace(evaluation=lambda *told: report(told), task=lambda *told: report(told))
         self.open_loaders = 0
         self.most_samples = 100
         self.watch = Watch()
         self.tasks: tuple[Any, ...] = ()
+        self.prompts = None
         self._answers = iter(answers)
 
     def scorer(self) -> str:
@@ -53,7 +57,9 @@ class FakeRun:
 
 
 def test_losses_are_weighted_by_tokens_not_by_batches() -> None:
-    assert mean_loss(FakeRun([(10.0, 10), (90.0, 30)]), range(8), 8) == 2.5
+    run = FakeRun([(10.0, 10), (90.0, 30)])
+    assert mean_loss(run, range(8), 8) == 2.5
+    assert run.lengths == [50], "a curriculum's shorter samples are for training only"
 
 
 @pytest.mark.parametrize(
