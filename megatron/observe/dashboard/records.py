@@ -110,7 +110,7 @@ def is_shallow(value: Any) -> bool:
 def _step(record: dict[str, Any]) -> dict[str, Any]:
     """The record of a step, of which there may be millions: what is right stays where it is."""
     for name, most in _LIMITS:
-        value = record.get(name)
+        value: Any = record.get(name)
         kind = type(value)
         if not ((kind is int or kind is float) and 0.0 <= value <= most):  # NaN is in no limits
             record.pop(name, None)
