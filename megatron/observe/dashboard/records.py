@@ -13,11 +13,7 @@ from typing import Any
 LARGEST_WHOLE = 2**53 - 1
 LONGEST_SECONDS = 1e9
 # The numbers of a step that more is computed from than a curve, and the largest of each.
-_LIMITS = {
-    "train_iterations": LARGEST_WHOLE,
-    "consumed_tokens": float(LARGEST_WHOLE),
-    "seconds_per_iteration": LONGEST_SECONDS,
-}
+_LIMITS = (("consumed_tokens", float(LARGEST_WHOLE)), ("seconds_per_iteration", LONGEST_SECONDS))
 _NESTED = ("source_losses", "routing")
 _LATEST_AT = 1e11
 _MOST_RANKS = 65_536
@@ -112,9 +108,12 @@ def is_shallow(value: Any) -> bool:
 
 
 def _step(record: dict[str, Any]) -> dict[str, Any]:
-    for name, most in _LIMITS.items():
-        if name in record and number(record[name], 0.0, most) is None:
-            del record[name]
+    """The record of a step, of which there may be millions: what is right stays where it is."""
+    for name, most in _LIMITS:
+        value: Any = record.get(name)
+        kind = type(value)
+        if not ((kind is int or kind is float) and 0.0 <= value <= most):  # NaN is in no limits
+            record.pop(name, None)
     for name in _NESTED:
         if name in record and not isinstance(record[name], dict):
             del record[name]

@@ -143,7 +143,7 @@ class DashboardRun:
             table.add(_with_hours_of_gaps(steps))
             with self._lock:
                 self._first_look = table
-                self._train_iterations = steps[-1].get("train_iterations", 0)
+                self._train_iterations = records.whole(steps[-1].get("train_iterations")) or 0
                 self.version += 1
 
     def state(self) -> str:
@@ -259,7 +259,7 @@ class DashboardRun:
             self._keep(METRICS_NAME, [one for one in found if one["kind"] in ("start", "passed")])
             steps = [one for one in found[-50:] if one["kind"] == "step"]
             if steps:
-                self._train_iterations = steps[-1].get("train_iterations", 0)
+                self._train_iterations = records.whole(steps[-1].get("train_iterations")) or 0
             if part.lines or part.is_new:
                 self._table_version += 1
                 changed = changed or self._first_look is None
