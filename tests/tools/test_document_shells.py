@@ -95,7 +95,9 @@ def started(shell: list[str], commands: str, folder: Path) -> list[str]:
     (folder / "data").mkdir(parents=True)
     record = folder / "record"
     stand_ins = [
-        f"{name}() {{ printf '%s\\t' {name} \"$@\" >>'{record}'; echo >>'{record}'; }}" for name in (*PROGRAMS, "bash")
+        # One write for each command: one in the background may write at the same time.
+        f"{name}() {{ local words; words=$(printf '%s\\t' {name} \"$@\"); printf '%s\\n' \"$words\" >>'{record}'; }}"
+        for name in (*PROGRAMS, "bash")
     ]
     program = "\n".join([*stand_ins, commands, ""])
     subprocess.run(
