@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import ControlConfig, DataConfig, FinetuningConfig, OptimRequest
+from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.request_rules import request_problems
 
 DATA = DataConfig(seq_length=8, data_path=("a",), vocab_file="v", merge_file="m")
@@ -15,7 +16,8 @@ def found(
     optim: OptimRequest = OPTIM, data: DataConfig = DATA, control: ControlConfig | None = None, split: str = "default"
 ) -> list[str]:
     """The broken rules."""
-    return list(request_problems(optim, data, control or ControlConfig(), FinetuningConfig(), {"data.split": split}))
+    control, provenance = control or ControlConfig(), {"data.split": split}
+    return list(request_problems(provenance, optim, data, control, FinetuningConfig(), DistillationConfig()))
 
 
 def test_a_complete_request_breaks_no_rule() -> None:
@@ -67,7 +69,8 @@ def test_a_split_needs_one_source_that_is_split() -> None:
 )
 def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> None:
     asked = OptimRequest(micro_batch_size=1, lr=1.0, **optim)
-    (problem,) = request_problems(asked, DATA, ControlConfig(), FinetuningConfig(epochs=2), {})
+    others = (DATA, ControlConfig(), FinetuningConfig(epochs=2), DistillationConfig())
+    (problem,) = request_problems({}, asked, *others)
     assert problem.startswith(sentence)
     complete = OptimRequest(micro_batch_size=1, lr=1.0)
-    assert not list(request_problems(complete, DATA, ControlConfig(), FinetuningConfig(epochs=2), {}))
+    assert not list(request_problems({}, complete, *others))
