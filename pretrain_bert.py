@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pretrain_gpt
 from megatron import log
+from megatron.config import Program
 
 BERT = {
     "model.bidirectional": True,
@@ -16,11 +17,12 @@ BERT = {
     "model.sentence_order_head": True,
     "data.tokenizer_type": "BertWordPieceLowerCase",
 }
+PROGRAM = Program(decided={"loss.objective": "masked"}, defaults=BERT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains with the flags of `pretrain_gpt.py`, and returns the exit code of `megatron.errors.ExitCode`."""
-    return pretrain_gpt.main(argv, decided={"loss.objective": "masked"}, defaults=BERT)
+    return pretrain_gpt.main(argv, PROGRAM)
 
 
 if __name__ == "__main__":

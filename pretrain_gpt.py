@@ -6,11 +6,11 @@ Only `megatron.config` is imported before the flags have been checked, so `--hel
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 from megatron import log
+from megatron.config import NO_PROGRAM, Program
 from megatron.config.parse import read_flags
 from megatron.parallel.rank_start import begin_rank
 from megatron.train.signals import StopSignals
@@ -18,37 +18,35 @@ from megatron.train.signals import StopSignals
 
 def main(
     argv: Sequence[str] | None = None,
-    decided: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    program: Program = NO_PROGRAM,
 ) -> int:
     """Begins this rank, then `train`: for programs whose command line is the trainer's."""
     begin_rank()
-    return train(sys.argv[1:] if argv is None else argv, decided, defaults)
+    return train(sys.argv[1:] if argv is None else argv, program)
 
 
-def train(
-    argv: Sequence[str], decided: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None
-) -> int:
+def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`.
 
     Args:
         argv: the trainer's command line, of a process that `begin_rank` has prepared.
-        decided: what a program for one objective gives itself, see `megatron.config.parse.read_flags`.
-        defaults: what a program prefers to the trainer's own defaults, see there as well.
+        program: what a program decides, prefers and names.
     """
-    reading = read_flags(argv, decided=decided, defaults=defaults)
+    reading = read_flags(argv, program=program)
     signals = StopSignals()
-    with signals.installed() if reading.unchecked().control.exit_on_signal else nullcontext():
+    with signals.installed() if reading.unchecked().stopping.exit_on_signal else nullcontext():
         from megatron.train.preflight.checks import checked_request
 
         request = checked_request(reading)  # without torch
+        log.doing("loading PyTorch and DeepSpeed")
         from megatron import device
 
         device.choose_accelerator()
         from megatron.train.build import open_run
         from megatron.train.loop import run_to_end
 
-        with open_run(request, signals) as run:
+        log.doing("building the network")
+        with open_run(request, signals, program.parts()) as run:
             return run_to_end(run)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import pretrain_gpt
 from megatron import log
+from megatron.config import Program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains with the flags of `pretrain_gpt.py`, and returns the exit code of `megatron.errors.ExitCode`."""
-    return pretrain_gpt.main(argv, decided={"loss.objective": "prefix"})
+    return pretrain_gpt.main(argv, Program(decided={"loss.objective": "prefix"}))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,93 @@ token files, the checkpoints and the metrics. What is there is used again: the s
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import pretrain_gpt
 from megatron import log
-from megatron.config.programs.own_text import OwnTextFlags
-from megatron.config.programs.program import read_program
+from megatron.config import PathUse, Program, flag
+from megatron.config.parse import read_flags
+from megatron.config.program_flags import ProgramFlags, read_program, words_of
 from megatron.parallel.rank_start import begin_rank
 
+VOCAB_SIZE = 8192
 BYTES_PER_ENTRY = 512  # of text for each entry of a learnt vocabulary: 2 MB give 4,096
+
+
+@dataclass(frozen=True)
+class OwnTextFlags(ProgramFlags):
+    """Flags of this program: a text, and what the trainer is to do with it."""
+
+    text: str = flag(
+        help="a text file, jsonl or Parquet with a column text, or a folder or quoted pattern of these; its name may "
+        "come first on the line, without --text",
+        path=PathUse.PLACE,
+    )
+    output_folder: str | None = flag(
+        None,
+        "folder of token files, tokenizer, checkpoints and metrics; if unset, NAME-training next to the text",
+        path=PathUse.FOLDER,
+    )
+    tokenizer: str | None = flag(
+        None,
+        "tokenizer.json, or a folder that holds one; if unset, a byte-level BPE is trained on the text",
+        spelled=("--tokenizer-name-or-path",),
+        path=PathUse.PLACE,
+    )
+    vocab_size: int = flag(
+        VOCAB_SIZE, "the most entries of a tokenizer trained on the text; a short text gets fewer", at_least=512
+    )
+    model_preset: str | None = flag(
+        None, "the network, see docs/models.md; if unset `laptop` on a CPU and `workstation` on a GPU"
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.output_folder is None and ("://" in self.text or any(mark in self.text for mark in "*?[")):
+            yield (
+                f"--text {self.text} is not one file or folder, so there is no folder next to it to use. Name one: "
+                "--output-folder my-training"
+            )
+        if self.tokenizer is not None and self.vocab_size != VOCAB_SIZE:
+            yield (
+                f"--vocab-size {self.vocab_size} has no effect with --tokenizer {self.tokenizer}, which has a "
+                "vocabulary. Give one of them."
+            )
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is written."""
+        if self.output_folder is not None:
+            return Path(self.output_folder)
+        text = Path(os.path.normpath(self.text))
+        return text.with_name(f"{text.name.partition('.')[0] or text.name}-training")
+
+    def words(self) -> list[str]:
+        """The trainer's command line that these flags stand for, without the network."""
+        return words_of(
+            {
+                "--data-path": self.folder / "train_text_document",
+                "--tokenizer-type": "HFTokenizer",
+                "--tokenizer-name-or-path": self.tokenizer or self.folder / "tokenizer.json",
+            }
+        )
+
+    @property
+    def program(self) -> Program:
+        """What this program prefers: the same line goes on where it stopped."""
+        checkpoints = str(self.folder / "checkpoints")
+        defaults = {
+            "saving.save": checkpoints,
+            "loading.load": checkpoints,
+            "report.run_dir": str(self.folder / "run"),
+            "report.log_style": "short",
+            "data.split": "95,5,0",
+        }
+        return Program(defaults=defaults)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,17 +103,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin_rank()
     words = sys.argv[1:] if argv is None else argv
     own, rest = read_program(OwnTextFlags, words, "train_on_text.py", __doc__ or "", unnamed="--text")
-    from megatron import device
+    from megatron.train.preflight.checks import checked_request
+
+    words = ["--model-preset", own.model_preset or _preset_of_this_machine(), *own.words(), *rest]
+    checked_request(read_flags(words, program=own.program), has_data=False)  # before minutes of tokenizing
+    with log.breaking_silence():
+        return _prepare_and_train(own, words)
+
+
+def _prepare_and_train(own: OwnTextFlags, words: Sequence[str]) -> int:
     from megatron.corpus.training_text import TextRecipe, prepare_text
 
-    device.choose_accelerator()
-    preset = own.model_preset or ("workstation" if device.device_type() == "cuda" else "laptop")
     recipe = TextRecipe("--text", "--output-folder", entries=own.vocab_size, bytes_per_entry=BYTES_PER_ENTRY)
     prepare_text(own.text, own.tokenizer, own.folder, recipe)
-    code = pretrain_gpt.train(["--model-preset", preset, *own.words(), *rest], defaults=own.defaults())
+    code = pretrain_gpt.train(words, own.program)
     if code == 0:
-        log.info(f"to hear from it: echo 'Once' | python tools/generate_samples_gpt.py --load {own.folder}/checkpoints")
+        load = f"--load {own.folder}/checkpoints"
+        log.info(f"To read what it writes: echo 'Once' | python tools/generate_samples_gpt.py {load}")
+        log.info(f"To talk to it in a browser: python tools/serve.py {load}")
     return code
+
+
+def _preset_of_this_machine() -> str:
+    """`laptop` on a CPU, `workstation` on a GPU; torch is imported only where there may be one."""
+    from megatron.cuda_driver import why_no_cuda
+
+    if why_no_cuda():
+        return "laptop"
+    from megatron import device
+
+    device.choose_accelerator()
+    return "workstation" if device.device_type() == "cuda" else "laptop"
 
 
 if __name__ == "__main__":

@@ -109,21 +109,20 @@ def saving_ways(run: Run, folder: Path) -> dict[str, Callable[[], tuple[float, f
     import torch.distributed.checkpoint as theirs
 
     from megatron.engine.state import owned_pieces
-    from megatron.train.checkpoints import hear_of_save, save_run
 
-    writer = run.writer
+    writer = run.saves.writer
     if writer is None:
         raise RuntimeError("the run does not save in the background")
 
     def at_once() -> tuple[float, float, list[float]]:
-        run.writer = None
-        seconds = timed(lambda: save_run(run))
-        run.writer = writer
+        run.saves.writer = None
+        seconds = timed(lambda: run.saves.save(run))
+        run.saves.writer = writer
         return seconds, seconds, []
 
     def in_background() -> tuple[float, float, list[float]]:
         before, began_at = writer.stall_seconds, time.perf_counter()
-        save_run(run)
+        run.saves.save(run)
         beside = []
         while (outcome := writer.take_outcome()) is None:
             beside.append(train_step(run))
@@ -131,7 +130,7 @@ def saving_ways(run: Run, folder: Path) -> dict[str, Callable[[], tuple[float, f
             raise outcome.failure
         total = min(time.perf_counter() - began_at, outcome.seconds)
         stall = writer.stall_seconds - before
-        hear_of_save(run)
+        run.saves.note_outcome(run)
         return stall, total, beside
 
     def state() -> dict[str, Any]:

@@ -25,9 +25,11 @@ from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
-from megatron.data.datasets.build import build_split_datasets
-from megatron.data.datasets.examples.options import ExampleOptions
-from megatron.tokenizers.fast_encoder import resident_bytes
+from megatron.data.build import build_split_datasets
+from megatron.data.datasets.examples.example_options import ExampleOptions
+from megatron.data.sources.request import DataRequest
+from megatron.tokenizers.chat import load_chat_template
+from megatron.tokenizers.encoders.fast_encoder import resident_bytes
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
 _WORDS = ("the", "of", "and", "to", "in", "that", "is", "was", "for", "on", "with", "as", "by", "at", "from", "his")
@@ -40,6 +42,8 @@ class ExamplesFlags(ConfigSection):
     examples: int = flag(100_000, "conversations in the file", at_least=1)
     seq_length: int = flag(512, "tokens of a row", at_least=64)
     rows: int = flag(2_000, "rows to read", at_least=1)
+    chat_template: str = flag("plain", "how conversations are written: a name, or a file with a Jinja template")
+    renders: int = flag(1_000, "single conversations to render", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for start in ("first_start", "next_start"):
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
                 process.submit(measure, start, str(path), flags, [str(file) for file in files]).result()
+        measure_renders(flags)
     return 0
 
 
@@ -75,8 +80,10 @@ def measure(start: str, path: str, flags: ExamplesFlags, files: Sequence[str]) -
     length = flags.seq_length
     data = DataConfig(seq_length=length, data_path=(path,), split="98,2,0")
     before, began_at = resident_bytes() or 0, time.perf_counter()
-    options = ExampleOptions("plain", pack=True, on_targets_only=True)
-    datasets, _ = build_split_datasets(data, length, 1, (flags.rows, 1, 0), tokenizer=tokenizer, examples=options)
+    options = ExampleOptions(flags.chat_template, pack=True, on_targets_only=True)
+    datasets, _ = build_split_datasets(
+        DataRequest(data, length, 1, (flags.rows, 1, 0), tokenizer=tokenizer, examples=options)
+    )
     opened = time.perf_counter() - began_at
     if datasets.train is None:
         raise SystemExit("there are no rows")
@@ -89,6 +96,20 @@ def measure(start: str, path: str, flags: ExamplesFlags, files: Sequence[str]) -
         "conversations", f"{start}_seconds", opened, "s", examples=flags.examples, grown_by=f"{grown / 1e6:.0f} MB"
     )
     print_figure("conversations", f"{start}_rows", flags.rows / read, "rows/s", tokens=length)
+
+
+def measure_renders(flags: ExamplesFlags) -> None:
+    """Renders one conversation after the other, as a server does."""
+    template = load_chat_template(flags.chat_template, None)
+    messages = [{"role": role, "content": " ".join(_WORDS)} for role in ("user", "assistant", "user")]
+    seconds = []
+    for _ in range(flags.renders):
+        began_at = time.perf_counter()
+        template.render(messages, add_generation_prompt=True)
+        seconds.append(1e3 * (time.perf_counter() - began_at))
+    seconds.sort()
+    worst = seconds[int(0.99 * len(seconds))]
+    print_figure("conversations", "render_ms", seconds[len(seconds) // 2], "ms", spread=(seconds[0], worst))
 
 
 if __name__ == "__main__":

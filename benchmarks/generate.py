@@ -1,14 +1,15 @@
-"""Tokens per second of the generation engine beside `transformers`, on the same exported checkpoint, in one process.
+"""Tokens per second of the generation engine and of `transformers`, on the same exported checkpoint, in one process.
 
     python benchmarks/generate.py
 
 Prints one JSON line per figure. The networks have random weights: a GPT-2 of 124 million parameters and a Llama of
 about as many, or smaller ones (--size). Both sides generate greedily; that the texts are equal is checked before
 anything is timed. Runs of the two alternate; a ratio is the median over the pairs of runs, its spread their extremes.
+On a busy machine the ratio of processor times says more than that of seconds.
 
-The requests are one prompt alone, eight prompts of different lengths with as many new tokens each, and eight prompts of
-different lengths with different numbers of new tokens. For several requests `transformers` gets one batch, padded on
-the left, which runs until its longest text is finished. Only the tokens asked for count.
+The requests are one prompt alone, eight prompts of the same length, and eight prompts of different lengths, with
+as many new tokens each and with different numbers of new tokens. For several requests `transformers`
+gets one batch, padded on the left, which runs until its longest text is finished. Only the tokens asked for count.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from megatron.data.order.plan import DataPlan
 from megatron.inference.generation import GenerationEngine, Request
 from megatron.inference.loading import LoadedModel, open_checkpoint
 from megatron.inference.sampling import Sampling
-from megatron.inference.weights import wanted_weights
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
@@ -73,6 +74,7 @@ class GenerateFlags(ConfigSection):
     repeats: int = flag(5, "pairs of runs", at_least=1)
     new_tokens: int = flag(48, "new tokens of a request", at_least=2)
     threads: int = flag(2, "threads of both sides", at_least=1)
+    requests: str | None = flag(None, "measure only the requests whose description has this text")
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ class Outcome:
     """What one side did for some work.
 
     Attributes:
+        processor_seconds: what all threads of this process took.
         first_seconds: until the first token of the first request was known.
         cache_bytes: most memory of keys and values.
     """
 
     texts: list[list[int]]
     seconds: float
+    processor_seconds: float
     first_seconds: float
     cache_bytes: int
 
@@ -115,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as name:
                 loaded, reference = make_networks(Path(name), kind, flags.size)
             for work in work_of(flags.new_tokens, loaded.config.model.vocab_size):
-                measure(f"{kind} {flags.size}", loaded, reference, work, flags)
+                if flags.requests is None or flags.requests in work.name:
+                    measure(f"{kind} {flags.size}", loaded, reference, work, flags)
     return 0
 
 
@@ -137,7 +142,7 @@ def make_networks(folder: Path, kind: str, size: str) -> tuple[LoadedModel, PreT
     mesh = ParallelMesh.single()
     model = LayerStack(gpt_layers(config.model, mesh), seed=1)
     weights = dict(model.named_parameters())
-    pieces = [(key, weights[key.name].detach().view(-1)[: key.numel]) for key, _ in wanted_weights(model)]
+    pieces = [(key, weights[key.name].detach().view(-1)[: key.numel]) for key, _ in filling_weights(model.parameters())]
     made_with = TokenizerRecord(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
     plan = DataPlan(sequence_length=_POSITIONS, seed=1, epoch_rule="bigscience", train=None, valid=(), test=())
     record = Record(Progress(), 0, {}, config.to_json(), plan, {}, made_with, "benchmark")
@@ -160,6 +165,7 @@ def work_of(new_tokens: int, vocab_size: int) -> list[Work]:
     wanted = tuple(new_tokens * share // 4 for share in (8, 1, 4, 2, 1, 6, 2, 3))
     return [
         Work("one request", (prompt(64),), (new_tokens,)),
+        Work("8 prompts of 64 tokens", tuple(prompt(64) for _ in range(8)), (new_tokens,) * 8),
         Work("8 prompts of 8 to 256 tokens", tuple(map(prompt, lengths)), (new_tokens,) * 8),
         Work(f"the same, {min(wanted)} to {max(wanted)} new tokens", tuple(map(prompt, lengths)), wanted),
     ]
@@ -186,6 +192,8 @@ def measure(network: str, loaded: LoadedModel, reference: PreTrainedModel, work:
         _print("seconds_to_first_token", firsts, "s", side=name, **facts)
         _print("cache", [outcome.cache_bytes / 2**20 for outcome in found], "MiB", side=name, **facts)
     pairs = list(zip(outcomes["ours"], outcomes["transformers"], strict=True))
+    ratios = [theirs.processor_seconds / ours.processor_seconds for ours, theirs in pairs]
+    _print("processor_time_ratio", ratios, "ratio", **facts)
     _print("speed_ratio", [theirs.seconds / ours.seconds for ours, theirs in pairs], "ratio", **facts)
     print_figure("generate", "equal_texts", equal, f"of {len(work.prompts)}", **facts)
 
@@ -195,7 +203,7 @@ def run_ours(loaded: LoadedModel, work: Work) -> Outcome:
     engine = GenerationEngine(loaded)
     texts: list[list[int]] = [[] for _ in work.prompts]
     most, first_at = 0, 0.0
-    started_at = time.perf_counter()
+    started_at, busy_at = time.perf_counter(), time.process_time()
     for number, (prompt, count) in enumerate(zip(work.prompts, work.new_tokens, strict=True)):
         engine.add(Request(str(number), prompt, count, _GREEDY))
     while not engine.is_idle:
@@ -204,7 +212,8 @@ def run_ours(loaded: LoadedModel, work: Work) -> Outcome:
                 texts[int(generated.request_id)].append(generated.token)
             first_at = first_at or time.perf_counter()
         most = max(most, engine.cache_bytes)
-    return Outcome(texts, time.perf_counter() - started_at, first_at - started_at, most)
+    seconds, busy_seconds = time.perf_counter() - started_at, time.process_time() - busy_at
+    return Outcome(texts, seconds, busy_seconds, first_at - started_at, most)
 
 
 @torch.inference_mode()
@@ -214,7 +223,7 @@ def run_transformers(model: PreTrainedModel, work: Work) -> Outcome:
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in work.prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in work.prompts])
     clock = _FirstToken()
-    started_at = time.perf_counter()
+    started_at, busy_at = time.perf_counter(), time.process_time()
     found: Any = model.generate(
         ids,
         attention_mask=mask,
@@ -225,14 +234,14 @@ def run_transformers(model: PreTrainedModel, work: Work) -> Outcome:
         streamer=clock if len(work.prompts) == 1 else None,
         return_dict_in_generate=True,
     )
-    seconds = time.perf_counter() - started_at
+    seconds, busy_seconds = time.perf_counter() - started_at, time.process_time() - busy_at
     texts = [
         row[longest : longest + count].tolist() for row, count in zip(found.sequences, work.new_tokens, strict=True)
     ]
     layers = found.past_key_values.layers
     held = sum(part.numel() * part.element_size() for layer in layers for part in (layer.keys, layer.values))
     first = clock.times[1] - started_at if len(clock.times) > 1 else float("nan")
-    return Outcome(texts, seconds, first, held)
+    return Outcome(texts, seconds, busy_seconds, first, held)
 
 
 class _FirstToken:

@@ -29,11 +29,12 @@ import numpy as np
 from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.data.loader import BatchLoader
 from megatron.data.order.index_map import build_indices
+from megatron.data.sources.request import DataRequest
 
 _CHUNK_DOCUMENTS = 1 << 22
 _LONGEST_TOKENS = 1999
@@ -117,10 +118,12 @@ def measured_start(prefix: str, flags: IndexFlags) -> dict[str, float]:
     watch = _OwnMemory()
     samples = int(flags.epochs * (Path(prefix + ".bin").stat().st_size // 2 - 1) // flags.seq_length)
     datasets, _ = build_split_datasets(
-        DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0"),
-        flags.seq_length,
-        _SEED,
-        (samples, 0, 0),
+        DataRequest(
+            DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0"),
+            flags.seq_length,
+            _SEED,
+            (samples, 0, 0),
+        )
     )
     with BatchLoader(datasets.train, micro_batch_size=8) as loader:
         loader.micro_batches(0, 8)

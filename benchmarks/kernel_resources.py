@@ -86,11 +86,12 @@ def compile_one(nvcc: str, source: Path, architecture: str) -> list[Kernel]:
     Raises:
         LaunchError: it does not compile.
     """
-    from megatron.kernels.native.compilers import Toolchain
+    from megatron.kernels.native.compilers import EXACT_OPERATIONS, Toolchain
 
     with tempfile.TemporaryDirectory() as folder:
         tools = Toolchain("", Path(), nvcc=nvcc, architectures=(architecture,))
-        command = tools.compile_device(SOURCES, source, Path(folder) / "kernel.o")
+        is_exact = source.parent.name in EXACT_OPERATIONS
+        command = tools.compile_device(SOURCES, source, Path(folder) / "kernel.o", is_exact=is_exact)
         done = subprocess.run([*command, "-Xptxas", "-v"], capture_output=True, text=True, check=False)
     printed = done.stderr + done.stdout  # where the assembler writes differs between versions
     if done.returncode:

@@ -45,7 +45,7 @@ class KernelFlags(ConfigSection):
     threads: tuple[int, ...] = flag((1, 2), "numbers of threads", nargs="+")
     rounds: int = flag(7, "counted rounds of each", at_least=1)
     milliseconds: int = flag(20, "how long one turn lasts, about", at_least=1)
-    library: str | None = flag(None, "folder of the library; that of the package if not given")
+    library: str | None = flag(None, "folder of the library; the package's if not given")
     table: bool = flag(False, "print a table of all, in Markdown, instead of JSON lines")
 
 
@@ -195,7 +195,7 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield "```python"
     for name, speed in speeds(rows).items():
-        yield f'("{name}", "cpu"): types.MappingProxyType({{Implementation.CSRC: {speed:.2f}}}),'
+        yield f'"{name}": {speed:.2f},'
     yield "```"
 
 

@@ -16,8 +16,8 @@ from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
 from megatron.kernels.dropout_add import Dropout, dropout_add
 from megatron.kernels.embedding import lookup
-from megatron.kernels.initial_values import Draw, draw_
-from megatron.kernels.norms import add_layer_norm, layer_norm, rms_norm
+from megatron.kernels.initial_values import WeightDraw, draw_
+from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.kernels.optimizer import build_adamw
 from megatron.kernels.rotary import rotate_both
 
@@ -123,7 +123,7 @@ def _norm_cases(size: Size, like: torch.Tensor) -> list[Case]:
         return [rms_norm(x, weight, 1e-5, implementation=implementation)]
 
     def added(implementation: Implementation) -> Outputs:
-        return add_layer_norm(x, residual, weight, bias, 1e-5, implementation=implementation)
+        return add_norm(x, residual, weight, bias, 1e-5, subtract_mean=True, implementation=implementation)
 
     one = size_of(x)
     return [
@@ -215,7 +215,7 @@ def _embedding_cases(size: Size, like: torch.Tensor) -> list[Case]:
 
 def _initial_value_cases(size: Size, like: torch.Tensor) -> list[Case]:
     shape = (size.rows, size.columns)
-    draw = Draw(shape, (0, 0), shape, base=0x1234567887654321, deviation=0.02)
+    draw = WeightDraw(shape, (0, 0), shape, base=0x1234567887654321, deviation=0.02)
     target = torch.empty(size.rows * size.columns, dtype=like.dtype, device=like.device)
 
     def initial_values(implementation: Implementation) -> Outputs:

@@ -26,9 +26,10 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import MicroBatches
+from megatron.data.sources.request import DataRequest
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def measure(rank: int, flags: ReadFlags, prefix: str, port: int) -> None:
     data = DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0")
     wanted = (samples * (2 * flags.rounds + 2), 0, 0)
     if rank == 0:
-        build_split_datasets(data, flags.seq_length, 1, wanted, build_indices=True)
+        build_split_datasets(DataRequest(data, flags.seq_length, 1, wanted, build_indices=True))
     dist.barrier()
-    datasets, _ = build_split_datasets(data, flags.seq_length, 1, wanted, build_indices=False)
+    datasets, _ = build_split_datasets(DataRequest(data, flags.seq_length, 1, wanted, build_indices=False))
     if datasets.train is None:
         raise RuntimeError("the benchmark's corpus holds no training data")
     seconds: dict[str, list[float]] = {"every_rank_reads": [], "one_reads_and_broadcasts": []}

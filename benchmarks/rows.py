@@ -28,10 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter
-from megatron.tokenizers.fast_encoder import resident_bytes
+from megatron.data.formats.parquet_windows import WindowFacts, Windows, WindowWriter
+from megatron.data.sources.request import DataRequest
+from megatron.tokenizers.encoders.fast_encoder import resident_bytes
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
 _PIECE_CHARACTERS = 800
@@ -79,7 +80,7 @@ def measure(kind: str, prefix: str, flags: RowsFlags, tokenizer: TokenizerChoice
     before = resident_bytes() or 0
     started_at = time.perf_counter()
     data = DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0")
-    datasets, _ = build_split_datasets(data, flags.seq_length, 1, (flags.samples, 0, 0), tokenizer=encoder)
+    datasets, _ = build_split_datasets(DataRequest(data, flags.seq_length, 1, (flags.samples, 0, 0), tokenizer=encoder))
     if datasets.train is None:
         raise RuntimeError(f"{prefix} gives no training samples")
     opened_at = time.perf_counter()

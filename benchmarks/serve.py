@@ -36,8 +36,8 @@ from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.access import Access
 from megatron.inference.serve.network import listen
-from megatron.inference.serve.opening import served_model
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
+from megatron.inference.serve.requests.served import served_model
 from megatron.inference.serve.server import Opened, Server
 from megatron.inference.serve.service import READY
 from megatron.inference.serve.single_turn import SingleTurn
@@ -192,7 +192,7 @@ def prompts_of(client: int, flags: ServeFlags) -> Iterator[tuple[int, tuple[int,
 @contextmanager
 def serving(loaded: LoadedModel) -> Iterator[str]:
     """A server in this process, and its address."""
-    limits, turn = Limits(), SingleTurn(Sampling(), 16)
+    limits, turn = ServerLimits(), SingleTurn(Sampling(), 16)
     server = Server(listen("127.0.0.1", 0), limits, Access(), turn, grace_seconds=0)
     served = replace(served_model(loaded, "benchmark"), eod_id=None)  # no text ends before its length
 

@@ -4,7 +4,7 @@
 
 Prints one JSON line per measurement: what the main thread of a rank pays to say that it enters a phase, to time a
 message to another rank, and to record a step, in metrics.jsonl and with a progress bar; and how much of a core the
-thread of rank 0 takes with so many other ranks, all of them simulated by another process, which report as often as real
+thread of rank 0 takes with this many other ranks, all simulated by another process, which report as often as real
 ones do: every second at most. The last lines need a quiet machine.
 """
 
@@ -27,21 +27,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
 from megatron.checkpoint.record import Progress
-from megatron.config import ConfigSection, ControlConfig, OptimConfig, flag, parse_flags
+from megatron.config import ConfigSection, OptimConfig, ReportConfig, flag, parse_flags
 from megatron.device import Stopwatch, peak_memory_bytes
+from megatron.observe.metrics import Waits
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.report import Report
-from megatron.observe.speed.waits import Waits
 from megatron.observe.speed.workload import Workload
 from megatron.observe.styles import megatron as megatron_style
 from megatron.observe.terminal.progress_bar import ProgressBar
 from megatron.parallel.mesh import Axis
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.channel import Channel
-from megatron.parallel.watch.hub import Hub
-from megatron.parallel.watch.limits import Limits
-from megatron.parallel.watch.position import Position, Sample, first_position
-from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.hub_state import Hub
+from megatron.parallel.watch.limits import WatchLimits
+from megatron.parallel.watch.position import Heartbeat, Position, first_position
+from megatron.parallel.watch.verdict import RunEnd
 from megatron.parallel.watch.wire import Connection
 from megatron.train.watchdog import Watch
 
@@ -82,10 +82,10 @@ class Rank:
     def is_starting(self) -> bool:
         return False
 
-    def speak(self, verdict: Verdict) -> None:
+    def speak(self, verdict: RunEnd) -> None:
         raise RuntimeError(f"the run would have ended: {verdict.text}")
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: RunEnd) -> None:
         raise RuntimeError(f"the run would have ended: {verdict.text}")
 
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = "record a step, with a progress bar" if has_bar else "record a step"
         print_figure("watch", name, round(record_microseconds(has_bar), 1), "us")
     for hang_seconds in (10.0, 300.0):
-        percent = hub_percent(flags.ranks, Limits(hang_seconds, 600.0), flags.seconds)
+        percent = hub_percent(flags.ranks, WatchLimits(hang_seconds, 600.0), flags.seconds)
         name = f"thread of rank 0, {flags.ranks} other ranks, --hang-timeout-seconds {hang_seconds:g}"
         print_figure("watch", name, round(percent, 2), "% of a core")
     return 0
@@ -137,7 +137,7 @@ def record_microseconds(has_bar: bool, count: int = 2000) -> float:
     for _ in range(5):
         with tempfile.TemporaryDirectory() as folder, contextlib.closing(MetricsFile(Path(folder) / "metrics")) as file:
             report = Report(
-                ControlConfig(log_interval=count + 1),
+                ReportConfig(log_interval=count + 1),
                 optim,
                 Workload(1024, 1e12, peak_flops_per_second=1e12, stages=2),
                 megatron_style,
@@ -153,7 +153,7 @@ def record_microseconds(has_bar: bool, count: int = 2000) -> float:
     return min(times)
 
 
-def hub_percent(ranks: int, limits: Limits, seconds: float) -> float:
+def hub_percent(ranks: int, limits: WatchLimits, seconds: float) -> float:
     """How much of a core the thread of rank 0 takes beside an idle main thread."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     listener.setblocking(False)
@@ -176,14 +176,14 @@ def hub_percent(ranks: int, limits: Limits, seconds: float) -> float:
 
 
 def simulate(pipe: Pipe, port: int, ranks: int, beat_seconds: float) -> None:
-    """Connects as so many ranks, each of which reports after each interval, evenly spread over it."""
+    """Connects as this many ranks, each of which reports after each interval, evenly spread over it."""
     connections = []
     for number in range(1, ranks + 1):
         connection = Connection(socket.create_connection(("127.0.0.1", port)))
         connection.send({"kind": "hello", "token": _TOKEN, "rank": number})
         connections.append(connection)
     pipe.send(True)
-    message = {"kind": "beat", **Sample("forward", 1000, 123456, 0.01, False).values()}
+    message = {"kind": "beat", **Heartbeat("forward", 1000, 123456, 0.01, False).values()}
     began_at = time.monotonic()
     count = 0
     while True:

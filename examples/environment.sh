@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# Sourced by examples/quickstart.sh and tests/run.sh: finds or creates a Python environment for the project.
+# Sourced by the scripts of examples/ and tests/: finds or creates a Python environment for the project, and runs commands.
 #
 #   prepare_environment EXTRA     sets PYTHON to an interpreter with the project and its EXTRA installed
+#   run COMMAND...                runs a command; with DRY_RUN=1 prints it as it would be typed
 #
 # Which environment: the active virtual or conda environment (not conda's base) unless its torch is too old; else `.venv` beside
 # the project. A system torch that is new enough is used through --system-site-packages: an installed torch is never replaced.
@@ -14,6 +15,16 @@ OLDEST_TORCH="2.7"
 
 say() { printf '%s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
+
+# Runs a command, or prints it as it would be typed.
+run() {
+    if [ -n "${DRY_RUN:-}" ]; then
+        printf '%q ' "$@"
+        printf '\n'
+    else
+        "$@"
+    fi
+}
 
 # Whether an interpreter is a Python this project supports.
 python_fits() {

@@ -4,16 +4,26 @@
 #
 #   bash examples/quickstart.sh [--steps N] [--work-dir DIR]
 #
-# DS_ACCELERATOR=cpu in front of it uses the CPU of a machine with GPUs. See examples/environment.sh for where things are installed and how to change that.
+# DS_ACCELERATOR=cpu in front of it uses the CPU of a machine with GPUs. DRY_RUN=1 prints the command, and SCALE=tiny trains for a few
+# steps only. See examples/environment.sh for where things are installed and how to change that.
 set -euo pipefail
 
 caller_dir="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source examples/environment.sh
-prepare_environment plot
+if [ -n "${DRY_RUN:-}" ]; then
+    PYTHON="${PYTHON:-python}"
+else
+    source examples/environment.sh
+    prepare_environment plot
+fi
 
 # A relative --work-dir is relative to the caller's folder.
 arguments=()
+case "${SCALE:-full}" in
+    full) ;;
+    tiny) arguments+=(--steps 24) ;;
+    *) printf 'error: SCALE=%s is neither full nor tiny.\n' "$SCALE" >&2; exit 64 ;;
+esac
 while [ $# -gt 0 ]; do
     if [ "$1" = --work-dir ] && [ $# -gt 1 ]; then
         case "$2" in /*) arguments+=(--work-dir "$2") ;; *) arguments+=(--work-dir "$caller_dir/$2") ;; esac
@@ -23,4 +33,10 @@ while [ $# -gt 0 ]; do
         shift
     fi
 done
-"$PYTHON" examples/kill_and_resume.py ${arguments[@]+"${arguments[@]}"}
+command=("$PYTHON" examples/kill_and_resume.py ${arguments[@]+"${arguments[@]}"})
+if [ -n "${DRY_RUN:-}" ]; then
+    printf '%q ' "${command[@]}"
+    printf '\n'
+else
+    "${command[@]}"
+fi

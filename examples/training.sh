@@ -3,8 +3,9 @@
 #
 #   find_data               sets DATA, the flags of data and tokenizer: from DATA_PATH, VOCAB_FILE and MERGE_FILE, or, where
 #                           DATA_PATH is not set, from a small English corpus that is made once
+#   find_sentences          the same for BERT: token files with a sequence for each sentence, and a WordPiece vocabulary
 #   start_training RANKS FLAGS... -- MORE...
-#                           starts pretrain_gpt.py with the flags; MORE, the words of the script's command line, win over them
+#                           starts PROGRAM, pretrain_gpt.py unless a script sets it, with the flags; MORE, the words of the script's command line, win over them
 #
 # Variables that every script understands:
 #
@@ -20,6 +21,7 @@
 set -euo pipefail
 
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$PROJECT/examples/environment.sh"
 DRY_RUN="${DRY_RUN:-}"
 SCALE="${SCALE:-full}"
 LAUNCHER="${LAUNCHER:-torchrun}"
@@ -41,18 +43,6 @@ case "$SCALE" in
     full | tiny) ;;
     *) printf 'error: SCALE=%s is neither full nor tiny.\n' "$SCALE" >&2; exit 64 ;;
 esac
-
-# Runs a command, or prints it as it would be typed.
-run() {
-    if [ -n "$DRY_RUN" ]; then
-        printf '%q ' "$@"
-        printf '\n'
-    else
-        "$@"
-    fi
-}
-
-has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
 
 # How many processes this machine is asked to run: DEVICES, or its GPUs, or as many as are given.
 processes_here() {
@@ -83,7 +73,7 @@ make_vocabulary() {
     for language in "$@"; do
         texts+=("$folder/$language.jsonl")
         [ -f "$folder/$language.jsonl" ] ||
-            "$PYTHON" "$PROJECT/tools/build_demo_corpus.py" --lang "$language" --output "$folder/$language.jsonl"
+            "$PYTHON" "$PROJECT/tools/corpus/build_demo_corpus.py" --lang "$language" --output "$folder/$language.jsonl"
     done
     [ -f "$folder/demo-merges.txt" ] ||
         "$PYTHON" "$PROJECT/tools/train_tokenizer.py" --input "${texts[@]}" --output-prefix "$folder/demo" --vocab-size 4000
@@ -101,6 +91,26 @@ find_data() {
     fi
     # shellcheck disable=SC2034  # the scripts that source this use it
     DATA=(--data-path "$DATA_PATH" --vocab-file "${VOCAB_FILE:-gpt2-vocab.json}" --merge-file "${MERGE_FILE:-gpt2-merges.txt}")
+}
+
+find_sentences() {
+    local vocabulary="${VOCAB_FILE:-bert-vocab.txt}" sentences="${DATA_PATH:-my-bert_text_sentence}"
+    local -a tokenizer
+    if [ -z "${DATA_PATH:-}" ] && [ "$SCALE" = tiny ]; then
+        vocabulary="$DEMO_DATA/bert-vocab.txt" sentences="$DEMO_DATA/bert_text_sentence"
+        tokenizer=(--tokenizer-type BertWordPieceLowerCase --vocab-file "$vocabulary")
+        if [ -z "$DRY_RUN" ] && [ ! -f "$sentences.idx" ]; then
+            mkdir -p "$DEMO_DATA"
+            [ -f "$DEMO_DATA/english.jsonl" ] ||
+                "$PYTHON" "$PROJECT/tools/corpus/build_demo_corpus.py" --lang english --output "$DEMO_DATA/english.jsonl"
+            "$PYTHON" "$PROJECT/tools/train_tokenizer.py" --input "$DEMO_DATA/english.jsonl" --output-prefix "$DEMO_DATA/bert" \
+                --model-type wordpiece --lower-case --vocab-size 1000
+            "$PYTHON" "$PROJECT/tools/preprocess_data.py" --input "$DEMO_DATA/english.jsonl" --output-prefix "$DEMO_DATA/bert" \
+                --split-sentences "${tokenizer[@]}"
+        fi
+    fi
+    # shellcheck disable=SC2034  # the scripts that source this use it
+    DATA=(--data-path "$sentences" --vocab-file "$vocabulary")
 }
 
 # The flags that make a network tiny; they stand behind those of the script.
@@ -124,7 +134,7 @@ start_training() {
     shift
     local -a flags=() more=() command=("$PYTHON") TINY=()
     while [ $# -gt 0 ] && [ "$1" != -- ]; do
-        flags+=("$1")
+        [ "$SCALE $1" = "tiny --fp16" ] || flags+=("$1")   # which CPUs do not have
         shift
     done
     [ $# -eq 0 ] || shift
@@ -142,5 +152,5 @@ start_training() {
         fi
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    run "${command[@]}" "$PROJECT/pretrain_gpt.py" "${flags[@]}" ${TINY[@]+"${TINY[@]}"} ${more[@]+"${more[@]}"}
+    run "${command[@]}" "$PROJECT/${PROGRAM:-pretrain_gpt.py}" "${flags[@]}" ${TINY[@]+"${TINY[@]}"} ${more[@]+"${more[@]}"}
 }

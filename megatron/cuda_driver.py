@@ -1,7 +1,8 @@
-"""Whether this process can have a CUDA device at all, told without importing torch, which takes seconds."""
+"""What is known of CUDA devices without importing torch, which takes seconds: can there be one, and how large is it."""
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import importlib.util
 import os
@@ -30,6 +31,31 @@ def why_no_cuda() -> str:
     if not is_rocm and sys.platform == "linux" and not any(map(glob.glob, _DEVICE_FILES)):
         return "no NVIDIA driver, there are no files /dev/nvidia*"
     return ""
+
+
+def largest_gpu_memory_bytes() -> int | None:
+    """The memory of the largest GPU of this machine; None where NVIDIA's management library does not say.
+
+    Nothing is initialized on a GPU.
+
+    Source: NVML API reference, `nvmlDeviceGetMemoryInfo`, whose structure begins with the total.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() != 0:
+            return None
+        count = ctypes.c_uint()
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        totals = []
+        for number in range(count.value):
+            device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+            is_open = library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) == 0
+            if is_open and library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
+                totals.append(int(memory[0]))
+        library.nvmlShutdown()
+    except (OSError, AttributeError):  # no driver, or one without these functions
+        return None
+    return max(totals, default=None)
 
 
 def is_cpu_build(version: str) -> bool:

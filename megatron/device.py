@@ -10,12 +10,15 @@ import os
 import resource
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 
 from megatron.errors import LaunchError
+
+_HOST_REGISTER_PORTABLE = 1
 
 
 def environment(name: str, default: str | None = None) -> str | None:
@@ -121,25 +124,34 @@ class Stopwatch:
     """Adds up how long parts of a step take, without waiting for a GPU.
 
     There the time between two events of the current stream counts: what the stream did in between, or waited for.
+    Nothing is counted, or kept, before `start` and after `take`.
     """
 
     def __init__(self) -> None:
         self._is_cuda = device_type() == "cuda"
+        self._elapsed: Elapsed | None = None
+
+    def start(self) -> None:
+        """Counts from now on, from zero."""
         self._elapsed = Elapsed()
 
     @contextlib.contextmanager
     def running(self, kind: str = "") -> Iterator[None]:
         """Counts what the block takes, as time of this kind."""
+        elapsed = self._elapsed
+        if elapsed is None:
+            yield
+            return
         began = self._now()
         try:
             yield
         finally:
-            self._elapsed.parts.append((kind, began, self._now()))
+            elapsed.parts.append((kind, began, self._now()))
 
     def take(self) -> Elapsed:
-        """What has been counted since the last call."""
-        elapsed, self._elapsed = self._elapsed, Elapsed()
-        return elapsed
+        """What has been counted since `start`; counting ends."""
+        elapsed, self._elapsed = self._elapsed, None
+        return Elapsed() if elapsed is None else elapsed
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._is_cuda:
@@ -156,7 +168,7 @@ class Elapsed:
         self.parts: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
 
     def seconds(self, kind: str | None = None) -> float:
-        """The sum of those of one kind, or of all; waits until a GPU has done them."""
+        """The total seconds of the parts of one kind, or of all parts; waits until a GPU has finished them."""
         total = 0.0
         for part_kind, began, ended in self.parts:
             if kind not in (None, part_kind):
@@ -198,9 +210,9 @@ class HostCopy:
 
 
 class HostCopies:
-    """Copies of tensors to host memory, made by another thread beside the computation; used again for each set.
+    """Copies of tensors to host memory, made by another thread during the computation; reused for each set.
 
-    On a GPU the copies have a stream of their own, so that they run beside the kernels that are queued later.
+    On a GPU the copies have a stream of their own, so that they run in parallel with the kernels that are queued later.
     """
 
     def __init__(self, source: torch.device) -> None:
@@ -234,7 +246,7 @@ class HostCopies:
                 self._done = self._stream.record_event()
 
     def hold_device(self) -> None:
-        """Lets what the device is given from now on wait for the copies; on the thread that computes, after `copy`."""
+        """Makes work that is queued from now on wait for the copies; on the thread that computes, after `copy`."""
         if self._done is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
@@ -245,8 +257,29 @@ class HostCopies:
 
 
 def host_buffer(size_bytes: int, source: torch.device) -> torch.Tensor:
-    """Host memory for copies of tensors of a device, page-locked where that is a GPU. Shapes: `[size_bytes]` uint8."""
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
+    """Host memory for copies of tensors of a device, page-locked where that is a GPU.
+
+    Memory of the process is locked rather than asked of torch's allocator of pinned memory, which takes the next power
+    of two and keeps it: 64 GiB for 33.
+
+    Shapes: `[size_bytes]` uint8.
+
+    Raises:
+        MemoryError: the system does not give that much, or does not lock it.
+
+    Source: torch, distributed/_state_dict_utils.py, `_create_cpu_state_dict`; CUDA runtime API, cudaHostRegister.
+    """
+    try:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8)
+    except RuntimeError as failure:  # DefaultCPUAllocator: can't allocate memory
+        raise MemoryError(f"the system does not give {size_bytes} bytes of host memory") from failure
+    if source.type == "cuda" and size_bytes:
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        status = int(runtime.cudaHostRegister(address, size_bytes, _HOST_REGISTER_PORTABLE))
+        if status != 0:
+            raise MemoryError(f"CUDA does not lock {size_bytes} bytes of host memory (cudaHostRegister: {status})")
+        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    return buffer
 
 
 def default_generator(device: torch.device) -> torch.Generator:

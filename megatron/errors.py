@@ -90,6 +90,12 @@ class PeerLostError(MegatronError):
     exit_code = ExitCode.REQUEUE
 
 
+class HangError(MegatronError):
+    """A rank of the run is stopped or stuck; saved checkpoints are intact, so the job can be started again as it is."""
+
+    exit_code = ExitCode.HANG
+
+
 class DataError(MegatronError):
     """A corpus, token or index file that is damaged, missing or does not fit the run."""
 
@@ -100,6 +106,10 @@ class StorageError(MegatronError):
     """A read or write that the file system refused; the text names the path and the reason."""
 
     exit_code = ExitCode.STORAGE
+
+
+class TooManyFilesError(StorageError):
+    """A file that could not be opened because too many are, in this process or on this machine."""
 
 
 class CheckpointError(MegatronError):
@@ -151,7 +161,7 @@ def joined(failures: Sequence[MegatronError]) -> MegatronError:
 
 
 class FailureReport(NamedTuple):
-    """A failure as another process can be told of it: the name of its type, and its text."""
+    """A failure in the form in which it is sent to another process: the name of its type, and its text."""
 
     kind: str
     text: str
@@ -190,9 +200,9 @@ def raise_on_all_ranks(
 ) -> None:
     """Raises the same failure on every rank if at least one failed, so that none waits for another.
 
-    It is the failure whose type stands first in `kinds` (an unknown type counts as `fallback`), and that of the lowest
-    rank among equals. Its own rank raises the exception itself, the others rebuild it with "rank N: " before its text.
-    An interrupt of this rank is raised as it is.
+    It is the failure whose type comes first in `kinds` (an unknown type counts as `fallback`), and among equals the
+    failure of the lowest rank. Its own rank raises the exception itself, the others rebuild it with "rank N: " before
+    its text. An interrupt of this rank is raised as it is.
 
     Args:
         reports: of all ranks, in rank order, on every rank the same; None where a rank succeeded.

@@ -1,9 +1,11 @@
 """The only way to print.
 
 Result lines go to standard output, everything else to standard error. Before `set_rank` is called every process prints.
-Afterwards one rank prints `info` and one prints `line`; every rank prints `warning` and `error`, with its number.
-`copy_to` appends the messages of this process to a file, including result lines that another rank prints. A copy that
-cannot be written ends nothing; nor, after `make_optional`, do the standard streams.
+Afterwards one rank prints `info` and `shared_warning`, and one prints `line`; every rank prints `warning` and `error`,
+with its number.
+`copy_to` appends the messages of this process to a file, including result lines that another rank prints; the file
+begins with the warnings since `keep_warnings`. A copy that cannot be written ends nothing; nor, after `make_optional`,
+do the standard streams.
 Characters that steer a terminal, which a text from a file may hold, are written as escapes.
 `open_status` reserves the last line of a terminal for a text that changes, such as a progress bar; messages appear
 above it.
@@ -19,6 +21,7 @@ import re
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,13 +30,15 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from megatron.errors import ExitCode, MegatronError
+from megatron.files.appending import LogCopy
 from megatron.secret_text import masked
 
-# Is told exit code and text of the error that ends this process; returns whether it shows the text.
+# Receives exit code and text of the error that ends this process; returns whether it shows the text.
 FailureListener = Callable[[int, str], bool]
 
 # How long another rank than 0 waits before it shows an error that all ranks may have: the launcher ends it meanwhile.
 _FIRST_RANK_SECONDS = 2.0
+_SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 2.0, 60.0
 
 # Control characters other than tab and line feed, marks that reverse the direction of writing, and lone surrogates,
 # which no output takes. As JSON's escapes they mean the same in a line that is JSON.
@@ -43,37 +48,8 @@ _READER_IS_GONE = 128 + signal.SIGPIPE
 _REQUIRED_PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "safetensors", "tokenizers", "tensorboard", "yaml", "jinja2", "orjson", "tqdm"}
 )
+_MOST_KEPT = 1000
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
-
-
-class _Copy:
-    """A file that messages are appended to; none of its failures is raised."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
-        self.lost = 0
-        self.reason = ""
-        self._is_torn = False
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def append(self, text: str) -> bool:
-        """Appends a message, on a line of its own after one that was written in part; whether it was written."""
-        data = ("\n" * self._is_torn + text).encode(errors="backslashreplace")
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
-        except OSError as failure:
-            self._is_torn |= written > 0
-            self.lost += 1
-            self.reason = failure.strerror or str(failure)
-            return False
-        self._is_torn = False
-        return True
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
 
 
 @dataclass
@@ -109,13 +85,17 @@ class _Output:
     prints_info: bool = True
     prints_lines: bool = True
     level: int = _LEVELS["info"]
-    copy: _Copy | None = None
+    copy: LogCopy | None = None
+    kept_warnings: list[str] | None = None
     listeners: list[FailureListener] = field(default_factory=list)
     recorders: list[FailureListener] = field(default_factory=list)
     shown: BaseException | None = None
     is_program: bool = False
     is_optional: bool = False
     status: _Status | None = None
+    activity: str = "starting"
+    activity_at: float = 0.0
+    written_at: float = 0.0
     lost: int = 0
     reason: str = ""
 
@@ -140,15 +120,25 @@ def set_level(level: str) -> None:
     _OUTPUT.level = _LEVELS[level]
 
 
+def keep_warnings() -> None:
+    """Keeps the warnings from now on for the file of the next `copy_to`."""
+    _OUTPUT.kept_warnings = []
+
+
 def copy_to(path: str | os.PathLike[str] | None) -> None:
-    """Also appends all later messages to a file; None stops that. For one rank only."""
+    """Also appends all later messages, and the warnings that were kept, to a file; None stops that. For one rank
+    only.
+    """
     if _OUTPUT.copy is not None:
         _OUTPUT.copy.close()
-    _OUTPUT.copy = None if path is None else _Copy(path)
+    _OUTPUT.copy = None if path is None else LogCopy(path)
+    kept, _OUTPUT.kept_warnings = _OUTPUT.kept_warnings, None
+    for text in kept or ():
+        record(text)
 
 
 def make_optional(is_optional: bool = True) -> None:
-    """Lets the program go on when a standard stream cannot be written: a pipe is closed, the disk behind it is full."""
+    """Keeps the program running when a standard stream cannot be written: a pipe is closed, a disk is full."""
     _OUTPUT.is_optional, _OUTPUT.lost = is_optional, 0
 
 
@@ -169,9 +159,17 @@ def line(text: str) -> None:
         _append(_visible(text))
 
 
+def text(words: str, end: str = "\n") -> None:
+    """Writes text of a corpus or a model to standard output, on whichever rank asks for it.
+
+    On a terminal characters that steer it are written as escapes. A file or a pipe gets the text as it is.
+    """
+    _flush(sys.stdout, f"{_visible(words) if is_terminal('stdout') else words}{end}")
+
+
 def record(text: str) -> None:
     """Adds a message to the copy alone."""
-    _append(_visible(text))
+    _append(_visible(masked(text)))
 
 
 def open_status(*, with_lines: bool) -> None:
@@ -194,16 +192,51 @@ def status(text: str) -> None:
 
 def close_status() -> None:
     """Leaves the line of `open_status` on the terminal as it is, and ends it; idempotent."""
-    found, _OUTPUT.status = _OUTPUT.status, None
-    if found is not None:
-        _OUTPUT.prints_lines ^= found.took_lines
-        if found.text:
+    closed, _OUTPUT.status = _OUTPUT.status, None
+    if closed is not None:
+        _OUTPUT.prints_lines ^= closed.took_lines
+        if closed.text:
             _flush(sys.stderr, "\n")
 
 
 def shows_info() -> bool:
     """Whether this process prints `info`."""
     return _OUTPUT.prints_info and _OUTPUT.level <= _LEVELS["info"]
+
+
+def doing(text: str) -> None:
+    """Says what this process is busy with from now on; `breaking_silence` shows it if it takes long."""
+    _OUTPUT.activity, _OUTPUT.activity_at = text, time.monotonic()
+
+
+@contextlib.contextmanager
+def breaking_silence() -> Iterator[None]:
+    """Shows what rank 0 is busy with when nothing was printed for 2 seconds, then for 4, 8, and so on up to a minute.
+
+    Not while a progress bar is drawn, which shows as much.
+    """
+    is_over = threading.Event()
+    narrator = threading.Thread(target=_break_silence, args=(is_over,), name="log", daemon=True)
+    _OUTPUT.activity_at = _OUTPUT.written_at = time.monotonic()
+    narrator.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        narrator.join()
+
+
+def _break_silence(is_over: threading.Event) -> None:
+    patience, own_at = _SILENCE_SECONDS, 0.0
+    while not is_over.wait(_SILENCE_SECONDS / 8):
+        silent_since, now = _OUTPUT.written_at, time.monotonic()
+        if silent_since != own_at:
+            patience = _SILENCE_SECONDS
+        if now - silent_since < patience or _OUTPUT.status is not None or not shows_info():
+            continue
+        seconds = now - _OUTPUT.activity_at
+        _write(sys.stderr, f"... {_OUTPUT.activity}" + (f" ({seconds:.0f} s)" if seconds >= 1 else ""))
+        patience, own_at = min(2 * patience, _LONGEST_SILENCE_SECONDS), _OUTPUT.written_at
 
 
 def info(text: str) -> None:
@@ -220,8 +253,13 @@ def debug(text: str) -> None:
 
 def warning(text: str) -> None:
     """Prints a warning to standard error, from any rank."""
-    if _OUTPUT.level <= _LEVELS["warning"]:
-        _write(sys.stderr, f"{_rank_prefix()}warning: {text}")
+    _warn(f"{_rank_prefix()}warning: {text}")
+
+
+def shared_warning(text: str) -> None:
+    """Prints a warning that every rank has, from rank 0 only."""
+    if _OUTPUT.prints_info:
+        _warn(f"warning: {text}")
 
 
 def error(text: str, rank: int | None = None) -> None:
@@ -285,15 +323,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def on_failure(listener: FailureListener, *, only_if_shown: bool = False) -> Callable[[], None]:
-    """Registers who is told of the error that ends this process; the result takes that back.
+    """Registers a listener for the error that ends this process; the function that is returned removes it.
 
     Args:
-        only_if_shown: tell it when the error is about to be shown, not at once: a launcher may end this rank before,
+        only_if_shown: call it when the error is about to be shown, not at once: a launcher may end this rank first,
             because another one had the same error.
     """
-    told = _OUTPUT.recorders if only_if_shown else _OUTPUT.listeners
-    told.append(listener)
-    return lambda: told.remove(listener)
+    listeners = _OUTPUT.recorders if only_if_shown else _OUTPUT.listeners
+    listeners.append(listener)
+    return lambda: listeners.remove(listener)
 
 
 def show_failure(failure: BaseException) -> int:
@@ -306,7 +344,7 @@ def show_failure(failure: BaseException) -> int:
     if _OUTPUT.shown is not failure:
         _OUTPUT.shown = failure
         if _OUTPUT.rank and isinstance(failure, MegatronError) and failure.is_on_all_ranks:
-            time.sleep(_FIRST_RANK_SECONDS)  # rank 0 shows it before the launcher hears of this rank
+            time.sleep(_FIRST_RANK_SECONDS)  # rank 0 shows it before the launcher notices this rank
             return code
         _show(code, text, is_shown=code == _READER_IS_GONE)
     return code
@@ -366,7 +404,7 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
 def _describe(failure: BaseException) -> tuple[int, str]:
     """Exit code and text of the error that ends a program."""
     if isinstance(failure, MegatronError):
-        return int(failure.exit_code), str(failure)
+        return int(failure.exit_code), masked(str(failure))
     if isinstance(failure, _Terminated):
         return 128 + signal.SIGTERM, "ended by SIGTERM"
     if isinstance(failure, KeyboardInterrupt):
@@ -407,16 +445,26 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _warn(text: str) -> None:
+    if _OUTPUT.level > _LEVELS["warning"]:
+        return
+    kept = _OUTPUT.kept_warnings
+    if kept is not None and len(kept) < _MOST_KEPT:
+        kept.append(text)
+    _write(sys.stderr, text)
+
+
 def _rank_prefix(rank: int | None = None) -> str:
     return "" if _OUTPUT.rank is None else f"[rank {_OUTPUT.rank if rank is None else rank}] "
 
 
 def _write(stream: TextIO, text: str) -> None:
-    text = _visible(text)
+    text = _visible(text if stream is sys.stdout else masked(text))  # results are data, and shown as they are
     text = text if text.endswith("\n") else text + "\n"
     if _OUTPUT.status is not None:
         _OUTPUT.status.erase()
     _OUTPUT.lost += not _flush(stream, text)
+    _OUTPUT.written_at = time.monotonic()
     if _OUTPUT.status is not None:
         _OUTPUT.status.draw()
     _append(text)
@@ -436,7 +484,7 @@ def _flush(stream: TextIO, text: str = "") -> bool:
 
 
 def _visible(text: str) -> str:
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+    return _CONTROLS.sub(lambda control: f"\\u{ord(control.group()):04x}", text)
 
 
 def _append(text: str) -> None:

@@ -5,25 +5,29 @@ that no message, record or log can hold the secret by accident. `reveal` gives t
 where a connection is opened, nowhere else.
 
 What is shown of an address is what is known to be harmless: scheme, user name, hosts, path, and the options listed
-here. The values of all other options are masked.
+here. The values of all other options are masked. `masked` also masks what is a secret by its form wherever it is:
+`user:password@host`, an authorization, tokens of well-known services. Only forms that ordinary text does not have are
+among them, so that an e-mail address or `tp2@pp2` stays as it is.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 MASK = "***"
 _SCHEME = r"(?:(?i:mongodb(?:\+srv)?):/+|[A-Za-z][\w+.-]*://|[\w+.-]*//(?=[^\s/:@]*:\S*@))"  # the last, mistyped
 _STARTS_AS_ADDRESS = re.compile(rf"\s*{_SCHEME}")
-# In a longer text an address ends at a blank; only a password may hold blanks, and then an @ follows.
-_ADDRESS = re.compile(rf"{_SCHEME}(?:[^\s:/@?]*:(?!\d*(?:[,/?\s]|$))[^@]*@\S*|\S*)")
+# In a longer text an address ends at a blank; only a password may hold blanks, and then an @ follows. Behind a password
+# that is masked already, words with an @ may follow.
+_ADDRESS = re.compile(rf"{_SCHEME}(?:[^\s:/@?]*:(?!\d*(?:[,/?\s]|$)|\*{{3}}(?!\w))[^@]*@\S*|\S*)")
 _WITHOUT_USER = ("sqlite:", "hf:", "file:")
 _USER_IS_NO_SECRET = "mongodb"
 _PLAIN_USER = re.compile(r"[\w.%+~$-]*")
 _WRONG_PORT = re.compile(r":(?!\d*$)(.*)$", re.DOTALL)
-# Options of a connection string that hold nothing secret, in small letters, and those of our own addresses.
+# Options of a connection string that hold nothing secret, in lower case, and the options of our own addresses.
 _HARMLESS = """
     table collection column field
     appname authmechanism authsource compressors connect connecttimeoutms datetime_conversion directconnection
@@ -36,6 +40,44 @@ _HARMLESS = """
     zlibcompressionlevel
 """
 _SHOWN_OPTIONS = frozenset(_HARMLESS.split())
+# What every form has in small letters, so that ordinary lines cost next to nothing.
+_AUTHORIZATION_SIGNS = ("authorization", "api-key", "bearer")
+_ASSIGNED_SIGNS = ("_token", "_key", "_secret", "password")
+_TOKEN_SIGNS = ("hf_", "api_org_", "sk-", "gh", "github_pat_", "glpat-", "akia", "asia", "xox", "eyj")
+# Not after a label of an e-mail address; a host without dots or port needs a password of some length.
+_USER_AND_PASSWORD = re.compile(
+    r"""(?<![\w/.@:%+~-])
+    (?!(?i:mailto|e-?mail|mail|to|from|cc|bcc|reply-to|sender|contact|authors?|maintainers?|sip|xmpp|acct|sqlite|hf|file):)
+    (?P<kept>[A-Za-z_][\w.%+~-]{0,63}:)(?!//|/[^\s@]{0,64}:\*\*\*@)
+    (?: [^\s"'<>`]{1,256} (?=@(?:localhost|\d+(?:\.\d+){3}|\[[0-9a-fA-F:.]+\]|[\w-]+(?:\.[\w-]+)+|[\w-]+:\d+)(?![\w@]))
+      | [^\s"'<>`]{6,256} (?=@[A-Za-z][\w-]*(?![\w@.])) )""",
+    re.VERBOSE,
+)
+_AUTHORIZATION = re.compile(
+    r"""(?P<kept>\b(?i:authorization|x-api-key|api-key)["']?\s*[:=]\s*["']?(?:(?i:bearer|basic|token|digest)\s+)?)[^\s"']+
+    | (?P<bearer>\b(?i:bearer)\s+)(?:(?=[\w.~+/=-]*[\d_.~+/=])[\w.~+/=-]{8,}|[\w.~+/=-]{20,})(?<![.])""",
+    re.VERBOSE,
+)
+_ASSIGNED = re.compile(
+    r"""(?P<kept>(?<![A-Za-z0-9])(?i:hf_token|hugging_?face_hub_token|wandb_api_key|aws_secret_access_key
+    |aws_session_token|openai_api_key|anthropic_api_key|github_token|gh_token|pgpassword)["']?\s*[:=]\s*["']?)
+    [^\s"',;]+
+    | (?P<name>(?<![A-Za-z0-9_])[A-Z][A-Z0-9_]{0,64}_(?:TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY|PRIVATE_KEY)=)
+    (?!\d+(?:\s|$))[^\s"',;]+""",
+    re.VERBOSE,
+)
+_TOKEN = re.compile(
+    r"""(?<![A-Za-z0-9])(?:
+    hf_[A-Za-z0-9]{20,} | api_org_[A-Za-z0-9]{20,}           # Hugging Face
+    | sk-(?=[\w-]{0,200}\d)(?=[\w-]{0,200}[A-Z])[\w-]{20,}              # OpenAI, Anthropic
+    | gh[pousr]_[A-Za-z0-9]{30,} | github_pat_\w{22,} | glpat-[\w-]{20,}
+    | (?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Za-z])               # Amazon
+    | xox[abeoprs]-[\w-]{10,}                                # Slack
+    | eyJ[\w-]{8,2000}\.eyJ[\w-]{8,4000}\.[\w-]+                    # JSON Web Tokens
+    )""",
+    re.VERBOSE,
+)
+_FORMS = ((_AUTHORIZATION, _AUTHORIZATION_SIGNS), (_ASSIGNED, _ASSIGNED_SIGNS), (_TOKEN, _TOKEN_SIGNS))
 
 
 class SecretText(str):
@@ -76,7 +118,7 @@ def guarded(text: str) -> str:
     """The text, as a `SecretText` if an address in it holds a secret."""
     if isinstance(text, SecretText):
         return text
-    shown = masked(text)
+    shown = _with_masked_addresses(text)
     return text if shown == text else SecretText(shown, text)
 
 
@@ -86,12 +128,36 @@ def reveal(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """A text with `***` in place of every secret of the addresses in it."""
+    """A text with `***` in place of every secret in it: of addresses, and of what is one by its form."""
+    shown = _with_masked_addresses(text)
+    small = shown.lower()
+    for form, signs in _FORMS:
+        if any(sign in small for sign in signs):
+            shown = form.sub(_masked_form, shown)
+    return _USER_AND_PASSWORD.sub(_masked_form, shown) if "@" in shown else shown
+
+
+def masked_values(value: Any) -> Any:
+    """A tree of JSON whose texts are masked, for a record of what a program was given."""
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, Mapping):
+        return {key: masked_values(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(masked_values(one) for one in value)
+    return value
+
+
+def _masked_form(found: re.Match[str]) -> str:
+    return "".join(kept for kept in found.groupdict().values() if kept) + MASK
+
+
+def _with_masked_addresses(text: str) -> str:
     if isinstance(text, SecretText):
         return str(text)
     if "//" not in text and ":/" not in text:
         return text
-    if _STARTS_AS_ADDRESS.match(text):
+    if _STARTS_AS_ADDRESS.match(text) and MASK not in text:
         return _mask_address(text)[0]
     return _ADDRESS.sub(lambda found: _mask_address(found.group())[0], text)
 
@@ -139,7 +205,7 @@ def _mask_user(scheme: str, user: str, secrets: list[str]) -> str:
 
 def _mask_port(host: str, secrets: list[str]) -> str:
     """Masks what stands in place of a port: a password whose @ and host were forgotten."""
-    start = host.find("]") + 1  # behind an IPv6 address
+    start = host.find("]") + 1  # after an IPv6 address
     found = _WRONG_PORT.search(host, start)
     if found is None:
         return host

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag
+from megatron.config import ConfigSection, PathUse, flag
 from megatron.config.overlay import parse_over
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _WIKITEXT, _LAMBADA = "WIKITEXT103", "LAMBADA"
 _CLASSIFICATION = (
     "it trains a classifier on top of an encoder, which is another library's work: export the checkpoint with "
-    "tools/export_hf.py and fine-tune it with transformers, or rank the answers with the multiple_choice task of "
-    "tools/evaluate.py"
+    "tools/convert/export_hf.py and fine-tune it with transformers, or rank the answers with the multiple_choice task "
+    "of tools/evaluate.py"
 )
 _RETRIEVAL = "it evaluates a retriever with two encoders, and a GPT checkpoint is none; use the retriever's own project"
 _PROMPTED = "it prompts a server for dialogues; use the exact_match task of tools/evaluate.py, or tools/serve.py"
@@ -50,10 +50,12 @@ class TaskFlags(ConfigSection):
     """Upstream's flags of this program, in addition to the trainer's."""
 
     task: str = flag(help=f"{_WIKITEXT} or {_LAMBADA}")
-    valid_data: tuple[str, ...] = flag((), "the file to evaluate on", nargs="*")
+    valid_data: tuple[str, ...] = flag((), "the file to evaluate on", nargs="*", path=PathUse.PREFIX)
     overlapping_eval: int = flag(32, "tokens between the beginnings of overlapping windows", at_least=1)
     strict_lambada: bool = flag(False, "predict all tokens of the last word, not only the last token")
-    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    load: str = flag(
+        help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
+    )
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(flags: TaskFlags, given: Mapping[str, Any], loaded: LoadedModel) -> TaskResult:
     """Runs the task without baselines."""
-    from megatron.evaluation.report.running import run_tasks
+    from megatron.evaluation.task_runner import run_tasks
     from megatron.evaluation.tasks.lambada import Lambada
     from megatron.evaluation.tasks.perplexity import Perplexity
     from megatron.evaluation.tasks.task import TaskOptions

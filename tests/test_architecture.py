@@ -14,8 +14,9 @@ from tests.helpers.architecture_rules import RULES, Rule, Source
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = tuple(f"{name}.py" for name in sorted(architecture_tables.PROGRAMS))
-PRODUCT = ("megatron/**/*.py", "tools/*.py", "tasks/**/*.py", *PROGRAMS, "examples/*.py")
-EVERYTHING = (*PRODUCT, "benchmarks/**/*.py", "tests/**/*.py", "setup.py")
+DOCS = ("docs/site/draw_pictures.py", "docs/site/published_commands.py")  # the programs among the modules of the site
+PRODUCT = ("megatron/**/*.py", "tools/**/*.py", "tasks/**/*.py", *PROGRAMS, "examples/**/*.py", *DOCS)
+EVERYTHING = (*PRODUCT, "docs/site/**/*.py", "benchmarks/**/*.py", "tests/**/*.py", "setup.py")
 MEASURED_EVERYWHERE = (architecture_rules.files_and_functions_are_short, architecture_rules.no_global)
 
 # One offending file for each rule: the path it would have, its text, and what the rule must say.
@@ -168,6 +169,37 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
         "allow_pickle",
     ),
     (architecture_rules.third_party_modules_have_one_home, "tools/x.py", "import os\nos.system('ls')", "os.system"),
+    (architecture_rules.deepspeed_has_one_door, "megatron/engine/x.py", "view(engine.deepspeed._config)", "_config is"),
+    (
+        architecture_rules.deepspeed_has_one_door,
+        "megatron/engine/x.py",
+        "wrapper.averaged_gradients",
+        "averaged_gradients",
+    ),
+    (architecture_rules.deepspeed_has_one_door, "megatron/train/x.py", 'hasattr(weight, "ds_tensor")', "ds_tensor is"),
+    (
+        architecture_rules.deepspeed_has_one_door,
+        "megatron/engine/x.py",
+        "import deepspeed\ndeepspeed.ops",
+        "deepspeed.ops",
+    ),
+    (
+        architecture_rules.deepspeed_has_one_door,
+        "megatron/engine/x.py",
+        "from deepspeed.runtime.bf16_optimizer import BF16_Optimizer",
+        "not documented",
+    ),
+    *(
+        (architecture_rules.files_are_replaced_and_read_in_one_place, path, text, says)
+        for path, text, says in (
+            ("megatron/train/x.py", "import os\nos.replace('a', 'b')", "os.replace"),
+            ("tools/x.py", "import os\nos.fsync(1)", "os.fsync"),
+            ("megatron/data/x.py", "temporary.rename(path)", "temporary.rename"),
+            ("megatron/data/x.py", "Path('a').replace(path)", "replace; use"),
+            ("megatron/convert/x.py", "json.load(open('a'))", "json.load("),
+            ("megatron/convert/x.py", "json.loads(read_plain(path))", "json.loads(read_plain(path))"),
+        )
+    ),
     (architecture_rules.no_global, "megatron/log.py", "def f():\n    global A\n    A = 1", "global A"),
     (architecture_rules.no_print, "megatron/train/x.py", "print(1)", "print"),
     (architecture_rules.no_print, "megatron/train/x.py", "import sys\nsys.stdout.write('a')", "sys.stdout"),
@@ -248,6 +280,19 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
         "import a\na.go()",
         "only imports",
     ),
+    (architecture_rules.no_project_is_named, "megatron/observe/x.py", "STYLES = ('jax_lm',)", "jax_lm is the name"),
+    (
+        architecture_rules.no_project_is_named,
+        "megatron/config/x.py",
+        "class DsGpt2Flags:\n    pass",
+        "DsGpt2 is the name",
+    ),
+    (
+        architecture_rules.imports_follow_the_package_order,
+        "megatron/train/x.py",
+        "from examples.dsgpt2 import flags",
+        "imports the program",
+    ),
     (
         architecture_rules.few_modules_use_the_run_config,
         "megatron/train/x.py",
@@ -264,6 +309,7 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
 
 # What must stay allowed: a rule that forbids too much is as wrong as one that forbids nothing.
 INNOCENT: tuple[tuple[str, str], ...] = (
+    ("megatron/engine/x.py", '"""A."""\nimport deepspeed\ndeepspeed.initialize(model=1)\nengine.deepspeed.step()'),
     ("megatron/engine/x.py", '"""A."""\nimport deepspeed\nfrom megatron.parallel.mesh import Axis'),
     ("megatron/parallel/x.py", '"""A."""\nimport torch.distributed as dist\ndist.all_reduce(1)'),
     (
@@ -349,12 +395,21 @@ def test_every_subpackage_has_a_place() -> None:
     assert found == placed
 
 
-def test_every_program_of_the_root_is_named() -> None:
-    assert {path.stem for path in ROOT.glob("*.py")} - {"setup"} <= architecture_tables.PROGRAMS
+def test_the_root_has_few_programs_and_files() -> None:
+    assert {path.stem for path in ROOT.glob("*.py")} - {"setup"} == architecture_tables.PROGRAMS
+    files = {path.name for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")}
+    assert len(files - architecture_tables.METADATA) <= 15
+
+
+def test_examples_are_grouped() -> None:
+    paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*") if path.is_file()]
+    presets = "examples/configs/"  # a file for each published architecture
+    programs = [path for path in paths if "__pycache__" not in path and not path.startswith(presets)]
+    assert not list(architecture_rules.crowded_folders(programs))
 
 
 def test_no_folder_is_overfull() -> None:
-    paths = [source.path for source in sources(("megatron/**/*.py",))]
+    paths = [source.path for source in sources(("megatron/**/*.py", "tools/**/*.py", "tasks/**/*.py"))]
     assert not list(architecture_rules.crowded_folders(paths))
 
 

@@ -21,6 +21,7 @@ WALKS = {
     "From `.bin/.idx` to a batch": 9,
     "From a batch to the loss": 8,
     "### One parameter, into a checkpoint and into another layout": 10,
+    "### A prompt, to a text": 9,
     "### A tensor of a Hugging Face model, in and out": 9,
 }
 SHARD_TYPES = ("ShardSpec", "PieceKey", "StoredPiece")

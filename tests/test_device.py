@@ -77,6 +77,46 @@ def test_copies_on_the_cpu_are_complete_when_they_return() -> None:
     assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
 
 
+class Runtime:
+    """As much of the CUDA runtime as locking memory needs: what is locked, and what it answers."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        if self.status == 0:
+            self.locked[address] = size_bytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def test_a_buffer_for_copies_from_a_gpu_locks_what_it_holds_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own pinned memory takes the next power of two."""
+    runtime, gpu = Runtime(), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffer = device.host_buffer(33 * 2**16, gpu)
+    assert runtime.locked == {buffer.data_ptr(): 33 * 2**16} and buffer.untyped_storage().nbytes() == 33 * 2**16
+    part = buffer[8:16].view(torch.float32)
+    del buffer
+    assert len(runtime.locked) == 1  # a part of it is still in use
+    del part
+    assert runtime.locked == {}
+    device.host_buffer(0, gpu)
+    assert runtime.locked == {}
+
+
+def test_memory_for_copies_that_the_system_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
+    with pytest.raises(MemoryError, match=r"CUDA does not lock 40 bytes of host memory \(cudaHostRegister: 2\)"):
+        device.host_buffer(40, torch.device("cuda"))
+    with pytest.raises(MemoryError, match="the system does not give 9223372036854775807 bytes of host memory"):
+        device.host_buffer(2**63 - 1, torch.device("cpu"))
+
+
 @pytest.mark.gpu
 def test_copies_from_a_gpu_hold_values_from_before_the_next_kernels() -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
@@ -92,8 +132,9 @@ def test_copies_from_a_gpu_hold_values_from_before_the_next_kernels() -> None:
     assert target.is_pinned() and bool((target == 1).all())
 
 
-def test_a_stopwatch_adds_up_what_was_timed_since_it_was_last_asked() -> None:
+def test_a_stopwatch_adds_up_what_was_timed_since_it_was_started() -> None:
     watch = device.Stopwatch()
+    watch.start()
     with watch.running():
         time.sleep(0.002)
     with pytest.raises(ValueError), watch.running("transfer"):
@@ -102,12 +143,26 @@ def test_a_stopwatch_adds_up_what_was_timed_since_it_was_last_asked() -> None:
     assert [kind for kind, *_ in found.parts] == ["", "transfer"]
     assert found.seconds("") >= 0.002 and found.seconds("transfer") > 0.0
     assert found.seconds() == found.seconds("") + found.seconds("transfer")
-    assert watch.take().seconds() == 0.0
+    with watch.running():
+        pass
+    assert watch.take().parts == []
+
+
+def test_a_stopwatch_keeps_nothing_unless_it_was_started() -> None:
+    watch = device.Stopwatch()
+    for _ in range(2):
+        for _ in range(1000):
+            with watch.running():
+                pass
+        assert watch._elapsed is None
+        watch.start()
+        assert watch.take().parts == []
 
 
 @pytest.mark.gpu
 def test_a_stopwatch_times_the_stream_of_a_gpu() -> None:
     watch = device.Stopwatch()
+    watch.start()
     matrix = torch.ones(4096, 4096, device="cuda")
     with watch.running():
         for _ in range(20):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -10,13 +11,14 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron import log
-from megatron.errors import DataError, ExitCode
+from megatron.errors import ConfigError, DataError, ExitCode
 
 
 @pytest.fixture
@@ -36,6 +38,29 @@ def test_the_log_copy_contains_lines_printed_by_another_rank(copy: Path, capsys:
     log.warning("careful")
     assert capsys.readouterr().out == ""
     assert copy.read_text() == " iteration 1\nhello\n[rank 0] warning: careful\n"
+
+
+def test_the_log_copy_begins_with_the_warnings_before_it(tmp_path: Path) -> None:
+    log.warning("nobody keeps this")
+    log.keep_warnings()
+    log.info("hello")
+    log.warning("careful")
+    log.shared_warning("of all ranks")
+    log.copy_to(tmp_path / "log.txt")
+    log.warning("later")
+    log.copy_to(None)
+    log.copy_to(tmp_path / "again.txt")
+    log.copy_to(None)
+    assert (tmp_path / "log.txt").read_text() == "warning: careful\nwarning: of all ranks\nwarning: later\n"
+    assert (tmp_path / "again.txt").read_text() == ""
+
+
+def test_a_warning_of_all_ranks_is_shown_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        log.set_rank(rank, 2)
+        log.shared_warning("careful")
+    log.set_rank(0, 1)
+    assert capsys.readouterr().err == "warning: careful\n"
 
 
 def test_the_log_copy_can_be_ended(copy: Path) -> None:
@@ -211,6 +236,21 @@ def test_a_rank_that_is_ended_meanwhile_repeats_no_error(
         log.set_rank(0, 1)
 
 
+def test_messages_and_errors_show_no_secret(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.info("connecting to me:s3same@db.example.com")
+    log.warning("Authorization: Bearer s3same")
+    log.error("HF_TOKEN=s3same")
+    log.record("user:s3same@host:22")
+    told: list[str] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(log.on_failure(lambda code, text: told.append(text) or False))
+        log.show_failure(ConfigError("no such file me:s3same@db.example.com"))
+    shown = capsys.readouterr().err + copy.read_text() + "".join(told)
+    assert "s3same" not in shown and shown.count("***") == 5 + 4 + 1
+    log.line("a result: HF_TOKEN=text of a corpus")  # data is shown as it is
+    assert capsys.readouterr().out == "a result: HF_TOKEN=text of a corpus\n"
+
+
 def test_characters_that_steer_a_terminal_are_escaped(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A name from a file may hold anything, lone surrogates included, which no stream would take."""
     hostile = "\x1b]0;owned\x07\x9b2J\r\u202ename\ud800"
@@ -333,3 +373,22 @@ def test_the_width_is_that_of_the_terminal_of_the_stream() -> None:
         os.close(leader)
         os.close(terminal)
     assert done.stdout == "40 80\n"
+
+
+def test_what_takes_long_is_shown_while_nothing_else_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "_SILENCE_SECONDS", 0.05)
+    shown = ""
+    with log.breaking_silence():
+        log.doing("waiting for the test")
+        while shown.count("... waiting for the test") < 2:
+            shown += capsys.readouterr().err
+            time.sleep(0.01)
+        monkeypatch.setattr(log._OUTPUT, "status", log._Status(is_own=True, took_lines=False))
+        time.sleep(0.1)
+        capsys.readouterr()
+        time.sleep(0.3)
+        assert capsys.readouterr().err == "", "a bar shows as much"
+    log.info("ready")
+    assert capsys.readouterr().err.endswith("ready\n")

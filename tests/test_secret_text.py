@@ -6,15 +6,18 @@ import copy
 import dataclasses
 import json
 import multiprocessing.reduction
+import string
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.config.flags.blends import read_weighted_group
 from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
 from megatron.errors import ConfigError
-from megatron.secret_text import SecretText, guarded, masked, reveal, without_secret
+from megatron.secret_text import MASK, SecretText, guarded, masked, masked_values, reveal, without_secret
 
 ADDRESS = "mongodb://me:s3same@host/corpus?collection=web"
 SHOWN = "mongodb://me:***@host/corpus?collection=web"
@@ -94,10 +97,68 @@ def test_what_is_shown_of_an_address(written: str, shown: str) -> None:
     "text",
     ["mongodb://[::1]:27017/db?readPreference=nearest", "sqlite:////a@b:c/x.db?table=t", "hf://o/n@r:s",
      "a/b-?.parquet",
-     "mongodb://me@h/db", "train: 1 0:1 a, 1 0:1 b", "sub:/folder/x", "/a//b:c/d", "//server/share@v2"],
+     "mongodb://me@h/db", "mongodb://me:*** holds a character that must be encoded. Write %40 for @, %2F for /",
+     "mongodb://me:***@h/db holds %40 for @",
+     "train: 1 0:1 a, 1 0:1 b", "sub:/folder/x", "/a//b:c/d", "//server/share@v2"],
 )  # fmt: skip
 def test_what_holds_no_secret_is_left_alone(text: str) -> None:
     assert masked(text) == text
+
+
+PARTS = st.text(string.ascii_letters + string.digits, min_size=24, max_size=48).map(lambda text: "A1" + text)
+WORDS = st.sampled_from(["the", "tp2@pp2", "a@b.com", "0:1", "see", "x=1", "--flag", "(", '"', ","])
+PASSWORDS = st.text(string.ascii_letters + string.digits + "!#$%&*+,-./:;=?@^_|~", min_size=6, max_size=20).filter(
+    lambda text: not text.startswith("//") and len(set(text) - set("@")) > 3
+)
+FORMS = (
+    "Authorization: Bearer {}", "authorization: basic {}", "{{'Authorization': 'Bearer {}'}}", "bearer {}",
+    '-H "Authorization: {}"', "X-Api-Key: {}", "hf_{}", "api_org_{}", "sk-{}", "sk-proj-{}", "ghp_{}1234567",
+    "github_pat_{}", "glpat-{}", "HF_TOKEN={}", "aws_secret_access_key = {}", 'export WANDB_API_KEY="{}"',
+    "xoxb-{}", "MY_SECRET={}", "env OUR_API_KEY={} python x.py", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{}",
+    "user:{}@host", "user:{}@db.example.com:5432/x",
+)  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(FORMS), PARTS, st.lists(WORDS), st.lists(WORDS))
+def test_a_secret_in_a_known_form_never_appears(form: str, secret: str, before: list[str], after: list[str]) -> None:
+    shown = masked(" ".join([*before, form.format(secret), *after]))
+    assert secret not in shown and MASK in shown and masked(shown) == shown
+    assert shown.startswith(" ".join(before)) and shown.endswith(" ".join(after))
+
+
+@given(PASSWORDS, st.sampled_from(["host", "db.example.com", "10.0.0.1:5432", "localhost/db", "[::1]:22", "node-3:22"]))
+def test_a_password_before_a_host_never_appears(password: str, host: str) -> None:
+    assert masked(f"cannot reach me:{password}@{host} now") == f"cannot reach me:{MASK}@{host} now"
+
+
+@given(st.text(string.ascii_letters + " .,;()/=_-\n", max_size=200))
+def test_words_are_left_alone(text: str) -> None:
+    assert masked(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["mail joe@example.com or mailto:joe@example.com", "tp2@pp2, tp2:pp2@dp2", "the bearer of this token", "0:1@v2",
+     "bearer authentication", "Bearer token", "To:joe@example.com", "git@github.com:owner/name.git", "hf_config",
+     "ssh me@node-3", "hf_model_with_a_rather_long_name_of_many_words", "sk-learn-compatible-estimators-for-everyone",
+     "--vocab-file /data/hf_tokenizer_files/vocab.json", "AKIAS are no keys", "127.0.0.1:29500", "node1:8@node2",
+     "HF_TOKEN is not set", "at 12:30@noon", '{"a":"joe@example.com"}', "iter_0000100: 1.5@bf16", "ghp_short",
+     "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef", "rank0:loss@1", "eyJ.x.y",
+     "authorized by: nobody", "tokenizer: GPT2BPETokenizer", "eod_token=50256", "EOD_TOKEN=50256", "std::vector<a>@x"],
+)  # fmt: skip
+def test_ordinary_text_is_left_alone(text: str) -> None:
+    assert masked(text) == text
+
+
+def test_records_of_what_was_given_are_masked() -> None:
+    tree = {"a": ["x", f"see {ADDRESS}"], "b": (1, "bearer A1b2C3d4E5"), "c": None}
+    assert masked_values(tree) == {"a": ["x", f"see {SHOWN}"], "b": (1, f"bearer {MASK}"), "c": None}
+
+
+def test_flags_keep_what_only_looks_like_a_token() -> None:
+    path = "/data/hf_abcdefghijklmnopqrstuvwxyz0123456789/vocab.json"
+    assert type(guarded(path)) is str and guarded(path) == path and masked(path) == "/data/***/vocab.json"
 
 
 def test_what_a_driver_says_of_an_address() -> None:

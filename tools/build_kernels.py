@@ -17,14 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 
 @dataclass(frozen=True)
 class BuildFlags(ConfigSection):
     """Flags of this program."""
 
-    output: str | None = flag(None, "folder for the library; that of the package if not given")
+    output: str | None = flag(None, "folder for the library; the package's if not given", path=PathUse.FOLDER)
     only: tuple[str, ...] = flag(
         (), "operations to build, by their folders in csrc/ops or their names in --kernels", nargs="+"
     )

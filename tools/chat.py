@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import flag
+from megatron.config import PathUse, flag
 from megatron.config.overlay import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
-from megatron.config.typed_lines import read_line
 from megatron.errors import DataError
+from megatron.files.typed_lines import read_line
 
 if TYPE_CHECKING:
     from megatron.inference.generation import GenerationEngine
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 class ChatFlags(SamplingFlags):
     """Flags of this tool, in addition to the trainer's."""
 
-    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    load: str = flag(
+        help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
+    )
     chat_template: str | None = flag(
         None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's",
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.PLACE,
     )  # fmt: skip
     system: str = flag("", "instructions before the conversation")
     max_new_tokens: int | None = flag(None, "most tokens of one answer; by default as many as fit", at_least=1)
@@ -79,7 +81,7 @@ def _run(request: ToolRequest[ChatFlags], mesh: ParallelMesh) -> None:
 def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, leader: object) -> Conversation:
     from megatron.inference.sampling import Sampling
     from megatron.inference.serve.conversation import Conversation
-    from megatron.inference.serve.opening import served_model
+    from megatron.inference.serve.requests.served import served_model
 
     flags, loaded = request.own, engine.loaded
     flags.check_vocabulary(loaded.vocab_size)
@@ -115,13 +117,13 @@ def _obey(text: str, conversation: Conversation) -> None:
         log.error(f"{command} takes no text. Write {command} alone, or /{text} to ask that.")
     elif command == "/reset":
         conversation.reset()
-        log.info("The conversation begins anew.")
+        log.info("The conversation starts over.")
     elif command == "/system":
         conversation.reset()
         conversation.system = rest
-        log.info("The conversation begins anew, " + ("with" if rest else "without") + " instructions.")
+        log.info("The conversation starts over, " + ("with" if rest else "without") + " instructions.")
     else:
-        log.error(f"{command} is no command. There are /reset, /system TEXT and /quit; /{command} asks that.")
+        log.error(f"{command} is not a command. There are /reset, /system TEXT and /quit; /{command} asks that.")
 
 
 def _answer(conversation: Conversation, question: str) -> None:
@@ -131,8 +133,8 @@ def _answer(conversation: Conversation, question: str) -> None:
     try:
         with _stoppable() as stops:
             for piece in conversation.answer(question, lambda: bool(stops)):
-                print(_visible(piece), end="", flush=True)
-        print(flush=True)
+                log.text(piece, end="")
+        log.text("")
     except Refusal as refusal:
         log.error(str(refusal))
         return
@@ -157,11 +159,6 @@ def _stoppable() -> Iterator[list[int]]:
         yield noted
     finally:
         signal.signal(signal.SIGINT, former)
-
-
-def _visible(text: str) -> str:
-    """Text of a model without what steers a terminal."""
-    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable() or letter.isspace())
 
 
 def _ask(is_terminal: bool, number: int) -> str | None:

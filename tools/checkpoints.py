@@ -1,14 +1,22 @@
-"""Lists, verifies, deletes and copies the checkpoints of a folder.
+"""Lists, inspects, verifies, copies, averages and deletes the checkpoints of a folder.
 
     python tools/checkpoints.py list checkpoints/gpt2
+    python tools/checkpoints.py inspect checkpoints/gpt2
+    python tools/checkpoints.py inspect checkpoints/gpt2/iter_0000500 --tensors 'decoder.layers.0.*' --moments --json
+    python tools/checkpoints.py inspect checkpoints/gpt2 --compare checkpoints/again
     python tools/checkpoints.py verify checkpoints/gpt2 --all
     python tools/checkpoints.py copy checkpoints/gpt2 /archive/gpt2 --step 5000
+    python tools/checkpoints.py average checkpoints/gpt2 --last 3 --save checkpoints/mean
+    python tools/checkpoints.py average runs/a runs/b/iter_0000500 --coefficients 3 1 --save checkpoints/mean
     python tools/checkpoints.py prune checkpoints/gpt2 --keep-last 3 --keep-every 10000 --keep-best --dry-run
 
-`list` reads no tensors. `verify` reads every byte of the newest checkpoint, or of those that are asked for. `copy`
-compares every byte with its digest on the way, and never replaces another checkpoint. `prune` deletes what the same
-flags of pretrain_gpt.py would not keep, but only after it has read every byte of the newest checkpoint; it refuses the
-folder of a run that is running. The exit code is 74 if a checkpoint is damaged or a folder cannot be used.
+`list` reads no tensors. `inspect` shows what is in a checkpoint of any layout, and how two of them differ: 77 is the
+exit code if a tensor does. `verify` reads every byte of the newest checkpoint, or of those that are asked for. `copy`
+compares every byte with its digest on the way, and never replaces another checkpoint. `average` writes the mean of the
+weights of checkpoints of one network, in any layouts: text is generated from it as it is, and training continues from
+it with --finetune. `prune` deletes what the same flags of pretrain_gpt.py would not keep, but only after it has read
+every byte of the newest checkpoint; it refuses the folder of a run that is running. Memory does not grow with the size
+of the checkpoints. The exit code is 74 if a checkpoint is damaged or a folder cannot be used.
 """
 
 from __future__ import annotations
@@ -16,27 +24,28 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import CheckpointError, ConfigError, ExitCode, LaunchError, StorageError, printable
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.keeping.listing import Entry
-    from megatron.checkpoint.keeping.summaries import Summary
+    from megatron.checkpoint.keeping.listing import ListedCheckpoint, ManifestSummary
 
 
 @dataclass(frozen=True)
 class FolderFlags(ConfigSection):
     """Flags of every command."""
 
-    load: str = flag(help="folder of checkpoints, or one checkpoint; the flag's name may be left out")
+    load: str = flag(
+        help="folder of checkpoints, or one checkpoint; the flag's name may be left out", path=PathUse.FOLDER
+    )
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,30 @@ class ListFlags(FolderFlags):
     """Flags of `list`."""
 
     json: bool = flag(False, "print one JSON object")
+
+
+@dataclass(frozen=True)
+class InspectFlags(FolderFlags):
+    """Flags of `inspect`."""
+
+    load: str = flag(
+        help="folder of checkpoints (the newest is taken), or one checkpoint; the flag's name may be left out",
+        path=PathUse.FOLDER,
+    )
+    compare: str | None = flag(None, "a second checkpoint to compare with", path=PathUse.FOLDER)
+    tensors: tuple[str, ...] = flag(
+        (), "patterns of tensor names, such as 'decoder.layers.0.*'; all if unset", nargs="+"
+    )
+    moments: bool = flag(False, "also read the moments of the optimizer")
+    manifest_only: bool = flag(False, "read no tensors: names, shapes and sizes at once, no figures of values")
+    verify: bool = flag(False, "first read every byte and compare all digests")
+    json: bool = flag(False, "print one JSON object")
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        for name in ("compare", "moments"):
+            if self.manifest_only and getattr(self, name):
+                yield f"--manifest-only reads no values, and --{name} needs them. Drop one of them."
 
 
 @dataclass(frozen=True)
@@ -63,7 +96,7 @@ class VerifyFlags(FolderFlags):
 class PruneFlags(FolderFlags):
     """Flags of `prune`."""
 
-    keep_last: int = flag(help="so many of the newest checkpoints are kept", at_least=1)
+    keep_last: int = flag(help="number of the newest checkpoints that are kept", at_least=1)
     keep_every: int | None = flag(None, "checkpoints whose step is a multiple of this are kept, too", at_least=1)
     keep_best: bool = flag(False, "the checkpoint with the lowest validation loss is kept, too")
     dry_run: bool = flag(False, "only say what would be deleted")
@@ -73,16 +106,35 @@ class PruneFlags(FolderFlags):
 class CopyFlags(FolderFlags):
     """Flags of `copy`."""
 
-    save: str = flag(help="folder that receives the copy; the flag's name may be left out")
+    save: str = flag(help="folder that receives the copy; the flag's name may be left out", path=PathUse.FOLDER)
     step: int | None = flag(None, "which checkpoint to copy; the newest if unset", at_least=0)
 
 
-_COMMANDS: dict[str, type[FolderFlags]] = {
-    "list": ListFlags,
-    "verify": VerifyFlags,
-    "prune": PruneFlags,
-    "copy": CopyFlags,
-}
+@dataclass(frozen=True)
+class AverageFlags(ConfigSection):
+    """Flags of `average`."""
+
+    load: tuple[str, ...] = flag(
+        help="checkpoints, or folders of checkpoints whose newest is taken; the flag's name may be left out",
+        nargs="+",
+        path=PathUse.FOLDER,
+    )
+    save: str = flag(help="folder to write the checkpoint to; it must hold none", path=PathUse.FOLDER)
+    last: int | None = flag(None, "average this many of the newest checkpoints of one folder", at_least=2)
+    coefficients: tuple[float, ...] = flag(
+        (), "how much each checkpoint counts, in the same order; only their ratios matter; all the same if unset",
+        nargs="+", above=0,
+    )  # fmt: skip
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.last is not None and len(self.load) != 1:
+            yield f"--last {self.last} takes the checkpoints of one folder, and {len(self.load)} are given."
+        if self.last is None and len(self.load) == 1:
+            yield f"a mean needs two checkpoints, and only {self.load[0]} is given. Give more, or --last N."
+        count = self.last or len(self.load)
+        if self.coefficients and len(self.coefficients) != count:
+            yield f"--coefficients has {len(self.coefficients)} numbers for {count} checkpoints. Give one for each."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,35 +143,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
         return ExitCode.DONE
-    section = _COMMANDS.get(command)
-    if section is None:
+    if command not in _COMMANDS:
         raise ConfigError(
             f"checkpoints.py: the command {printable(command)} is not known. Use one of: {', '.join(_COMMANDS)}."
         )
-    named = ["--load", "--save"] if section is CopyFlags else ["--load"]
-    given = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-    folders = [word for pair in zip(named, words[:given], strict=False) for word in pair]
-    words = [*folders, *words[min(given, len(named)) :]]
-    flags = parse_flags(section, words, prog=f"checkpoints.py {command}", description=__doc__ or "")
-    if isinstance(flags, VerifyFlags):
-        return _verify(flags)
-    if isinstance(flags, PruneFlags):
-        return _prune(flags)
-    if isinstance(flags, CopyFlags):
-        return _copy(flags)
-    return _list(Path(flags.load), as_json=isinstance(flags, ListFlags) and flags.json)
+    section, run = _COMMANDS[command]
+    if section is CopyFlags and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
+        words.insert(1, "--save")
+    return run(parse_flags(section, words, f"checkpoints.py {command}", __doc__ or "", unnamed="--load"))
 
 
-def _list(directory: Path, *, as_json: bool) -> int:
+def _list(flags: ListFlags) -> int:
     from megatron.checkpoint import find
     from megatron.checkpoint.analysis.tables import table
     from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.storage import Storage
 
+    directory = Path(flags.load)
     entries = entries_in(directory, Storage())
     if not entries:
         find(directory)  # says so if another program's checkpoint is there
-    if as_json:
+    if flags.json:
         content = {"directory": str(directory), "checkpoints": [entry.to_json() for entry in entries]}
         log.line(json.dumps(content))
         return ExitCode.DONE
@@ -136,7 +180,7 @@ def _list(directory: Path, *, as_json: bool) -> int:
     return ExitCode.DONE
 
 
-def _say_best(entries: Sequence[Entry]) -> None:
+def _say_best(entries: Sequence[ListedCheckpoint]) -> None:
     """Names the checkpoint with the lowest validation loss, where that is not the one which --load would take."""
     known = [entry for entry in entries if entry.summary is not None and not entry.problem]
     rated = [(entry.summary.validation_loss, -entry.step, entry.path) for entry in known if entry.summary is not None]
@@ -145,7 +189,7 @@ def _say_best(entries: Sequence[Entry]) -> None:
         log.line(f"the lowest validation loss has {min(losses)[2].name}: --load {min(losses)[2]}")
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
     from megatron.checkpoint.analysis.tables import size_text
 
     known = entry.summary
@@ -156,6 +200,32 @@ def _row(entry: Entry) -> tuple[str, ...]:
     layout = " ".join(f"{axis} {ranks}" for axis, ranks in known.layout.items())
     loss = "" if known.validation_loss is None else f"{known.validation_loss:.6g}"
     return name, entry.state, layout, known.run_id[:8], str(entry.step), size, loss
+
+
+def _inspect(flags: InspectFlags) -> int:
+    from megatron.checkpoint import verify
+    from megatron.checkpoint.analysis.comparison import compare
+    from megatron.checkpoint.analysis.slices import OpenCheckpoint
+    from megatron.checkpoint.analysis.summary import summarize
+    from megatron.checkpoint.analysis.tables import comparison_lines, summary_lines
+
+    paths = [Path(path) for path in (flags.load, flags.compare) if path is not None]
+    opened = [OpenCheckpoint.newest(path) for path in paths]
+    if flags.verify:
+        for checkpoint in opened:
+            verify(checkpoint.folder)
+    if len(opened) > 1:
+        comparison = compare(opened[0], opened[1], flags.tensors, with_moments=flags.moments)
+        _show(flags, comparison.to_json(), comparison_lines(comparison))
+        return ExitCode.DONE if comparison.holds_same_tensors else ExitCode.NUMERICS
+    summary = summarize(opened[0], flags.tensors, with_values=not flags.manifest_only, with_moments=flags.moments)
+    _show(flags, summary.to_json(), summary_lines(summary))
+    return ExitCode.DONE
+
+
+def _show(flags: InspectFlags, value: object, lines: Iterator[str]) -> None:
+    for line in [json.dumps(value, ensure_ascii=False)] if flags.json else lines:
+        log.line(line)
 
 
 def _verify(flags: VerifyFlags) -> int:
@@ -174,6 +244,36 @@ def _verify(flags: VerifyFlags) -> int:
         size = size_text(sum(file.size_bytes for file in manifest.files))
         log.line(f"{path} is good: every byte of its {len(manifest.files)} files ({size}) was compared")
     return ExitCode.STORAGE if wrong else ExitCode.DONE
+
+
+def _average(flags: AverageFlags) -> int:
+    from megatron.checkpoint.analysis.average import WeightedCheckpoint, average
+    from megatron.checkpoint.analysis.slices import OpenCheckpoint
+
+    opened = [OpenCheckpoint.newest(path) for path in _folders(flags)]
+    coefficients = flags.coefficients or (1.0,) * len(opened)
+    shares = [WeightedCheckpoint(checkpoint, share) for checkpoint, share in zip(opened, coefficients, strict=True)]
+    made = average(shares, Path(flags.save))
+    log.line(f"the mean of {len(shares)} checkpoints is in {made}")
+    return 0
+
+
+def _folders(flags: AverageFlags) -> list[Path]:
+    """The folders to average; with `--last`, from the oldest to the newest.
+
+    Raises:
+        CheckpointError: the folder holds fewer checkpoints than asked for.
+    """
+    from megatron.checkpoint import find
+
+    if flags.last is None:
+        return [Path(path) for path in flags.load]
+    candidates = find(Path(flags.load[0]))
+    if len(candidates) < flags.last:
+        raise CheckpointError(
+            f"--last {flags.last}: {flags.load[0]} holds {len(candidates)} checkpoints. Ask for fewer, or name them."
+        )
+    return [candidate.path for candidate in reversed(candidates[: flags.last])]
 
 
 def _prune(flags: PruneFlags) -> int:
@@ -205,7 +305,7 @@ def _prune(flags: PruneFlags) -> int:
     return ExitCode.DONE if len(gone) == len(doomed) else ExitCode.STORAGE
 
 
-def _tell(verb: str, summaries: Sequence[Summary]) -> None:
+def _tell(verb: str, summaries: Sequence[ManifestSummary]) -> None:
     from megatron.checkpoint.analysis.tables import size_text
 
     for summary in summaries:
@@ -261,19 +361,19 @@ def _locked(directory: Path, refusal: str) -> Iterator[None]:
 
 
 def _checkpoints(directory: Path, steps: Sequence[int] = ()) -> list[Path]:
-    """The checkpoints of a folder, newest first, or those of some steps in the order given.
+    """The checkpoints of a folder, newest first, or the checkpoints of the given steps in their order.
 
     Raises:
         CheckpointError: there is none, or none of a step.
     """
     from megatron.checkpoint import find
 
-    found = find(directory)
-    if not found:
+    candidates = find(directory)
+    if not candidates:
         raise CheckpointError(f"there is no checkpoint in {directory}. Give a folder to which a run saved checkpoints.")
     if not steps:
-        return [candidate.path for candidate in found]
-    by_step = {candidate.step: candidate.path for candidate in reversed(found)}
+        return [candidate.path for candidate in candidates]
+    by_step = {candidate.step: candidate.path for candidate in reversed(candidates)}
     missing = [str(step) for step in steps if step not in by_step]
     if missing:
         raise CheckpointError(
@@ -281,6 +381,16 @@ def _checkpoints(directory: Path, steps: Sequence[int] = ()) -> list[Path]:
             f"{', '.join(map(str, sorted(by_step)))}."
         )
     return [by_step[step] for step in steps]
+
+
+_COMMANDS: dict[str, tuple[type[ConfigSection], Callable[[Any], int]]] = {
+    "list": (ListFlags, _list),
+    "inspect": (InspectFlags, _inspect),
+    "verify": (VerifyFlags, _verify),
+    "copy": (CopyFlags, _copy),
+    "average": (AverageFlags, _average),
+    "prune": (PruneFlags, _prune),
+}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 if TYPE_CHECKING:
     from megatron.observe.dashboard.server import DashboardServer
@@ -29,7 +29,10 @@ class DashboardFlags(ConfigSection):
     """Flags of this program."""
 
     runs: tuple[str, ...] = flag(
-        ("runs",), "folders of runs, or folders that hold some; the flag's name may be left out", nargs="+"
+        ("runs",),
+        "folders of runs, or folders that hold some; the flag's name may be left out",
+        nargs="+",
+        path=PathUse.PLACE,
     )
     port: int = flag(6007, "port of the page; 0 takes a free one", at_least=0, at_most=65535)
 

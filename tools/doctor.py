@@ -32,13 +32,13 @@ MARKS = {OK: "ok     ", SLOW: "slow   ", REFUSED: "REFUSED"}
 
 # Distribution, oldest version, purpose. Training cannot start without the first group.
 NEEDED = (
-    ("torch", "2.7", "tensors, autograd, collectives"),
+    ("torch", "2.7", "tensors, gradients and collectives"),
     ("deepspeed", "0.19.8", "pipeline and ZeRO engines"),
-    ("numpy", "1.26", "the data side"),
+    ("numpy", "1.26", "reading and ordering data"),
     ("safetensors", "0.4.3", "checkpoints"),
     ("tokenizers", "0.20", "tokenizers"),
     ("tensorboard", "2.14", "--tensorboard-dir"),
-    ("pyyaml", "6.0", "--config FILE in YAML"),
+    ("pyyaml", "6.0", "YAML files of --config"),
     ("orjson", "3.10", "preprocessing"),
     ("jinja2", "3.1.6", "chat templates"),
     ("tqdm", "4.66", "progress bars"),
@@ -53,6 +53,7 @@ OPTIONAL = (
     ("wandb", "wandb", "--wandb-project"),
 )
 PROJECT = "trident-megatron"
+BUILD = "python tools/build_kernels.py"
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,11 @@ class Finding:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks this machine and prints the findings."""
+    from megatron.secret_text import masked_values
+
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(DoctorFlags, words, prog="doctor.py", description=__doc__ or "")
-    findings = list(examine())
+    findings = [Finding(**masked_values(dataclasses.asdict(finding))) for finding in examine()]
     can_start = not any(finding.status == REFUSED for finding in findings)
     if flags.json:
         report = {"can_start": can_start, "findings": [dataclasses.asdict(finding) for finding in findings]}
@@ -89,19 +92,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(findings: Sequence[Finding], can_start: bool) -> None:
     """Prints the findings by section, and a summary."""
+    width = max(24, *(len(finding.subject) for finding in findings))
     for section in dict.fromkeys(finding.section for finding in findings):
-        print(section)
+        log.text(section)
         for finding in findings:
             if finding.section == section:
-                print(f"  {MARKS[finding.status]} {finding.subject:<24} {finding.text}")
+                log.text(f"  {MARKS[finding.status]} {finding.subject:<{width}} {finding.text}")
                 if finding.fix:
-                    print(f"          -> {finding.fix}")
-    slow = sum(finding.status == SLOW for finding in findings)
+                    log.text(f"          -> {finding.fix}")
     if can_start:
-        print(f"\nTraining can start. {f'{slow} checks found something slow.' if slow else 'Nothing to improve.'}")
+        print(f"\nTraining can start. {what_is_slow(findings)}")
     else:
         refused = ", ".join(finding.subject for finding in findings if finding.status == REFUSED)
         print(f"\nTraining cannot start yet: {refused}. Follow the instructions after the arrows above.")
+
+
+def what_is_slow(findings: Sequence[Finding]) -> str:
+    """One sentence on what would make training faster."""
+    slow = [finding.subject for finding in findings if finding.status == SLOW]
+    if slow:
+        return f"Slower than it could be: {', '.join(slow)}. See the arrows above."
+    if any(BUILD in finding.text for finding in findings if finding.section == "kernels"):
+        return f"Compiled kernels would make it faster: {BUILD}"
+    return "Nothing to improve."
 
 
 def examine() -> Iterator[Finding]:
@@ -136,32 +149,40 @@ def system_findings() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("system", "cores", OK, f"{cores} usable by this process")
     for launcher in ("torchrun", "srun", "mpirun"):
-        if found := shutil.which(launcher):
-            yield Finding("system", launcher, OK, found)
+        if path := shutil.which(launcher):
+            yield Finding("system", launcher, OK, path)
     if not sys.platform.startswith("linux"):
         fix = "After killing a launcher, kill the ranks yourself."
         yield Finding(
-            "system", "orphaned ranks", SLOW, "ranks whose launcher was killed end by themselves only on Linux", fix
+            "system",
+            "orphaned ranks",
+            SLOW,
+            "only on Linux do ranks end by themselves when their launcher is killed",
+            fix,
         )
 
 
 def package_findings() -> Iterator[Finding]:
     """Checks distributions and their versions."""
     for name, oldest, purpose in NEEDED:
-        found = installed_version(name)
-        if found is None:
-            yield Finding("packages", name, REFUSED, f"missing; {purpose}", f'pip install "{name}>={oldest}"')
-        elif numbers(found) < numbers(oldest):
+        installed = installed_version(name)
+        if installed is None:
+            yield Finding(
+                "packages", name, REFUSED, f"missing; needed for {purpose}", f'pip install "{name}>={oldest}"'
+            )
+        elif numbers(installed) < numbers(oldest):
             fix = f'pip install "{name}>={oldest}"'
-            yield Finding("packages", name, REFUSED, f"{found} is older than {oldest}; {purpose}", fix)
+            yield Finding("packages", name, REFUSED, f"{installed} is older than {oldest}; needed for {purpose}", fix)
         else:
-            yield Finding("packages", name, OK, found)
+            yield Finding("packages", name, OK, installed)
     for name, oldest, purpose in FASTER:
-        found = installed_version(name)
-        if found is None or numbers(found) < numbers(oldest):
-            yield Finding("packages", name, SLOW, f"{found or 'missing'}; {purpose}", f'pip install "{name}>={oldest}"')
+        installed = installed_version(name)
+        if installed is None or numbers(installed) < numbers(oldest):
+            yield Finding(
+                "packages", name, SLOW, f"{installed or 'missing'}; {purpose}", f'pip install "{name}>={oldest}"'
+            )
         else:
-            yield Finding("packages", name, OK, found)
+            yield Finding("packages", name, OK, installed)
     for name, extra, purpose in OPTIONAL:
         text = installed_version(name) or f"not installed; needed for {purpose}: pip install '{PROJECT}[{extra}]'"
         yield Finding("packages", name, OK, text)
@@ -171,13 +192,13 @@ def project_findings() -> Iterator[Finding]:
     """Checks this project, and for other packages named `megatron`."""
     own = Path(__file__).resolve().parent.parent / "megatron"
     installed = installed_version(PROJECT)
-    text = f"{__version__} in {own.parent}" + ("" if installed else "; not installed, used from its checkout")
+    text = f"{__version__} in {own.parent}" + ("" if installed else "; not installed, but used from its checkout")
     yield Finding("project", PROJECT, OK, text)
     spec = importlib.util.find_spec("megatron")
     origin = Path(spec.origin).parent if spec and spec.origin else None
     if origin is not None and origin.resolve() != own:
         fix = f"Run from {own.parent}, or install this checkout: pip install -e {own.parent}"
-        yield Finding("project", "import megatron", REFUSED, f"finds {origin}, not this checkout", fix)
+        yield Finding("project", "import megatron", REFUSED, f"imports {origin}, not this checkout", fix)
     core = installed_version("megatron-core")
     if core is not None:
         yield Finding(
@@ -196,19 +217,19 @@ def device_findings() -> Iterator[Finding]:
     kind = device.device_type()
     count = device.device_count()
     name = device.device_name()
-    yield Finding("device", kind, OK, f"{count} x {name}" if kind == "cuda" else "computing on the CPU")
+    yield Finding("device", kind, OK, f"{count} x {name}" if kind == "cuda" else "computation runs on the CPU")
     if kind == "cpu" and shutil.which("nvidia-smi"):
         yield Finding(
             "device",
             "GPU",
             SLOW,
-            "nvidia-smi exists, but torch uses no GPU (DS_ACCELERATOR=cpu, no driver, or a CPU build of torch)",
+            "nvidia-smi is installed, but torch uses no GPU (DS_ACCELERATOR=cpu, no driver, or a CPU build of torch)",
             "Unset DS_ACCELERATOR, or install a CUDA build of torch: https://pytorch.org/get-started/locally",
         )
     dtypes = [name for name, usable in (("fp16", device.supports_fp16()), ("bf16", device.supports_bf16())) if usable]
-    yield Finding("device", "dtypes", OK, f"fp32, {', '.join(dtypes)}")
+    yield Finding("device", "dtypes", OK, ", ".join(["fp32", *dtypes]))
     if kind == "cpu":
-        yield Finding("device", "--fp16", OK, "would be rejected on the CPU; --bf16 works")
+        yield Finding("device", "--fp16", OK, "not available on the CPU; use --bf16")
 
 
 def collective_findings() -> Iterator[Finding]:
@@ -217,17 +238,19 @@ def collective_findings() -> Iterator[Finding]:
     from megatron.parallel.backends import usable_backends
 
     usable, wanted = usable_backends(), device.default_backend()
-    for name, found in usable.items():
-        if name == wanted and not found:
+    for name, is_usable in usable.items():
+        if name == wanted and not is_usable:
             fix = "Install an official build of torch (pip install torch), or choose --distributed-backend."
-            yield Finding("collectives", name, REFUSED, "not in this build of torch, and the device needs it", fix)
+            yield Finding(
+                "collectives", name, REFUSED, "missing from this build of torch, and needed by this device", fix
+            )
         else:
             text = (
-                "the default here"
+                "available, and the default here"
                 if name == wanted
-                else "usable"
-                if found
-                else "not in this build of torch, not needed"
+                else "available"
+                if is_usable
+                else "missing from this build of torch, and not needed"
             )
             yield Finding("collectives", name, OK, text)
 
@@ -243,15 +266,19 @@ def slurm_findings() -> Iterator[Finding]:
     nodes = first if len(job.hosts) == 1 else f"{len(job.hosts)} nodes, {first} to {job.hosts[-1]}"
     yield Finding("slurm", f"job {job.job}", OK, nodes)
     if address in (None, first):
-        yield Finding("slurm", "MASTER_ADDR", OK, f"{first}, the node of rank 0; ranks under srun find it themselves")
+        yield Finding(
+            "slurm", "MASTER_ADDR", OK, f"{first}, the node of rank 0; ranks started by srun find it by themselves"
+        )
     elif address in job.hosts or not has_address(address):
-        problem = "is not the first node of the job" if address in job.hosts else "is no host that can be looked up"
+        problem = (
+            "is not the first node of the job" if address in job.hosts else "is not a host name that can be resolved"
+        )
         yield Finding(
             "slurm",
             "MASTER_ADDR",
             REFUSED,
-            f"{address} {problem}, and rank 0 runs on {first}",
-            f"unset MASTER_ADDR, or set it to {first}.",
+            f"{address} {problem}; rank 0 runs on {first}",
+            f"Unset MASTER_ADDR, or set it to {first}.",
         )
     else:
         yield Finding("slurm", "MASTER_ADDR", OK, f"{address}, which must be an address of {first}")
@@ -263,7 +290,7 @@ def kernel_findings() -> Iterator[Finding]:
     from megatron.kernels.native.report import kernel_report
 
     for choice in kernel_report():
-        yield Finding("kernels", choice.operation, OK, f"{choice.implementation}: {choice.note}")
+        yield Finding("kernels", choice.operation, OK, ": ".join(filter(None, (choice.implementation, choice.note))))
 
 
 def index_findings() -> Iterator[Finding]:
@@ -274,7 +301,7 @@ def index_findings() -> Iterator[Finding]:
         yield Finding("data", "index builder", OK, "compiled")
     else:
         fix = "Install a C++ compiler, then install the project again: pip install -e ."
-        text = "NumPy: the same result, but slower on large corpora (seconds to minutes at the first start)"
+        text = "not compiled: NumPy gives the same result, but a first start on a large corpus may take minutes longer"
         yield Finding("data", "index builder", SLOW, text, fix)
 
 

@@ -1,4 +1,4 @@
-"""Measures a checkpoint of any layout on tasks, beside closed-form baselines.
+"""Measures a checkpoint of any layout on tasks, next to closed-form baselines.
 
     python tools/evaluate.py --load checkpoints/demo --tasks examples/evaluation/tasks.yaml --output results.json
     python tools/evaluate.py --load checkpoints/demo --task perplexity --data held_out.txt --set stride=32
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag
+from megatron.config import ConfigSection, PathUse, flag
 from megatron.config.overlay import parse_over
 from megatron.errors import ConfigError, MegatronError
 
@@ -34,16 +34,20 @@ if TYPE_CHECKING:
 class EvaluateFlags(ConfigSection):
     """Flags of this tool, in addition to the trainer's."""
 
-    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
-    tasks: str | None = flag(None, "YAML or JSON file of tasks, see docs/evaluation.md")
+    load: str = flag(
+        help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
+    )
+    tasks: str | None = flag(None, "YAML or JSON file of tasks, see docs/evaluation.md", path=PathUse.SMALL_FILE)
     task: str | None = flag(None, "kind of a single task, in place of --tasks")
-    data: str | None = flag(None, "file of the single task")
+    data: str | None = flag(None, "file of the single task", path=PathUse.PREFIX)
     set: tuple[str, ...] = flag((), "further keys of the single task, each as key=value", nargs="*")
     train_data: str | None = flag(
-        None, "text, jsonl or token file that the unigram and bigram baselines are fitted to, for tasks without `train`"
+        None,
+        "text, jsonl or token file that the unigram and bigram baselines are fitted to, for tasks without `train`",
+        path=PathUse.PREFIX,
     )
     limit: int | None = flag(None, "take only the first N items of each task", at_least=1)
-    output: str | None = flag(None, "file for the results, JSON; it is complete after each task")
+    output: str | None = flag(None, "file for the results, JSON; it is complete after each task", path=PathUse.NEW_FILE)
     baselines: bool = flag(True, "measure closed-form baselines on the same items")
 
     def problems(self) -> Iterator[str]:
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, given = request.own, request.given
     tasks = _tasks(flags)
 
-    from megatron.data.formats.atomic_files import check_writable
+    from megatron.files.replacing import check_writable
     from megatron.inference.loading import open_checkpoint
     from megatron.parallel.agreement import run_on_first
     from megatron.parallel.joining import close_mesh, open_mesh
@@ -89,7 +93,7 @@ def _tasks(flags: EvaluateFlags) -> list[Task]:
     Raises:
         ConfigError: they cannot be used.
     """
-    from megatron.evaluation.tasks.reading import read_tasks, task_from
+    from megatron.evaluation.tasks.tasks_file import read_tasks, task_from
 
     if flags.tasks is not None:
         return read_tasks(flags.tasks)
@@ -116,15 +120,14 @@ def _run(flags: EvaluateFlags, given: Mapping[str, Any], tasks: Sequence[Task], 
     Raises:
         MegatronError: the first error of a task, after the others have run.
     """
-    from megatron.evaluation.report.results_file import Outcome, write_results
-    from megatron.evaluation.report.running import run_tasks
-    from megatron.evaluation.report.table import result_lines
+    from megatron.evaluation.results import EvaluatedTask, result_lines, write_results
+    from megatron.evaluation.task_runner import run_tasks
     from megatron.inference.scorer import LoadedScorer
     from megatron.parallel.agreement import run_on_first
 
     mesh, about = loaded.mesh, _about(flags, loaded)
     scorer = LoadedScorer(loaded, given.get("optim.micro_batch_size", 8))
-    outcomes: list[Outcome] = []
+    outcomes: list[EvaluatedTask] = []
     failures: list[MegatronError] = []
     log.info(f"evaluating {loaded.path}")
     for outcome, failure in run_tasks(
@@ -147,9 +150,9 @@ def _run(flags: EvaluateFlags, given: Mapping[str, Any], tasks: Sequence[Task], 
 def _options(flags: EvaluateFlags, loaded: LoadedModel) -> TaskOptions:
     from functools import partial
 
-    from megatron.evaluation.baselines.scorers import Baselines
+    from megatron.evaluation.baselines import Baselines
     from megatron.evaluation.tasks.task import TaskOptions
-    from megatron.inference.generation.task_completion import LoadedCompleter
+    from megatron.inference.generation.completion import LoadedCompleter
     from megatron.parallel.agreement import run_on_all
 
     train = None if flags.train_data is None else Path(flags.train_data)

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import flag
+from megatron.config import PathUse, flag
 from megatron.config.overlay import parse_over
 from megatron.config.sampling_flags import BeamFlags
-from megatron.config.typed_lines import read_line
 from megatron.errors import ConfigError, DataError
+from megatron.files.typed_lines import read_line
 
 if TYPE_CHECKING:
     from megatron.inference.beams import Beam
@@ -46,7 +46,9 @@ _MOST_PROMPTS = 2**32  # the first text of prompt i has sample index i, whatever
 class GenerateFlags(BeamFlags):
     """Upstream's flags of this tool and how tokens are chosen, in addition to the trainer's flags."""
 
-    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    load: str = flag(
+        help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
+    )
     out_seq_length: int | None = flag(
         None, "maximum number of tokens generated per text; by default 1024, or what the model's positions allow",
         at_least=1,
@@ -58,10 +60,16 @@ class GenerateFlags(BeamFlags):
         1, "number of texts for each prompt; of beams the best", at_least=1, at_most=1024,
         spelled=("--num_return_sequences",),
     )  # fmt: skip
-    genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
-    sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
+    genfile: str | None = flag(
+        None, "file for the texts of --num-samples, one JSON object per line", path=PathUse.NEW_STREAM
+    )
+    sample_input_file: str | None = flag(
+        None, "file of prompts to continue, one per line; lines may be empty", path=PathUse.STREAM
+    )
     sample_output_file: str | None = flag(
-        None, "file for the continuations, one JSON object per line; by default the input's name with .out appended"
+        None,
+        "file for the continuations, one JSON object per line; by default the input's name with .out appended",
+        path=PathUse.NEW_STREAM,
     )
     recompute: bool = flag(False, "process the whole text for every token instead of using a key-value cache")
 
@@ -83,7 +91,7 @@ class GenerateFlags(BeamFlags):
         if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
             yield (
                 f"--num-beams {self.num_beams} finds {self.num_beams} texts for a prompt, and "
-                f"{max(self.num_return_sequences, self.num_samples)} are asked for. Search with more beams."
+                f"{max(self.num_return_sequences, self.num_samples)} are requested. Search with more beams."
             )
         if self.num_beams > 1 and self.recompute:
             yield "--recompute is for drawing tokens, and --num-beams searches. Drop one of them."
@@ -141,7 +149,9 @@ class Generator:
         Raises:
             ConfigError: the prompt is empty and the tokenizer has no end-of-document token.
         """
-        return self.loaded.tokenizer.encode(prompt) or [self.loaded.tokenizer.eod_id]
+        from megatron.tokenizers.prompts import encode_prompt
+
+        return encode_prompt(self.loaded.tokenizer, prompt) or [self.loaded.tokenizer.eod_id]
 
     def check_prompt(self, prompt: str, name: str) -> None:
         """Checks that a prompt leaves at least one position for a new token.
@@ -181,13 +191,13 @@ class Generator:
     def _stop_ids(self) -> frozenset[int]:
         return frozenset() if self.loaded.eod_id is None else frozenset({self.loaded.eod_id})
 
-    def _record(self, prompt: str, found: Completion | Beam) -> dict[str, Any]:
+    def _record(self, prompt: str, generated: Completion | Beam) -> dict[str, Any]:
         return {
             "prompt": prompt,
-            "text": self.loaded.tokenizer.decode(found.tokens),
-            "tokens": list(found.tokens),
-            "length": len(found.tokens),
-            "finished": found.finish == "stop",
+            "text": self.loaded.tokenizer.decode(generated.tokens),
+            "tokens": list(generated.tokens),
+            "length": len(generated.tokens),
+            "finished": generated.finish == "stop",
         }
 
 
@@ -256,10 +266,12 @@ def _read_prompts(path: str | None) -> list[str] | None:
     Raises:
         DataError: it cannot be read, is not UTF-8, or holds no prompt.
     """
+    from megatron.files.plain import read_plain_text
+
     if path is None:
         return None
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = read_plain_text(path, with_pipes=True).split("\n")
     except (OSError, UnicodeDecodeError) as failure:
         raise DataError(
             f"{path} (--sample-input-file) cannot be read as UTF-8 text: {failure}. Give a file of prompts."
@@ -314,7 +326,7 @@ def _interact(generator: Generator) -> None:
             generator.check_prompt(prompt, f"prompt {index + 1}")
             for record in generator.records([prompt], index):
                 if speaks:
-                    print(prompt + record["text"] + "\n", flush=True)
+                    log.text(f"{prompt}{record['text']}\n")
         except (ConfigError, DataError) as failure:  # it is too long, or no text; the next one may fit
             if speaks:
                 log.error(str(failure))
@@ -341,7 +353,8 @@ def _write(generator: Generator, path: Path, records: Iterable[dict[str, Any]]) 
     Raises:
         StorageError: the file cannot be written.
     """
-    from megatron.data.formats.atomic_files import storage_error
+    from megatron.files.failures import storage_error
+    from megatron.files.replacing import move
 
     if generator.loaded.mesh.world.rank != 0:
         for _ in records:
@@ -356,14 +369,14 @@ def _write(generator: Generator, path: Path, records: Iterable[dict[str, Any]]) 
                 stream.write(json.dumps(record, ensure_ascii=False) + "\n")
             count += 1
         if partial != path:
-            partial.replace(path.resolve())
+            move(partial, path.resolve())
     except BaseException as failure:
         if count and partial != path:
             log.info(f"The {_texts(count)} until then are in {partial}.")
         if isinstance(failure, OSError):
             raise storage_error(path, failure) from failure
         raise
-    print(f"{_texts(count)} in {path}")
+    log.text(f"{_texts(count)} in {path}")
 
 
 def _texts(count: int) -> str:
@@ -394,7 +407,7 @@ def _check_output(path: Path, prompts: str | None) -> None:
         ConfigError: it is the file of prompts, which it would replace.
         StorageError: the file system refuses it.
     """
-    from megatron.data.formats.atomic_files import check_writable
+    from megatron.files.replacing import check_writable
 
     partial = _partial(path)
     for file in (path, partial):

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
+from megatron.config import ConfigSection, ParallelRequest, PathUse, flag, parse_flags
 from megatron.config.flags.output_prefix import prefix_problems
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
@@ -26,9 +26,9 @@ class MergeFlags(ConfigSection):
     """Upstream's flags of this tool."""
 
     datasets: tuple[str, ...] = flag(
-        help="data prefixes to merge, without .bin/.idx, in the order of the result", nargs="+"
+        help="data prefixes to merge, without .bin/.idx, in the order of the result", nargs="+", path=PathUse.PREFIX
     )
-    output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
+    output_prefix: str = flag(help="data prefix of the result, without .bin/.idx", path=PathUse.NEW_PREFIX)
     merge: str = flag(
         "serial",
         "serial copies in this process, without a launcher; distributed divides the copying among the ranks of a "

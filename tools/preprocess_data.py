@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import flag, parse_flags
+from megatron.config import PathUse, flag, parse_flags
 from megatron.config.flags.output_prefix import prefix_problems
 from megatron.config.sections.data import WORDPIECE_TOKENIZERS
 from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
@@ -27,11 +27,14 @@ class PreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        help="jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
         "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
         nargs="+",
+        path=PathUse.CORPUS,
     )
-    output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx")
+    output_prefix: str = flag(
+        help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx", path=PathUse.NEW_PREFIX
+    )
     tokenizer_type: str = required_tokenizer_type()
     json_keys: tuple[str, ...] = flag(
         ("text",),
@@ -56,7 +59,8 @@ class PreprocessFlags(TokenizerFileFlags):
         choices=("error", "skip"),
     )
     document_separator: str | None = flag(
-        None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
+        None,
+        r"what ends a document in .txt files, a newline (\n) unless given; with it, standard input is plain text too",
     )
     shard: str | None = flag(
         None,
@@ -110,11 +114,11 @@ def main() -> int:
 
 def run(flags: PreprocessFlags) -> int:
     """Runs preprocessing; also called by `preprocess_data_many_cores.py`."""
-    from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, read_separator
-    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.inputs.input_blocks import total_bytes
+    from megatron.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, read_separator
     from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
-    from megatron.corpus.preprocess.run import preprocess, warn_of_no_tokens
+    from megatron.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
     from megatron.corpus.workers.progress import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice

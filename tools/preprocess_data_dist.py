@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelRequest, flag, parse_flags
+from megatron.config import ParallelRequest, PathUse, flag, parse_flags
 from megatron.config.flags.output_prefix import prefix_problems
 from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
@@ -31,13 +31,15 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, which are divided among the ranks; compressed or .parquet files, each read by one rank; "
-        "patterns; folders; or a dataset of the Hugging Face hub (name or name:configuration). Hub datasets, "
+        help="jsonl files, which are divided among the ranks; .txt, compressed or .parquet files, each read by one "
+        "rank; patterns; folders; or a dataset of the Hugging Face hub (name or name:configuration). Hub datasets, "
         "save_to_disk folders, and anything with --split, --count or --shuffle are read by the datasets library",
         nargs="+",
+        path=PathUse.CORPUS,
     )
     output_prefix: str = flag(
-        help="path of the outputs without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx"
+        help="path of the outputs without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx",
+        path=PathUse.NEW_PREFIX,
     )
     tokenizer_type: str = required_tokenizer_type()
     columns: tuple[str, ...] = flag(
@@ -46,14 +48,18 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")  # --merge says how the ranks' files are merged
+    merge_file: str | None = flag(
+        None, "byte-pair merges (merges.txt)", path=PathUse.SMALL_FILE
+    )  # --merge says how the ranks' files are merged
     append_eod: bool = flag(False, "end every non-empty document with the end-of-document id")
     merge: str = flag(
         "parallel",
         "parallel: all ranks write the result; serial: rank 0 writes it; both: do both and compare them",
         choices=("parallel", "serial", "both"),
     )
-    scratch: str | None = flag(None, "folder for the files of individual ranks; by default next to the output")
+    scratch: str | None = flag(
+        None, "folder for the files of individual ranks; by default next to the output", path=PathUse.FOLDER
+    )
     torch_backend: str = flag(
         "gloo",
         "communication backend; mpi is accepted for ranks started by mpirun, but gloo is used: PyTorch from PyPI has "
@@ -130,9 +136,9 @@ def main() -> int:
 
 
 def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
-    from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, share_of_rank
+    from megatron.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
     from megatron.corpus.preprocess.encode import EncodeOptions
-    from megatron.corpus.preprocess.run import warn_of_no_tokens
+    from megatron.corpus.preprocess.preprocess_corpus import warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
     from megatron.corpus.workers.progress import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
@@ -146,7 +152,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
         is_cached=flags.dataset_impl != "mmap",
     )
     log.info(f"Opening {', '.join(flags.input)} on {ranks.size} ranks")
-    draw = Draw(flags.split, flags.count, flags.shuffle, flags.seed)
+    draw = DocumentDraw(flags.split, flags.count, flags.shuffle, flags.seed)
     encode = share_of_rank(flags.input, draw, options, ranks, ProgressLine(None, 1, _line_writer(flags.log_interval)))
     result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, ranks)
     log.info(

@@ -28,23 +28,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config import (
     ConfigSection,
-    ControlConfig,
     DataConfig,
     LossConfig,
     MaskingConfig,
     OptimRequest,
+    PathUse,
     RandomConfig,
     RunConfig,
+    SafetyRequest,
     flag,
 )
-from megatron.config.files.bounded_file import read_json
 from megatron.config.files.group_files import read_group_files
 from megatron.config.overlay import laid_over, parse_over
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.files.settings import read_json
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Progress
-    from megatron.data.datasets.masked.options import MaskedOptions
+    from megatron.data.datasets.masked.masked_options import MaskedOptions
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import Tokenizer
     from megatron.train.sample_order import SampleOrder, TrainedSample
@@ -56,8 +57,8 @@ _SHOWN_TOKENS = 6  # at each end, without --all-tokens
 class SampleFlags(ConfigSection):
     """Upstream's flags of this tool and the source of the sample order, in addition to the trainer's flags."""
 
-    load: str | None = flag(None, "folder of checkpoints (the newest is used), or one checkpoint")
-    run_dir: str | None = flag(None, "run directory")
+    load: str | None = flag(None, "folder of checkpoints (the newest is used), or one checkpoint", path=PathUse.FOLDER)
+    run_dir: str | None = flag(None, "run directory", path=PathUse.FOLDER)
     sample_id_range: tuple[int, int] | None = flag(None, "first sample, and one past the last")
     start_sample: int | None = flag(None, "first sample, counted from 0", at_least=0)
     end_sample: int | None = flag(None, "one past the last sample", at_least=1)
@@ -66,7 +67,7 @@ class SampleFlags(ConfigSection):
     print_text: bool = flag(False, "write plain lines with the sample index and its text")
     print_tokens: bool = flag(False, "write plain lines with the sample index and its token ids")
     all_tokens: bool = flag(False, "write all token ids of a sample, in plain lines and in JSON")
-    output_file: str | None = flag(None, "output file; by default standard output")
+    output_file: str | None = flag(None, "output file; by default standard output", path=PathUse.NEW_FILE)
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -88,6 +89,7 @@ class Origin:
     """What is known about a run's sample order.
 
     Args:
+        ranges: the steps that were skipped, as the user asked.
         stood_at: the progress of the checkpoint; None without one.
         tokenizer: the tokenizer of the run; None if unknown.
         passed: the steps before which a batch was passed over, as ranges.
@@ -95,7 +97,7 @@ class Origin:
 
     order: SampleOrder
     optim: OptimRequest
-    control: ControlConfig
+    ranges: tuple[tuple[int, int], ...] = ()
     stood_at: Progress | None = None
     tokenizer: TokenizerRecord | None = None
     passed: tuple[tuple[int, int], ...] = ()
@@ -136,18 +138,18 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     from megatron.checkpoint.record import Record
     from megatron.train.sample_order import SampleOrder
 
-    found = find(folder)
-    if not found:
+    candidates = find(folder)
+    if not candidates:
         raise CheckpointError(
             f"there is no checkpoint in {folder}. Give the folder to which a run saved its checkpoints."
         )
-    record = Record.from_json(read_record(found[0].path), found[0].path)
+    record = Record.from_json(read_record(candidates[0].path), candidates[0].path)
     config = laid_over(RunConfig.from_json(record.config), given)
     order = SampleOrder.of_plan(
         record.data_plan, config.data, _masked(config.masking, config.loss, pairs=config.model.sentence_order_head)
     )
     passed = tuple((batch["step"], batch["step"]) for batch in record.passed_batches)
-    return Origin(order, config.optim, config.control, record.progress, record.tokenizer, passed)
+    return Origin(order, config.optim, config.safety.skip_ranges, record.progress, record.tokenizer, passed)
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
@@ -162,7 +164,7 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
     except ConfigError as failure:
         raise DataError(f"{failure} Give the folder of a run (--run-dir).") from failure
     saved = RunConfig.from_json(content)
-    saves = Path(saved.control.save) if saved.control.save else None
+    saves = Path(saved.saving.save) if saved.saving.save else None
     if saves is not None and find(saves):
         return _of_checkpoint(saves, given)
     starts = [record["step"] for record in read_records(folder) if record["kind"] == "start"]
@@ -175,14 +177,15 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
     config = laid_over(saved, given)
     length, seed = config.data.seq_length, config.random.seed
     masked = _masked(config.masking, config.loss, pairs=config.model.sentence_order_head)
-    order = SampleOrder.of_flags(config.data, length, seed, config.optim, config.control, masked)
-    return Origin(order, config.optim, config.control)
+    ranges = config.safety.skip_ranges
+    order = SampleOrder.of_flags(config.data, length, seed, config.optim, ranges, masked)
+    return Origin(order, config.optim, ranges)
 
 
 def _of_flags(given: Mapping[str, Any]) -> Origin:
     from megatron.train.sample_order import SampleOrder
 
-    sections: dict[str, dict[str, Any]] = {"data": {}, "optim": {"micro_batch_size": 1}, "control": {}, "random": {}}
+    sections: dict[str, dict[str, Any]] = {"data": {}, "optim": {"micro_batch_size": 1}, "safety": {}, "random": {}}
     for name, value in given.items():
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
@@ -191,17 +194,17 @@ def _of_flags(given: Mapping[str, Any]) -> Origin:
             "--seq-length is needed to cut the data into samples as training did; or give --load or --run-dir."
         )
     data, optim = DataConfig(**sections["data"]), OptimRequest(**sections["optim"])
-    skipped = sections["control"].get("skip_train_iteration_range", ())
-    control = ControlConfig(skip_train_iteration_range=skipped)
+    skipped = sections["safety"].get("skip_train_iteration_range", ())
+    ranges = SafetyRequest(skip_train_iteration_range=skipped).skip_ranges
     seed = RandomConfig(**sections["random"]).seed
     masking, loss = MaskingConfig(**sections.get("masking", {})), LossConfig(**sections.get("loss", {}))
     masked = _masked(masking, loss, pairs=sections.get("model", {}).get("sentence_order_head", False))
-    return Origin(SampleOrder.of_flags(data, data.seq_length, seed, optim, control, masked), optim, control)
+    return Origin(SampleOrder.of_flags(data, data.seq_length, seed, optim, ranges, masked), optim, ranges)
 
 
 def _masked(masking: MaskingConfig, loss: LossConfig, *, pairs: bool) -> MaskedOptions | None:
     """How masked samples are made; None if the run had none."""
-    from megatron.data.datasets.masked.options import MaskedOptions
+    from megatron.data.datasets.masked.masked_options import MaskedOptions
 
     return MaskedOptions.of(masking, loss, pairs=pairs)
 
@@ -218,13 +221,13 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     last = flags.end_step or flags.start_step
     if flags.run_dir is not None:
         return samples_of_logged_steps(flags.start_step, last, read_steps(flags.run_dir))
-    ranges = (*origin.control.skip_ranges, *origin.passed)
+    ranges = (*origin.ranges, *origin.passed)
     return samples_of_steps(flags.start_step, last, origin.optim, ranges, origin.stood_at)
 
 
 def _tokenizer(origin: Origin) -> Tokenizer:
     """The tokenizer of the run."""
-    from megatron.data.datasets.build import token_file_prefixes
+    from megatron.data.build import token_file_prefixes
     from megatron.data.formats.sidecar import check_tokenizer_fits
     from megatron.tokenizers.record import check_same_tokenizer
     from megatron.tokenizers.tokenizer import build_tokenizer
@@ -267,11 +270,11 @@ def _shown_tokens(sample: TrainedSample, everything: bool) -> str:
 
 def _write(lines: Iterator[str], path: str | None) -> None:
     """Writes the lines to standard output, or atomically to a file."""
-    from megatron.data.formats.atomic_files import write_atomically
+    from megatron.files.replacing import write_atomically
 
     if path is None:
         for line in lines:
-            sys.stdout.write(f"{line}\n")
+            log.text(line)
         return
     write_atomically(Path(path), lambda stream: stream.writelines(f"{line}\n".encode() for line in lines))
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import flag
+from megatron.config import PathUse, flag
 from megatron.config.overlay import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
 
 if TYPE_CHECKING:
     from megatron.inference.loading import LoadedModel
     from megatron.inference.serve.access import Access
-    from megatron.inference.serve.requests.limits import Limits
+    from megatron.inference.serve.requests.limits import ServerLimits
     from megatron.inference.serve.server import Server
     from megatron.inference.serve.single_turn import SingleTurn
     from megatron.parallel.mesh import ParallelMesh
@@ -34,20 +34,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeFlags(SamplingFlags):
-    """Flags of this tool, in addition to the trainer's; those of sampling are for /generate, with dsGPT2's defaults."""
+    """Flags of this tool, in addition to the trainer's; sampling flags are for /generate, with dsGPT2's defaults."""
 
-    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    load: str = flag(
+        help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
+    )
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
     port: int = flag(4000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
     served_model_name: str | None = flag(
-        None, "name by which clients ask for the model; by default that of the folder of checkpoints"
+        None, "name by which clients ask for the model; by default the name of the folder of checkpoints"
     )
     chat_template: str | None = flag(
         None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's",
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.PLACE,
     )  # fmt: skip
     token_file: str | None = flag(
-        None, "file with the bearer token that clients must send; the variable MEGATRON_SERVE_TOKEN does the same"
+        None,
+        "file with the bearer token that clients must send; the variable MEGATRON_SERVE_TOKEN does the same",
+        path=PathUse.STREAM,
     )
     cors_origin: tuple[str, ...] = flag(
         (), "origins of web pages that may use the server, like https://example.org; * allows all", nargs="+"
@@ -85,11 +89,11 @@ class ServeFlags(SamplingFlags):
             yield f"--max-choices {self.max_choices} exceeds --max-queue {self.max_queue}, so it could never be served."
         for origin in self.cors_origin:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
-                yield f"--cors-origin {origin} is no origin. Write for example https://example.org, or * for all."
+                yield f"--cors-origin {origin} is not an origin. Write for example https://example.org, or * for all."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop."""
+    """Serves until it is stopped."""
     request = parse_over(ServeFlags, sys.argv[1:] if argv is None else argv, "serve.py", description=__doc__ or "")
 
     from megatron.parallel.joining import close_mesh, open_mesh
@@ -108,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     """Serves on rank 0."""
     from megatron.inference.generation import GenerationEngine, lead
-    from megatron.inference.serve.opening import served_model
+    from megatron.inference.serve.requests.served import served_model
     from megatron.inference.serve.server import Opened
 
     flags = request.own
@@ -160,16 +164,16 @@ def _access(flags: ServeFlags) -> Access:
     token = read_token(flags.token_file, device.environment(TOKEN_VARIABLE))
     if token is None and not is_loopback(flags.host):
         log.warning(
-            f"--host {flags.host} lets other machines in, and no token is asked for: whoever reaches port {flags.port} "
+            f"--host {flags.host} lets other machines in, and no token is required: whoever reaches port {flags.port} "
             f"may use this server. Give --token-file FILE, or set {TOKEN_VARIABLE}."
         )
     return Access(token, flags.cors_origin, allowed_hosts(flags.host, flags.allowed_host))
 
 
-def _limits(flags: ServeFlags) -> Limits:
-    from megatron.inference.serve.requests.limits import Limits
+def _limits(flags: ServeFlags) -> ServerLimits:
+    from megatron.inference.serve.requests.limits import ServerLimits
 
-    return Limits(
+    return ServerLimits(
         body_bytes=flags.max_body_bytes,
         new_tokens=flags.max_new_tokens,
         sequences=flags.max_choices,

@@ -11,7 +11,7 @@ The files written, whose names are in the last line of output, depend on --model
     wordpiece  demo-vocab.txt                     --tokenizer-type BertWordPieceCase (or ...LowerCase) --vocab-file
 
 All types also write demo-tokenizer.json (--tokenizer-type HFTokenizer --tokenizer-name-or-path). The same input gives
-the same bytes. tools/check_tokenizer.py evaluates the result on texts.
+the same bytes. tools/corpus/check_tokenizer.py evaluates the result on texts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.config.flags.output_prefix import prefix_problems
 
 if TYPE_CHECKING:
@@ -37,11 +37,12 @@ class TrainTokenizerFlags(ConfigSection):
     """Flags of this tool."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        help="jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
         "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
         nargs="+",
+        path=PathUse.CORPUS,
     )
-    output_prefix: str = flag(help="path of the outputs without suffixes such as -vocab.json")
+    output_prefix: str = flag(help="path of the outputs without suffixes such as -vocab.json", path=PathUse.NEW_PREFIX)
     model_type: str = flag(
         "bpe",
         "byte-level BPE as in GPT-2, SentencePiece's Unigram, or BERT's WordPiece",
@@ -70,7 +71,8 @@ class TrainTokenizerFlags(ConfigSection):
     )
     seed: int = flag(1234, "seed of --max-documents", at_least=0)
     document_separator: str | None = flag(
-        None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
+        None,
+        r"what ends a document in .txt files, a newline (\n) unless given; with it, standard input is plain text too",
     )
     on_bad_line: str = flag("error", "invalid lines: error stops the run, skip drops them", choices=("error", "skip"))
 
@@ -128,8 +130,8 @@ def _learned(flags: TrainTokenizerFlags, special: tuple[str, ...]) -> dict[str, 
 
 def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     """The texts to train on; shows progress while they are read."""
-    from megatron.corpus.inputs.files import expand_inputs, read_separator
-    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.inputs.input_blocks import total_bytes
+    from megatron.corpus.inputs.input_paths import expand_inputs, read_separator
     from megatron.corpus.vocabulary.learning import drawn_texts, texts_of
     from megatron.corpus.workers.progress import ProgressLine
 

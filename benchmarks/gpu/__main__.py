@@ -32,7 +32,7 @@ _GRACE_SECONDS = 20.0  # for a part that ends by itself when its time is up
 class PageFlags(ConfigSection):
     """Flags of this program."""
 
-    output: str = flag("gpu-page", "folder of the results; those of earlier parts are kept")
+    output: str = flag("gpu-page", "folder of the results; results of earlier parts are kept")
     parts: str = flag("all", f"which parts, separated by commas: {', '.join(PARTS)}")
     minutes: float = flag(30.0, "time for all of them; none begins with less than a quarter of its own time left")
     scale: str = flag(FULL, "sizes: full, or tiny to try the harness", choices=(FULL, TINY))

@@ -19,8 +19,11 @@ from benchmarks.gpu.records import Target
 
 NONE = Target(at_most=0.0)
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+_GPU_TESTS = re.compile(r"\bmark\.gpu\b|\bdevices\.checks import\b")
 _SANITIZER_ERRORS = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
 TOOLS = ("memcheck", "racecheck")
+# Of our kernels alone: whole training steps would take minutes, most of them in the kernels of others.
+KERNEL_TESTS = ("tests/kernels/devices/test_operations.py", "tests/kernels/devices/test_lists.py")
 PYTEST = ("-m", "pytest", "-m", "gpu", "-q", "-n0", "-p", "no:cacheprovider")
 
 
@@ -42,9 +45,12 @@ def run_tests(context: Context) -> None:
 
 
 def files_of_gpu_tests(folder: Path) -> list[str]:
-    """The files with such tests: reading all others takes longer than running these."""
+    """The files with such tests: reading all others takes longer than running these.
+
+    A file marks its tests, or takes the devices that `tests/kernels/devices` marks.
+    """
     paths = sorted(folder.rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text("utf-8")]
+    return [str(path.relative_to(ROOT)) for path in paths if _GPU_TESTS.search(path.read_text("utf-8"))]
 
 
 def record_tests(context: Context, printed: str) -> None:
@@ -75,7 +81,7 @@ def sanitize(context: Context) -> None:
         return
     for tool in TOOLS:
         words = [program, "--tool", tool, "--target-processes", "all", "--print-limit", "20"]
-        tests = (*PYTEST, *files_of_gpu_tests(ROOT / "tests" / "kernels"))
+        tests = (*PYTEST, *KERNEL_TESTS)
         done = run(context, *tests, before=words, seconds=context.seconds / len(TOOLS))
         found = _SANITIZER_ERRORS.findall(done.stdout)
         if not found:

@@ -1,4 +1,4 @@
-"""Training steps of ours beside plain PyTorch with torch.compile and beside transformers, one after another."""
+"""Training steps of ours compared with plain PyTorch under torch.compile and with transformers, one after another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.data.loader import Batch
 from megatron.errors import MegatronError
 
 Step = Callable[[], object]
-LENGTHS, TOKENS = (1024, 4096), 16384  # tokens of a step
+USUAL_LENGTH, TOKENS = 1024, 16384  # tokens of a sample and of a step
 BEST_OF_OTHERS, UTILIZATION = Target(at_least=1.1), Target(at_least=0.5)
 JUDGED_FOR_UTILIZATION = "1.3b"
 
@@ -39,47 +39,56 @@ class Contender:
 
 
 def measure_model(context: Context) -> None:
-    """Tokens per second, share of the peak and memory of one network, at each sequence length."""
-    shape = SHAPES[context.part].tiny() if context.is_tiny else SHAPES[context.part]
+    """Tokens per second, share of the peak and memory of one network.
+
+    A part is named after its network, and after its sequence length where that is not 1,024 tokens: `1.3b-4096`.
+    """
+    name, _, given_length = context.part.partition("-")
+    shape = SHAPES[name].tiny() if context.is_tiny else SHAPES[name]
+    length = 16 if context.is_tiny else int(given_length or USUAL_LENGTH)
+    micro_batch = 2 if context.is_tiny else TOKENS // length
     ends_at = time.monotonic() + context.seconds
-    for length in (16,) if context.is_tiny else LENGTHS:
-        micro_batch = 2 if context.is_tiny else TOKENS // length
-        rates = {}
-        for contender in contenders(context, shape, length, micro_batch):
-            if time.monotonic() > ends_at:
-                context.recorder.note("not measured", "out of time", of=contender.name, length=length)
-                continue
-            rate = _measured(context, contender, shape, length, micro_batch)
-            if rate is not None:
-                rates[contender] = rate
-        _compare(context, length, rates)
+    rates = {}
+    for contender in contenders(context, shape, length, micro_batch):
+        if time.monotonic() > ends_at:
+            context.recorder.note("not measured", "out of time", of=contender.name, length=length)
+            continue
+        rate = _measured(context, contender, shape, length, micro_batch)
+        if rate is not None:
+            rates[contender] = rate
+            _compare(context, length, rates)
 
 
 def contenders(context: Context, shape: Shape, length: int, micro_batch: int) -> Iterator[Contender]:
-    """Ours with the kernels asked for, or with torch's and then csrc's; plain PyTorch and transformers."""
+    """Ours, plain PyTorch and transformers; what is never the fastest comes last: torch's kernels, and no compiler."""
     request = request_of(context, shape, length, micro_batch)
-    if context.kernels is not None or not has_compiled_kernels(context):
-        yield Contender("ours", True, lambda: our_step(request))
-    else:
-        for kernels in ("torch", "csrc"):
-            one = request_of(context, shape, length, micro_batch, "--kernels", kernels)
-            yield Contender(f"ours, --kernels {kernels}", True, lambda one=one: our_step(one))
+    is_with_csrc = context.kernels is None and has_compiled_kernels(context)
+    yield Contender("ours, --kernels csrc" if is_with_csrc else "ours", True, lambda: our_step(request))
     batch = _batch(micro_batch, length, shape.vocab)
     config = _resolved(request, context.device)
 
-    def plain() -> contextlib.AbstractContextManager[Step]:
-        network = PlainGPT(config.model) if shape.groups is None else PlainLlama(config.model)
-        return _peer_step(network, config, context.device, batch, is_compiled=not context.is_tiny)
-
-    yield Contender("plain PyTorch, torch.compile", False, plain)
-    for is_compiled in (False,) if context.is_tiny else (False, True):
-        yield Contender(
-            "transformers, torch.compile" if is_compiled else "transformers",
+    def peer(network: Callable[[], torch.nn.Module], name: str, *, is_compiled: bool) -> Contender:
+        return Contender(
+            f"{name}, torch.compile" if is_compiled else name,
             False,
-            lambda is_compiled=is_compiled: _peer_step(
-                TransformersNetwork(config.model, "sdpa"), config, context.device, batch, is_compiled=is_compiled
+            lambda: _peer_step(
+                network(), config, context.device, batch, is_compiled=is_compiled and not context.is_tiny
             ),
         )
+
+    def plain() -> torch.nn.Module:
+        return PlainGPT(config.model) if shape.groups is None else PlainLlama(config.model)
+
+    def transformers() -> torch.nn.Module:
+        return TransformersNetwork(config.model, "sdpa")
+
+    yield peer(plain, "plain PyTorch", is_compiled=True)
+    if not context.is_tiny:
+        yield peer(transformers, "transformers", is_compiled=True)
+    if is_with_csrc:
+        with_torch = request_of(context, shape, length, micro_batch, "--kernels", "torch")
+        yield Contender("ours, --kernels torch", True, lambda: our_step(with_torch))
+    yield peer(transformers, "transformers", is_compiled=False)
 
 
 @contextlib.contextmanager
@@ -125,12 +134,14 @@ def _measured(context: Context, contender: Contender, shape: Shape, length: int,
 
 
 def _compare(context: Context, length: int, rates: dict[Contender, float]) -> None:
+    """Records the ratio as soon as there is one, and again with each further contender: a part may be stopped."""
     ours = [rate for contender, rate in rates.items() if contender.is_ours]
-    others = [rate for contender, rate in rates.items() if not contender.is_ours]
+    others = {contender.name: rate for contender, rate in rates.items() if not contender.is_ours}
     if ours and others:
-        ratio = max(ours) / max(others)
+        name, best = max(others.items(), key=lambda item: item[1])
+        details = {"length": length, "best": name, "compared": len(rates)}
         context.recorder.figure(
-            "ours in times of the best of the others", ratio, "", target=BEST_OF_OTHERS, length=length
+            "ours in times of the best of the others", max(ours) / best, "", target=BEST_OF_OTHERS, **details
         )
 
 

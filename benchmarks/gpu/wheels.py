@@ -90,7 +90,9 @@ def check_size(folder: Path) -> None:
             f"The wheels in {folder} have {sum(sizes) / 2**20:.0f} MiB and may have {MAXIMUM_BYTES // 2**20}. Remove "
             "what the machine has: --packages NAME..."
         )
-    log.line(f"{len(wheels)} wheels, {sum(sizes) / 2**20:.1f} MiB. Copy them to the GPU machine beside the repository:")
+    log.line(
+        f"{len(wheels)} wheels, {sum(sizes) / 2**20:.1f} MiB. Copy them to the GPU machine, next to the repository:"
+    )
     log.line(f"bash benchmarks/gpu/run.sh --wheels {folder} --output gpu-page")
 
 

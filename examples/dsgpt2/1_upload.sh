@@ -4,10 +4,10 @@
 # shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
-mkdir -p "$DSGPT2_DIR"
-$PYTHON examples/dsgpt2/generate_texts.py --output-folder "$DSGPT2_DIR/raw" --documents "$DOCUMENTS"
+run mkdir -p "$DSGPT2_DIR"
+run $PYTHON examples/dsgpt2/generate_texts.py --output-folder "$DSGPT2_DIR/raw" --documents "$DOCUMENTS"
 write_config db_raw raw_web raw_news
 for name in web news; do
-    $PYTHON tools/corpus_store.py import "$DSGPT2_DIR/raw/$name.jsonl" --config "$DSGPT2_DIR/db_raw.json" --collection "raw_$name"
+    run $PYTHON tools/corpus/corpus_store.py import "$DSGPT2_DIR/raw/$name.jsonl" --config "$DSGPT2_DIR/db_raw.json" --collection "raw_$name"
 done
-$PYTHON tools/corpus_store.py stat --config "$DSGPT2_DIR/db_raw.json"
+run $PYTHON tools/corpus/corpus_store.py stat --config "$DSGPT2_DIR/db_raw.json"

@@ -4,11 +4,11 @@
 # shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
-mkdir -p "$DSGPT2_DIR/clean"
+run mkdir -p "$DSGPT2_DIR/clean"
 write_config db web news
 for name in web news; do
-    $PYTHON tools/clean_corpus.py --input "$DSGPT2_DIR/db_raw.json?collection=raw_$name" \
+    run $PYTHON tools/corpus/clean_corpus.py --input "$DSGPT2_DIR/db_raw.json?collection=raw_$name" \
         --output "$DSGPT2_DIR/clean/$name.jsonl" --min-characters 5 --exact-duplicates --report "$DSGPT2_DIR/clean/$name-report.json"
-    $PYTHON tools/corpus_store.py import "$DSGPT2_DIR/clean/$name.jsonl" --config "$DSGPT2_DIR/db.json" --collection "$name"
+    run $PYTHON tools/corpus/corpus_store.py import "$DSGPT2_DIR/clean/$name.jsonl" --config "$DSGPT2_DIR/db.json" --collection "$name"
 done
-$PYTHON tools/corpus_store.py stat --config "$DSGPT2_DIR/db.json"
+run $PYTHON tools/corpus/corpus_store.py stat --config "$DSGPT2_DIR/db.json"

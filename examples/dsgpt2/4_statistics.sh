@@ -4,4 +4,4 @@
 # shellcheck source=examples/dsgpt2/settings.sh
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
-$PYTHON tools/corpus_store.py lengths --config "$DSGPT2_DIR/db.json" $TOKENIZER
+run $PYTHON tools/corpus/corpus_store.py lengths --config "$DSGPT2_DIR/db.json" $TOKENIZER

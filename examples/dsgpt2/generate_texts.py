@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 _SENTENCES = (
     "{name}은(는) 오늘 {place}에서 {thing}을(를) 샀다.",
@@ -75,7 +75,7 @@ _CAPITALS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 class TextFlags(ConfigSection):
     """Flags of this program."""
 
-    output_folder: str = flag(help="folder of the three files; made if missing")
+    output_folder: str = flag(help="folder of the three files; made if missing", path=PathUse.FOLDER)
     documents: int = flag(2000, "documents of each of the two collections", at_least=10)
     seed: int = flag(1234, "of the draw")
 

@@ -1,6 +1,6 @@
 """Prints the text of the dev corpus: a JSON line for each section of the documentation and each docstring.
 
-`make_dev_corpus.sh` turns it into the token files beside this program.
+`make_dev_corpus.sh` turns it into the token files next to this program.
 """
 
 from __future__ import annotations

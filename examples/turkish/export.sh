@@ -6,4 +6,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 run rm -rf "$WORK_DIR/exported"
-run "$PYTHON" tools/export_hf.py --load "$WORK_DIR/pretrained" --output "$WORK_DIR/exported"
+run "$PYTHON" tools/convert/export_hf.py --load "$WORK_DIR/pretrained" --output "$WORK_DIR/exported"

@@ -11,28 +11,22 @@ WORK_DIR="${WORK_DIR:-turkish-demo}"
 case "$WORK_DIR" in /*) ;; *) WORK_DIR="$PWD/$WORK_DIR" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 DRY_RUN="${DRY_RUN:-}"
+# shellcheck source=examples/environment.sh
+source examples/environment.sh
 if [ -n "$DRY_RUN" ]; then
     PYTHON="${PYTHON:-python}"
 fi
 if [ -z "${PYTHON:-}" ]; then
-    # shellcheck source=examples/environment.sh
-    source examples/environment.sh
     prepare_environment hf
     export PYTHON
 fi
 export WORK_DIR
 [ -n "$DRY_RUN" ] || mkdir -p "$WORK_DIR"
 
-# Runs a command, or prints it as it would be typed.
-run() {
-    if [ -n "$DRY_RUN" ]; then
-        printf '%q ' "$@"
-        printf '\n'
-    else
-        "$@"
-    fi
-}
-
+case "${SCALE:-full}" in
+    full | tiny) ;;
+    *) printf 'error: SCALE=%s is neither full nor tiny.\n' "$SCALE" >&2; exit 64 ;;
+esac
 if [ "${SCALE:-full}" = tiny ]; then
     DOCUMENTS="${DOCUMENTS:-300}" VOCAB_SIZE="${VOCAB_SIZE:-600}" STEPS="${STEPS:-4}" EPOCHS="${EPOCHS:-1}"
     QUESTIONS="${QUESTIONS:-4}" LENGTH="${LENGTH:-4}"

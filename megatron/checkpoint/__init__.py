@@ -3,11 +3,10 @@
 Knows pieces of tensors and files; nothing of DeepSpeed and nothing of the training loop.
 """
 
-from megatron.checkpoint.inspection import read_record, read_tensors, verify
-from megatron.checkpoint.loading import load
+from megatron.checkpoint.loading import load, read_record, read_tensors, verify
 from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.recovery import Candidate, Found, find, folder_of_step, load_newest, newest_record
-from megatron.checkpoint.saving import save, write_snapshot
+from megatron.checkpoint.saving import SaveOptions, save, write_snapshot
 from megatron.checkpoint.snapshot import Snapshot, take_snapshot
 from megatron.errors import DamagedError
 
@@ -16,6 +15,7 @@ __all__ = [
     "CheckpointLock",
     "DamagedError",
     "Found",
+    "SaveOptions",
     "Snapshot",
     "find",
     "folder_of_step",

@@ -1,8 +1,11 @@
-"""Loads a checkpoint: every rank reads what it needs, and all have verified it before a tensor changes on any."""
+"""Loads a checkpoint: every rank reads what it needs, and all have verified it before a tensor changes on any.
+
+Tools look into one from a single process, without a mesh: `read_record`, `verify`, `read_tensors`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,15 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.checkpoint.layout import Catalogue
+from megatron.checkpoint.layout import Catalogue, whole
 from megatron.checkpoint.manifest import Manifest, read_manifest
-from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files
+from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files, verify_files
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
 from megatron.parallel.agreement import is_same_on_all, run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
+from megatron.parallel.pieces import Kind
 
 Check = Callable[[Path, Mapping[str, Any]], None]
 Announce = Callable[[str], None]
@@ -58,6 +62,61 @@ def load(
     run_on_all(mesh, prepared.reader.deliver)
     announce(f"successfully loaded checkpoint from {path.parent} at iteration {manifest.step}")
     return manifest.record
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of one checkpoint folder; reads the manifest only.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    return read_manifest(Path(path)).record
+
+
+def verify(path: Path) -> Manifest:
+    """Reads a whole checkpoint folder and compares every digest.
+
+    Raises:
+        DamagedError: something differs from the manifest.
+    """
+    manifest = read_manifest(Path(path))
+    verify_files(Path(path), manifest, Storage())
+    return manifest
+
+
+def read_tensors(
+    path: Path,
+    names: Sequence[str] | None = None,
+    kind: Kind = "weight",
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    storage: Storage | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Builds whole tensors, one at a time, each verified before it is given out.
+
+    Args:
+        names: global parameter names; None means all, sorted.
+        shapes: the shape wanted of a tensor, where it is not the stored one: adjacent dimensions of one may be merged
+            in the other.
+
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint, does not have the wanted shape, or is damaged.
+    """
+    path = Path(path)
+    storage = storage or Storage()
+    manifest = read_manifest(path, storage)
+    check_files(path, manifest, storage)
+    catalogue = Catalogue.of(manifest.pieces)
+    for name in catalogue.names() if names is None else names:
+        stored_shape = catalogue.shape(name)
+        if stored_shape is None:
+            raise CheckpointError(f"tensor {name} is not in {path}. It holds: {', '.join(catalogue.names()[:20])}.")
+        shape = (shapes or {}).get(name, stored_shape)
+        built: list[torch.Tensor] = []
+        reader = CheckpointReader(path, manifest, [(whole(name, kind, shape), built.append)], storage)
+        reader.verify()
+        reader.deliver()
+        yield name, built[0].reshape(shape)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import final
 
 from megatron import log
 from megatron.errors import CheckpointError, LaunchError, StorageError
+from megatron.files.replacing import sync_file
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.processes import born_at, machine_id, process_namespace
@@ -160,7 +161,7 @@ class CheckpointLock:
             name = errno.errorcode.get(failure.errno or 0, "unknown error")
             return None, (
                 f"cannot lock {self._path}: {failure.strerror or failure} ({name}). "
-                "It must lie in a directory in which this user can write."
+                "It must be in a directory that this user can write to."
             )
         if refusal is None:
             self._thread = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
@@ -189,7 +190,7 @@ class CheckpointLock:
                     continue
                 own = Holder.this_process()
                 _write_holder(handle, own)
-                os.fsync(handle)
+                sync_file(handle)
                 if locked is None:  # without a lock of the kernel two may get here at once: the later writer has it
                     time.sleep(_SETTLE_SECONDS)
                     winner = _read_holder(handle)
@@ -299,7 +300,7 @@ def _read_path(path: Path) -> Holder | None:
     Raises:
         OSError: there is no such file, or it cannot be read.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return _read_holder(handle)
     finally:

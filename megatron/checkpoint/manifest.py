@@ -8,7 +8,7 @@ and pieces make up whole tensors.
 Format version 1, entries in order:
     format, format_version, step, run: the program's name for the format, 1, the step, a random name of the save.
     record: the caller's JSON object.
-    chunk_bytes: files are hashed in chunks of so many bytes, the last one shorter.
+    chunk_bytes: files are hashed in chunks of this many bytes, the last one shorter.
     files: rows of name, size in bytes, SHA-256, list of the chunks' SHA-256.
     tensors: rows of global name, global shape. kinds, types: the words that pieces refer to by number.
     pieces: rows of tensor, kind and element type (numbers in these tables), box start, box stop, flat range in the box
@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from megatron.checkpoint.checks.bounded_json import LARGEST_BYTES, check_extent, parse_bounded
+from megatron.checkpoint.checks import LARGEST_BYTES, check_extent, parse_bounded
 from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, check_complete, key_problem
 from megatron.checkpoint.storage import Storage, opened, read_range, read_tail
 from megatron.errors import CheckpointError, DamagedError, MegatronError, StorageError, printable
@@ -158,15 +158,15 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
         raise DamagedError(
             f"{folder} has no {MANIFEST_NAME}: it is not complete, or another program wrote it (then convert it first)."
         )
-    found = _read_or_refuse(path, storage, known)
-    if not isinstance(found, Manifest):
-        raise found
+    manifest = _read_or_refuse(path, storage, known)
+    if not isinstance(manifest, Manifest):
+        raise manifest
     number = folder_step(folder.name)
-    if number is not None and number != found.step:
+    if number is not None and number != manifest.step:
         raise DamagedError(
-            f"{path} is of step {found.step}, not of its folder's step {number}. Use another checkpoint."
+            f"{path} is of step {manifest.step}, not of its folder's step {number}. Use another checkpoint."
         )
-    return found
+    return manifest
 
 
 def _read_or_refuse(path: Path, storage: Storage, known: Manifest | None) -> Manifest | MegatronError:
@@ -189,7 +189,7 @@ def _read(path: Path, storage: Storage, known: Manifest | None) -> Manifest:
 
 
 def stored_digest(folder: Path, storage: Storage) -> str | None:
-    """The digest at the end of a manifest, by which one that was read before is known; its text is not compared.
+    """The digest at the end of a manifest, by which one that was read before is recognized; its text is not compared.
 
     None without a manifest that ends so.
     """
@@ -234,7 +234,7 @@ def read_whole(storage: Storage, path: Path) -> bytearray:
     """The bytes of a manifest, whose content nobody has looked at.
 
     Raises:
-        DamagedError: it is missing, or too large for the files beside it.
+        DamagedError: it is missing, or too large for the files next to it.
         StorageError: the system refused for a reason that has nothing to do with the file.
     """
     try:
@@ -243,8 +243,8 @@ def read_whole(storage: Storage, path: Path) -> bytearray:
                 largest_bytes = (LARGEST_BYTES + _more_bytes(storage, path)) // 2
                 if size_bytes > largest_bytes:
                     raise DamagedError(
-                        f"{path} has {size_bytes} bytes; a manifest has at most {largest_bytes} beside files of the "
-                        "size of these. Use another checkpoint."
+                        f"{path} has {size_bytes} bytes; a manifest has at most {largest_bytes} for files of "
+                        "these sizes. Use another checkpoint."
                     )
             content = bytearray(size_bytes)
             read_range(storage, handle, memoryview(content), 0)
@@ -296,7 +296,7 @@ class _Parser:
             self._refuse(f"chunk_bytes is {chunk_bytes}")
         record = self.values.get("record")
         if not isinstance(record, dict):
-            self._refuse("record is no object")
+            self._refuse("record is not an object")
         run = self.values.get("run")
         if not isinstance(run, str) or len(run) > _LONGEST_NAME:
             self._refuse(f"run is {printable(run)}, not a name")
@@ -327,7 +327,7 @@ class _Parser:
     def _tensor(self, row: list[Any]) -> tuple[str, tuple[int, ...]]:
         name, shape = row
         if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-            self._refuse(f"tensor name {printable(name)} is no text of up to {_LONGEST_NAME} printable letters")
+            self._refuse(f"tensor name {printable(name)} is not a text of up to {_LONGEST_NAME} printable letters")
         return name, self._numbers(shape, f"shape of {name}")
 
     def _pieces(
@@ -407,7 +407,7 @@ class _Parser:
     def _rows(self, name: str, width: int) -> list[list[Any]]:
         rows = self.values.get(name)
         if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == width for row in rows):
-            self._refuse(f"{name} is no list of rows of {width}")
+            self._refuse(f"{name} is not a list of rows of {width}")
         return rows
 
     def _entry(self, table: Any, number: int) -> Any:
@@ -417,7 +417,7 @@ class _Parser:
 
     def _numbers(self, values: Any, what: str) -> tuple[int, ...]:
         if not isinstance(values, list) or len(values) > 16:
-            self._refuse(f"{what} is no list of numbers")
+            self._refuse(f"{what} is not a list of numbers")
         product = 1
         for value in values:
             if type(value) is not int or value < 0:

@@ -1,7 +1,7 @@
 """How a finished folder takes its place among the checkpoints of a directory, and what a dead save leaves behind.
 
 Everything is written into a temporary folder and becomes visible by one rename; whatever happens before it leaves every
-earlier checkpoint as it was. A checkpoint may have second names, which are symbolic links beside it; they disappear
+earlier checkpoint as it was. A checkpoint may have second names, which are symbolic links next to it; they disappear
 with it.
 """
 
@@ -110,13 +110,13 @@ def remove_checkpoint(folder: Path, storage: Storage) -> None:
 
 
 def link_checkpoint(folder: Path, name: str, storage: Storage) -> None:
-    """Gives a checkpoint a second name: a relative symbolic link beside it, which replaces an earlier one of that name.
+    """Gives a checkpoint a second name: a relative symbolic link next to it, which replaces an earlier one.
 
     A failure is a warning, and so is a file or folder of that name, which is left alone.
     """
     link, temporary = folder.parent / name, folder.parent / f"{_LINK_PREFIX}{secrets.token_hex(4)}"
     if storage.exists(link) and not storage.is_link(link):
-        log.warning(f"{link} exists and is no link, so {folder.name} does not get this name (--checkpoint-link)")
+        log.warning(f"{link} exists and is not a link, so {folder.name} does not get this name (--checkpoint-link)")
         return
     try:
         storage.make_link(temporary, folder.name)
@@ -128,7 +128,7 @@ def link_checkpoint(folder: Path, name: str, storage: Storage) -> None:
 
 
 def is_trash(name: str) -> bool:
-    """Whether a folder's name is that of a deleted checkpoint whose files are still there."""
+    """Whether a folder's name marks a deleted checkpoint whose files are still there."""
     return _TRASH.match(name) is not None
 
 

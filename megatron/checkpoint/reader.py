@@ -18,10 +18,8 @@ from typing import final
 import numpy as np
 import torch
 
-from megatron.checkpoint.checks.finite import first_not_finite
-from megatron.checkpoint.checks.header import LENGTH_BYTES, HeaderEntry, header_problem, longest_header_bytes
-from megatron.checkpoint.copies import Copies, Integers
-from megatron.checkpoint.layout import Catalogue, StoredPiece, plan_piece
+from megatron.checkpoint.checks import LENGTH_BYTES, HeaderEntry, first_not_finite, header_problem, longest_header_bytes
+from megatron.checkpoint.layout import Catalogue, Copies, Integers, StoredPiece, plan_piece
 from megatron.checkpoint.manifest import Manifest, StoredFile, unreadable
 from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
 from megatron.checkpoint.storage import Storage, read_range
@@ -69,7 +67,7 @@ class CheckpointReader:
 
     Args:
         wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in
-            fp32 for masters and moments, and may cast it into its own. The order of the calls is that of the files.
+            fp32 for masters and moments, and may cast it into its own. The calls come in the order of the files.
         catalogue: of the manifest's pieces, where the caller has it.
         finite: whether a value that is NaN or infinite counts as damage. No run can continue from one.
 
@@ -146,9 +144,9 @@ class CheckpointReader:
         stored = span.stored
         low = span.low + (stored.begin_bytes - span.low) % stored.item_bytes
         high = span.high - (span.high - stored.begin_bytes) % stored.item_bytes
-        found = first_not_finite(content[low - start : max(low, high) - start], stored.dtype)
-        if found is not None:
-            place = low + found * stored.item_bytes
+        number = first_not_finite(content[low - start : max(low, high) - start], stored.dtype)
+        if number is not None:
+            place = low + number * stored.item_bytes
             raise DamagedError(
                 f"{self._folder / self._file(span.file).name} holds a value that is not finite at byte {place}, in "
                 f"tensor {stored.key.name} ({stored.key.kind}): the run that saved it had diverged. "
@@ -319,7 +317,7 @@ def verified_chunks(folder: Path, manifest: Manifest, number: int, storage: Stor
 
 
 def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
-    """Reads every byte of a checkpoint and compares all digests, those of chunks and those of files.
+    """Reads every byte of a checkpoint and compares all digests, of chunks and of files.
 
     Raises:
         DamagedError: something differs from the manifest.

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.data.order.plan import DataPlan
 from megatron.errors import CheckpointError, printable
-from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.record import NO_TOKENIZER, TokenizerRecord
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Progress:
 
     Attributes:
         step: optimizer steps taken, skipped ones included.
-        consumed_samples: training samples consumed, those of skipped steps included.
+        consumed_samples: training samples consumed, also by skipped steps.
         consumed_tokens: the same in tokens.
         skipped_steps: steps whose update was dropped because a half-precision gradient overflowed.
         bad_steps: steps whose update was dropped because loss or gradient were not finite, or far above the usual.
@@ -36,7 +36,7 @@ class Progress:
     bad_steps: int = 0
 
     def after(self, samples: int, tokens: int, skipped: bool = False, bad: bool = False) -> Progress:
-        """Progress after one more step that consumed so many samples and tokens."""
+        """Progress after one more step that consumed this many samples and tokens."""
         return Progress(
             step=self.step + 1,
             consumed_samples=self.consumed_samples + samples,
@@ -75,7 +75,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint holds beside its tensors.
+    """What a checkpoint holds besides its tensors.
 
     Attributes:
         optimizer_updates: updates the optimizer has made (skipped steps make none); Adam's bias correction needs it.
@@ -89,11 +89,13 @@ class Record:
         finetuned_from: of the checkpoint whose weights a fine-tuning run began with, `run_id` (empty if it has none),
             `step` and `fingerprint`, a digest of its tensors; else empty.
         validation_loss: of the evaluation at this step, in nats per token; None without one.
-        recent: the latest values, by name, from which unusual ones are told.
+        recent: the latest values, by name, which tell what is unusual.
         passed_batches: batches that were not trained on because they made runs fail: `step`, `first_sample`,
             `last_sample`.
         began_at: of parameters that were frozen before, by global name, how many updates the optimizer had made when
             their training began.
+        family: the family of Hugging Face models that the weights were imported from; empty in the records of runs.
+        parts: what other parts of the run keep, by name.
     """
 
     progress: Progress
@@ -110,6 +112,13 @@ class Record:
     recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
     passed_batches: Sequence[Mapping[str, int]] = ()
     began_at: Mapping[str, int] = field(default_factory=dict)
+    family: str = ""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_family(self) -> str:
+        """The family of Hugging Face models that the first weights came from, also after fine-tuning; empty if none."""
+        return self.family or str(self.finetuned_from.get("family") or "")
 
     @property
     def has_optimizer_state(self) -> bool:
@@ -118,7 +127,7 @@ class Record:
         return not any(section.get("no_save_optim") for section in sections)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as it stands in a manifest; optional entries that say nothing are left out."""
+        """The record as it appears in a manifest; optional entries that say nothing are left out."""
         optional = {
             "run_id": self.run_id,
             "finetuned_from": dict(self.finetuned_from),
@@ -126,6 +135,8 @@ class Record:
             "recent": {name: list(values) for name, values in self.recent.items()},
             "passed_batches": [dict(batch) for batch in self.passed_batches],
             "began_at": dict(self.began_at),
+            "family": self.family,
+            "parts": dict(self.parts),
         }
         return {
             "progress": self.progress.to_json(),
@@ -138,6 +149,8 @@ class Record:
                 "fingerprint": self.tokenizer.fingerprint,
                 "vocab_size": self.tokenizer.vocab_size,
                 "name": self.tokenizer.name,
+                **({} if self.tokenizer.eod_id is None else {"eod_id": self.tokenizer.eod_id}),
+                **({"behaviour": dict(self.tokenizer.behaviour)} if self.tokenizer.behaviour else {}),
             },
             "program": {"version": self.program_version},
             **{name: entry for name, entry in optional.items() if entry or entry == 0.0},
@@ -170,6 +183,8 @@ class Record:
             recent=fields.optional_series("recent"),
             passed_batches=fields.optional_batches("passed_batches"),
             began_at=fields.optional_counts("began_at"),
+            family=fields.optional_text("family"),
+            parts=fields.mapping("parts") if "parts" in value else {},
         )
         planned, consumed = record.data_plan.train, record.progress.consumed_samples
         if planned is not None and consumed > planned.available:
@@ -215,13 +230,18 @@ class _Fields:
 
     def tokenizer(self, name: str) -> TokenizerRecord:
         entry = self.mapping(name)
-        for key in ("fingerprint", "name"):
-            if not isinstance(entry.get(key), str):
-                raise self._wrong(f"{name}.{key}", entry.get(key), "a text")
+        if not isinstance(entry.get("name"), str):
+            raise self._wrong(f"{name}.name", entry.get("name"), "a text")
+        is_unknown = entry["name"] == NO_TOKENIZER and entry.get("fingerprint", "") is None
+        if not isinstance(entry.get("fingerprint"), str) and not is_unknown:
+            raise self._wrong(f"{name}.fingerprint", entry.get("fingerprint"), "a text")
         if not _is_count(entry.get("vocab_size")):
             raise self._wrong(f"{name}.vocab_size", entry.get("vocab_size"), "a whole number >= 0")
         if entry.get("eod_id") is not None and not _is_count(entry["eod_id"]):
             raise self._wrong(f"{name}.eod_id", entry["eod_id"], "a whole number >= 0 or null")
+        behaviour = entry.get("behaviour", {})
+        if not isinstance(behaviour, Mapping) or not all(isinstance(part, str) for part in behaviour.values()):
+            raise self._wrong(f"{name}.behaviour", behaviour, "an object of texts")
         return TokenizerRecord.from_json(entry)
 
     def version(self, name: str) -> str:
@@ -229,6 +249,12 @@ class _Fields:
         if not isinstance(version, str):
             raise self._wrong(f"{name}.version", version, "a text")
         return version
+
+    def optional_text(self, name: str) -> str:
+        entry = self.value.get(name, "")
+        if not isinstance(entry, str):
+            raise self._wrong(name, entry, "a text")
+        return entry
 
     def run_id(self, name: str) -> str:
         entry = self.value.get(name, "")
@@ -252,18 +278,18 @@ class _Fields:
         return None if entry is None else float(entry)
 
     def optional_series(self, name: str) -> Mapping[str, Sequence[float]]:
-        found = self.optional_mapping(name)
-        for key, values in found.items():
+        series = self.optional_mapping(name)
+        for key, values in series.items():
             if not isinstance(values, list) or not all(_is_number(value) for value in values):
                 raise self._wrong(f"{name}.{key}", values, "a list of numbers")
-        return found
+        return series
 
     def optional_counts(self, name: str) -> Mapping[str, int]:
-        found = self.optional_mapping(name)
-        for key, count in found.items():
+        counts = self.optional_mapping(name)
+        for key, count in counts.items():
             if not _is_count(count):
                 raise self._wrong(f"{name}.{key}", count, "a whole number >= 0")
-        return found
+        return counts
 
     def optional_batches(self, name: str) -> Sequence[Mapping[str, int]]:
         entries = self.value.get(name, [])
@@ -318,7 +344,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is a whole number >= 0 that counts something; JSON's true is none."""
+    """Whether a value is a whole number >= 0 that counts something; JSON's true is not one."""
     return type(value) is int and 0 <= value <= _LARGEST_COUNT
 
 

@@ -75,15 +75,15 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
         ) from failure
     if MANIFEST_NAME in names:
         return [Candidate(directory, folder_step(directory.name) or 0)]
-    found = [
+    folders = [
         (step, not name.startswith(ASIDE_PREFIX), name) for name in names if (step := folder_step(name)) is not None
     ]
-    links = [name for _, _, name in found if storage.is_link(directory / name)]
+    links = [name for _, _, name in folders if storage.is_link(directory / name)]
     if links:
         log.warning(f"{directory} holds symbolic links ({', '.join(links[:5])}), which are not followed")
-    if len(found) > len(links):
-        found = [entry for entry in found if entry[2] not in links]
-        return [Candidate(directory / name, step) for step, _, name in sorted(found, reverse=True)]
+    if len(folders) > len(links):
+        folders = [entry for entry in folders if entry[2] not in links]
+        return [Candidate(directory / name, step) for step, _, name in sorted(folders, reverse=True)]
     if links:
         raise CheckpointError(
             f"{directory} holds no checkpoint but symbolic links ({', '.join(links[:5])}), which are not followed. "
@@ -94,8 +94,8 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
         shown = ", ".join(map(printable, foreign[:5]))
         raise CheckpointError(
             f"{directory} holds no checkpoint of this program, but something like one: {shown}. "
-            "Convert it first (tools/import_megatron.py, tools/import_hf.py), or give --load a directory that is empty "
-            "to start from scratch."
+            "Convert it first (tools/convert/import_megatron.py, tools/convert/import_hf.py), or give --load a "
+            "directory that is empty to start from scratch."
         )
     if any(name.startswith(TEMPORARY_PREFIX) for name in names):
         log.warning(
@@ -140,7 +140,7 @@ def load_newest(
         wanted: called once for each attempt; must yield all tensors every time.
         known: what `newest_record` returned for this directory, so that rank 0 does not parse that manifest again.
         check: called with each folder and its record; one for which it raises DamagedError is skipped, too.
-        also: directories that are looked at as well; of two checkpoints of one step `directory` has the one taken.
+        also: directories that are looked at as well; of two checkpoints of one step, the one in `directory` is taken.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged, or the newest good one does not fit the run.
@@ -199,7 +199,7 @@ def _newest(
     """The first success among the candidates of some directories, which only rank 0 lists.
 
     Args:
-        known: what was found there before; those that were passed over then are passed over in silence.
+        known: what was newest there before; checkpoints that were passed over then are passed over in silence.
     """
     names = run_on_first(mesh, lambda: _candidates(directories, storage))
     if known is not None and str(known.path) in names:
@@ -207,7 +207,7 @@ def _newest(
     skipped: list[str] = []
     for path in map(Path, names):
         try:
-            found = attempt(path)
+            newest = attempt(path)
         except DamagedError as damage:
             if mesh.control.rank == 0:
                 log.warning(f"skipping checkpoint {path}: {damage}")
@@ -215,7 +215,7 @@ def _newest(
             continue
         if mesh.control.rank == 0 and (known is None or skipped):
             _compare_with_hint(path.parent, path, skipped, storage)
-        return found
+        return newest
     if skipped:
         raise CheckpointError(
             f"none of the {len(skipped)} checkpoints in {' and '.join(map(str, directories))} can be used:\n"
@@ -231,13 +231,13 @@ def _candidates(directories: Sequence[Path], storage: Storage) -> list[str]:
 
     Any but the first may be out of reach; that is a warning.
     """
-    found = find(directories[0], storage=storage)
+    candidates = find(directories[0], storage=storage)
     for directory in directories[1:]:
         try:
-            found += find(directory, storage=storage)
+            candidates += find(directory, storage=storage)
         except (CheckpointError, StorageError) as failure:
             log.warning(f"looking for checkpoints elsewhere only: {failure}")
-    return [str(candidate.path) for candidate in sorted(found, key=lambda candidate: -candidate.step)]
+    return [str(candidate.path) for candidate in sorted(candidates, key=lambda candidate: -candidate.step)]
 
 
 def _compare_with_hint(directory: Path, path: Path, skipped: list[str], storage: Storage) -> None:
@@ -253,7 +253,7 @@ def _compare_with_hint(directory: Path, path: Path, skipped: list[str], storage:
 
 
 def _read_hint(path: Path, storage: Storage) -> str | None:
-    """The first letters of the hint; None if there is no such plain file."""
+    """The first characters of the hint; None if there is no such plain file."""
     try:
         return read_head(storage, path, _LONGEST_HINT_BYTES).decode(errors="replace").strip()
     except OSError:

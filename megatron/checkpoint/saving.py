@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +61,36 @@ class SaveLines:
 MEGATRON_LINES = SaveLines()
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is saved.
+
+    Attributes:
+        lock: checked before the checkpoint becomes visible, so that a run whose lock was taken over publishes nothing.
+        after_commit: called on every rank with the checkpoint's folder and the mesh. The checkpoint counts whatever
+            becomes of it: its StorageError is a warning.
+        beat: called before each part that this rank writes; it may raise to end the save.
+        lines: what is printed.
+        check_finite: refuse NaN and infinities.
+        chunk_bytes: the files are hashed in parts of this size.
+    """
+
+    lock: CheckpointLock | None = None
+    after_commit: AfterCommit | None = None
+    beat: Callable[[], None] = lambda: None
+    lines: SaveLines = MEGATRON_LINES
+    check_finite: bool = True
+    chunk_bytes: int = CHUNK_BYTES
+    storage: Storage = field(default_factory=Storage)
+
+
 def save(
     directory: Path,
     step: int,
     pieces: Pieces,
     record: Mapping[str, Any],
     mesh: ParallelMesh,
-    *,
-    lock: CheckpointLock | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    storage: Storage | None = None,
-    after_commit: AfterCommit | None = None,
-    check_finite: bool = True,
-    beat: Callable[[], None] = lambda: None,
-    lines: SaveLines = MEGATRON_LINES,
+    options: SaveOptions | None = None,
 ) -> Path:
     """Takes a snapshot and writes it at once, in constant memory; collective over the whole mesh.
 
@@ -85,21 +101,7 @@ def save(
     Raises:
         as `write_snapshot`, and CheckpointError: a tensor does not fit its key.
     """
-    taken = run_on_all(mesh, lambda: take_snapshot(pieces))
-    return write_snapshot(
-        directory,
-        step,
-        taken,
-        record,
-        mesh,
-        lock=lock,
-        chunk_bytes=chunk_bytes,
-        storage=storage,
-        after_commit=after_commit,
-        check_finite=check_finite,
-        beat=beat,
-        lines=lines,
-    )
+    return write_snapshot(directory, step, run_on_all(mesh, lambda: take_snapshot(pieces)), record, mesh, options)
 
 
 def write_snapshot(
@@ -108,59 +110,38 @@ def write_snapshot(
     taken: Snapshot,
     record: Mapping[str, Any],
     mesh: ParallelMesh,
-    *,
-    lock: CheckpointLock | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-    storage: Storage | None = None,
-    after_commit: AfterCommit | None = None,
-    check_finite: bool = True,
-    beat: Callable[[], None] = lambda: None,
-    lines: SaveLines = MEGATRON_LINES,
+    options: SaveOptions | None = None,
 ) -> Path:
     """Writes a snapshot of every rank to `directory/iter_{step:07d}`; collective over the whole mesh.
 
     Args:
         record: JSON that goes into the manifest; global rank 0's counts.
-        lock: checked before the checkpoint becomes visible, so that a run whose lock was taken over publishes nothing.
-        after_commit: called on every rank with the checkpoint's folder and `mesh`. The checkpoint counts whatever
-            becomes of it: its StorageError is a warning.
-        check_finite: refuse NaN and infinities.
-        beat: called before each part that this rank writes.
-        lines: what is printed.
 
     Raises:
         NumericsError: a value of some rank is NaN or infinite.
         StorageError: the file system of some rank refused (on every rank); earlier checkpoints are untouched.
         CheckpointError: the pieces do not make up whole tensors, or the record is not JSON.
     """
-    storage = storage or Storage()
+    options = options or SaveOptions()
+    storage = options.storage
     first = mesh.control.rank == 0
-    _show(lines.before(step, directory))
+    _show(options.lines.before(step, directory))
     run = run_on_first(mesh, lambda: _check_request(step, record))
     temporary = temporary_folder(directory, step, run)
     need_bytes = int(all_reduce_sum(torch.tensor([taken.size_bytes], dtype=torch.int64), mesh.control))
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage))
     try:
-        writing = functools.partial(
-            write_pieces,
-            temporary / file_name(mesh.control.rank),
-            taken,
-            chunk_bytes,
-            storage,
-            beat=beat,
-            check_finite=check_finite,
-        )
-        entries = gather_on_first(mesh, lambda: _described(*writing()) if taken.listed else None)
-        run_on_first(mesh, lambda: _commit(temporary, step, run, record, chunk_bytes, entries or [], lock, storage))
+        entries = gather_on_first(mesh, lambda: _write_own(temporary, taken, options, mesh) if taken.listed else None)
+        run_on_first(mesh, lambda: _commit(temporary, step, run, record, entries or [], options))
     except Exception:
         if first:
             discard(temporary, storage)
         raise
     if first:
         write_hint(directory, step, run, storage)
-    _show(lines.after(step, directory))
+    _show(options.lines.after(step, directory))
     final = directory / folder_name(step)
-    _call_after_commit(after_commit, final, mesh)
+    _call_after_commit(options.after_commit, final, mesh)
     return final
 
 
@@ -186,8 +167,16 @@ def _check_request(step: int, record: Mapping[str, Any]) -> str:
     return secrets.token_hex(8)
 
 
-def _described(file: StoredFile, stored: Sequence[StoredPiece]) -> list[Any]:
-    """A rank's file and its pieces as JSON."""
+def _write_own(temporary: Path, taken: Snapshot, options: SaveOptions, mesh: ParallelMesh) -> list[Any]:
+    """Writes this rank's file; the file and its pieces as JSON."""
+    file, stored = write_pieces(
+        temporary / file_name(mesh.control.rank),
+        taken,
+        options.chunk_bytes,
+        options.storage,
+        beat=options.beat,
+        check_finite=options.check_finite,
+    )
     rows = [
         [key.name, key.kind, key.shape, key.start, key.stop, key.first, key.last, piece.dtype, piece.begin_bytes]
         for piece in stored
@@ -201,10 +190,8 @@ def _commit(
     step: int,
     run: str,
     record: Mapping[str, Any],
-    chunk_bytes: int,
     entries: Sequence[Any],
-    lock: CheckpointLock | None,
-    storage: Storage,
+    options: SaveOptions,
 ) -> None:
     """Checks that all ranks together wrote everything, writes the manifest, and makes the checkpoint visible."""
     files: list[StoredFile] = []
@@ -215,9 +202,10 @@ def _commit(
     if not files:
         raise CheckpointError("no rank has anything to save: a checkpoint needs at least one tensor.")
     check_complete(piece.key for piece in pieces)
-    content = manifest_bytes(step, run, record, chunk_bytes, files, pieces)
-    if lock is not None:
-        lock.check()
+    content = manifest_bytes(step, run, record, options.chunk_bytes, files, pieces)
+    if options.lock is not None:
+        options.lock.check()
+    storage = options.storage
     final = temporary.parent / folder_name(step)
     target = temporary / MANIFEST_NAME
     try:
@@ -230,7 +218,7 @@ def _commit(
 
 
 def _stored(row: Sequence[Any], file: int) -> StoredPiece:
-    """A piece as `_described` gave it."""
+    """A piece as `_write_own` gave it."""
     name, kind, shape, start, stop, first, last, dtype, begin_bytes = row
     key = PieceKey(name, as_kind(kind) or "weight", tuple(shape), tuple(start), tuple(stop), first, last)
     return StoredPiece(key, dtype, ITEM_BYTES[dtype], file, begin_bytes)

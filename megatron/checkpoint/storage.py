@@ -9,12 +9,13 @@ import contextlib
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.data.formats import exact
 from megatron.errors import StorageError
+from megatron.files import exact
+from megatron.files.plain import kind_of
+from megatron.files.replacing import move, sync_file, sync_path
 
 
 class Storage:
@@ -69,7 +70,7 @@ class Storage:
 
     def sync(self, handle: int) -> None:
         """Waits until the file's content is on the disk."""
-        os.fsync(handle)
+        sync_file(handle)
 
     def close(self, handle: int) -> None:
         """Closes a file."""
@@ -77,18 +78,11 @@ class Storage:
 
     def sync_directory(self, path: Path) -> None:
         """Waits until the directory's entries are on the disk."""
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
-        except OSError as failure:
-            if failure.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such thing
-                raise
-        finally:
-            os.close(handle)
+        sync_path(path)
 
     def rename(self, source: Path, target: Path) -> None:
         """Renames; a file at the target is replaced in one step, a directory there must not exist."""
-        os.rename(source, target)
+        move(source, target, durable=False)
 
     def remove_tree(self, path: Path) -> None:
         """Removes a directory and everything in it; a missing one is fine."""
@@ -109,9 +103,9 @@ class Storage:
         """Opens a plain file and returns its handle and its size in bytes."""
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
+        if (kind := kind_of(status.st_mode)) is not None:
             os.close(handle)
-            raise OSError(errno.EINVAL, "not a plain file", str(path))
+            raise OSError(errno.EINVAL, f"it is {kind}, and no plain file", str(path))
         return handle, status.st_size
 
     def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
@@ -169,6 +163,36 @@ def write_file(storage: Storage, path: Path, content: bytes) -> None:
         storage.sync(handle)
     finally:
         storage.close(handle)
+
+
+@contextlib.contextmanager
+def writing(storage: Storage, path: Path, need_bytes: int, flag: str = "--save") -> Iterator[int]:
+    """Opens a new file for a block that writes it; when the block has ended, the file is on the disk.
+
+    Raises:
+        StorageError: the file system refused; see `cannot_write`.
+    """
+    try:
+        handle = storage.create(path)
+        try:
+            yield handle
+            storage.sync(handle)
+        finally:
+            storage.close(handle)
+    except OSError as failure:
+        raise cannot_write(storage, path, need_bytes, failure, flag) from failure
+
+
+def write_text(path: Path, text: str, storage: Storage | None = None) -> None:
+    """Writes a new file of UTF-8 text and waits until it is on the disk.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    content = text.encode()
+    storage = storage or Storage()
+    with writing(storage, path, len(content)) as handle:
+        append(storage, handle, memoryview(content))
 
 
 def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError, flag: str = "--save") -> StorageError:

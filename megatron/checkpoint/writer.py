@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +20,7 @@ import torch
 from megatron.checkpoint.layout import StoredPiece
 from megatron.checkpoint.manifest import FORMAT, FORMAT_VERSION, ITEM_BYTES, StoredFile
 from megatron.checkpoint.snapshot import Snapshot, piece_name
-from megatron.checkpoint.storage import Storage, append, cannot_write
+from megatron.checkpoint.storage import Storage, append, writing
 from megatron.errors import NumericsError
 from megatron.parallel.pieces import PieceKey
 
@@ -38,7 +39,7 @@ def write_pieces(
     beat: Callable[[], None] = lambda: None,
     check_finite: bool = True,
 ) -> tuple[StoredFile, list[StoredPiece]]:
-    """Writes a new file and waits until it is on the disk; returns its entry in the manifest and those of its pieces.
+    """Writes a new file and waits until it is on the disk; returns the manifest's entries for it and its pieces.
 
     The pieces have file number 0; the manifest numbers the files later.
 
@@ -51,46 +52,46 @@ def write_pieces(
         NumericsError: a value is NaN or infinite, or so large that its square is.
         StorageError: the file system refused.
     """
-    header, stored = _lay_out(taken.listed)
+    listed = sorted(taken.listed, key=lambda entry: -ITEM_BYTES[entry[1]])
+    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
+    header, begins = safetensors_header(metadata, [(piece_name(key), dtype, [key.numel]) for key, dtype in listed])
+    stored = [
+        StoredPiece(key, dtype, ITEM_BYTES[dtype], 0, begin) for (key, dtype), begin in zip(listed, begins, strict=True)
+    ]
     size_bytes = max(piece.end_bytes for piece in stored) if stored else len(header)
-    try:
-        handle = storage.create(path)
-        try:
-            with _HashingFile(storage, handle, chunk_bytes) as file:
-                file.write(memoryview(header))
-                for key, dtype, tensor in taken.tensors():
-                    for part, first in _parts(tensor, file, ITEM_BYTES[dtype]):
-                        beat()
-                        if check_finite:
-                            _check_finite(key, part, first)
-                        file.write(part.view(torch.uint8).numpy().data)
-                sha256, chunks = file.digests()
-            storage.sync(handle)
-        finally:
-            storage.close(handle)
-    except OSError as failure:
-        raise cannot_write(storage, path, size_bytes, failure) from failure
+    with writing(storage, path, size_bytes) as handle, _HashingFile(storage, handle, chunk_bytes) as file:
+        file.write(memoryview(header))
+        for key, dtype, tensor in taken.tensors():
+            for part, first in _parts(tensor, file, ITEM_BYTES[dtype]):
+                beat()
+                if check_finite:
+                    _check_finite(key, part, first)
+                file.write(part.view(torch.uint8).numpy().data)
+        sha256, chunks = file.digests()
     return StoredFile(path.name, size_bytes, sha256, chunks), stored
 
 
-def _lay_out(listed: Sequence[tuple[PieceKey, str]]) -> tuple[bytes, list[StoredPiece]]:
-    """The file's first bytes (length, header) and the place of every piece.
+def safetensors_header(
+    metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int]]]
+) -> tuple[bytes, list[int]]:
+    """The first bytes of a file (length, header), and where each tensor begins in it.
+
+    Args:
+        tensors: name, element type and shape, in the order of the file; wider element types first, so that all are
+            aligned.
 
     Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "format_version": str(FORMAT_VERSION)}}
-    placed: list[tuple[PieceKey, str, int]] = []
-    offset = 0
-    for key, dtype in sorted(listed, key=lambda entry: -ITEM_BYTES[entry[1]]):
-        end = offset + key.numel * ITEM_BYTES[dtype]
-        header[piece_name(key)] = {"dtype": dtype, "shape": [key.numel], "data_offsets": [offset, end]}
-        placed.append((key, dtype, offset))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offsets, offset = [], 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offsets.append(offset)
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # keeps the widest element type aligned
-    start = 8 + len(text)
-    stored = [StoredPiece(key, dtype, ITEM_BYTES[dtype], 0, start + offset) for key, dtype, offset in placed]
-    return len(text).to_bytes(8, "little") + text, stored
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + offset for offset in offsets]
 
 
 def _parts(tensor: torch.Tensor, file: _HashingFile, item_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
@@ -113,7 +114,7 @@ def _check_finite(key: PieceKey, part: torch.Tensor, first: int) -> None:
     """
     if not part.is_floating_point():
         return
-    if part.dtype == torch.bfloat16:  # which NumPy does not know: the exponent of 2^64 or above, that of NaN included
+    if part.dtype == torch.bfloat16:  # which NumPy does not know: an exponent of 2^64 or above, which NaN has too
         wrong = (part.view(torch.int16).numpy() & 0x7F80) >= 0x5F80
     elif part.dtype == torch.float16:
         wrong = ~np.isfinite(part.numpy())
@@ -164,7 +165,7 @@ class _HashingFile:
                 self._close_chunk()
 
     def digests(self) -> tuple[str, tuple[str, ...]]:
-        """The digest of the whole file and those of its chunks; nothing may be written afterwards."""
+        """The digests of the whole file and of its chunks; nothing may be written afterwards."""
         if self._filled:
             self._close_chunk()
         return self._whole.hexdigest(), tuple(self._chunks)

@@ -6,6 +6,8 @@ Imports neither torch nor numpy, reads no environment variable and opens no sock
 from megatron.config.flags.blends import WeightedGroup, WeightedPath
 from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
+from megatron.config.flags.paths import PathUse
+from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import ConfigSection
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import LossConfig
@@ -14,27 +16,32 @@ from megatron.config.parse import parse
 from megatron.config.resolve import Machine, TokenizerFacts, resolve, resolve_epochs
 from megatron.config.resume import check_resume
 from megatron.config.run import RunConfig, RunRequest
-from megatron.config.sections.control import ControlConfig
-from megatron.config.sections.data import DataConfig
-from megatron.config.sections.documents import DocumentConfig
+from megatron.config.running.evaluation import EvaluationConfig
+from megatron.config.running.loading import LoadingConfig
+from megatron.config.running.report import ReportConfig
+from megatron.config.running.safety import SafetyConfig, SafetyRequest
+from megatron.config.running.saving import SavingConfig
+from megatron.config.running.stopping import StoppingConfig
+from megatron.config.running.watching import WatchingConfig
+from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
+from megatron.config.sections.flag_files import FlagFilesConfig
 from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
-from megatron.config.sections.safety import SafetyConfig, SafetyRequest
-from megatron.config.sections.saving import SavingConfig
-from megatron.config.sections.watching import WatchingConfig
 
 __all__ = [
+    "NO_PROGRAM",
     "ConfigSection",
-    "ControlConfig",
     "DataConfig",
     "DocumentConfig",
+    "EvaluationConfig",
     "FinetuningConfig",
+    "FlagFilesConfig",
     "KernelConfig",
+    "LoadingConfig",
     "LossConfig",
     "Machine",
     "MaskingConfig",
@@ -44,14 +51,18 @@ __all__ = [
     "OptimRequest",
     "ParallelConfig",
     "ParallelRequest",
+    "PathUse",
     "PrecisionConfig",
+    "Program",
     "RandomConfig",
     "RecomputeConfig",
+    "ReportConfig",
     "RunConfig",
     "RunRequest",
     "SafetyConfig",
     "SafetyRequest",
     "SavingConfig",
+    "StoppingConfig",
     "TokenizerFacts",
     "WatchingConfig",
     "WeightedGroup",

@@ -27,19 +27,19 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 def idle_fields(model: ModelRequest) -> dict[str, str]:
     """The fields that change nothing in this network, each with what they would need."""
     names = [flag.field for flag in flags_of(ModelRequest)]
-    found: dict[str, str] = {}
+    idle: dict[str, str] = {}
     if not model.uses_rope:
         rotary = [name for name in names if name.startswith(("rotary_", "rope_"))]
-        found.update(dict.fromkeys(rotary, "rotary positions (--position-embedding-type rope)"))
+        idle.update(dict.fromkeys(rotary, "rotary positions (--position-embedding-type rope)"))
     for name, kinds in _SCALINGS.items():
         if model.rope_scaling_type not in kinds:
-            found.setdefault(name, f"--rope-scaling-type {' or '.join(kinds)}")
+            idle.setdefault(name, f"--rope-scaling-type {' or '.join(kinds)}")
     if model.attention_window is None:
-        found.setdefault("rotary_base_windowed", "--attention-window")
+        idle.setdefault("rotary_base_windowed", "--attention-window")
     if not model.qk_layernorm:
-        found["qk_layernorm_scope"] = "--qk-layernorm"
+        idle["qk_layernorm_scope"] = "--qk-layernorm"
     if model.num_experts == 1:
-        found.update({name: "--num-experts" for name in names if name.startswith("moe_")})
+        idle.update({name: "--num-experts" for name in names if name.startswith("moe_")})
     if not model.activation_function.startswith("gelu"):
-        found["openai_gelu"] = "a GELU (--activation-function)"
-    return found
+        idle["openai_gelu"] = "a GELU (--activation-function)"
+    return idle

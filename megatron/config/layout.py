@@ -50,7 +50,7 @@ def nearest_layouts(
 
 
 def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
-    """Every tensor-parallel rank must get as many attention heads; groups of keys and values may be replicated."""
+    """Every tensor-parallel rank must get equally many attention heads; groups of keys and values may be replicated."""
     if heads % tp_size == 0:
         return
     yield (
@@ -61,7 +61,7 @@ def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
 
 
 def widths_problems(widths: Mapping[str, int], tp_size: int) -> Iterator[str]:
-    """Every tensor-parallel rank must get as much of each inner width.
+    """Every tensor-parallel rank must get an equal share of each inner width.
 
     Args:
         widths: the inner widths of the feed-forward layers, by flag.

@@ -11,19 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from megatron.config.flags.command_line import areas_of, read_command_line
-from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
+from megatron.config.flags.fields import MUST_MATCH, resume_rule
 from megatron.config.flags.legacy import REFUSED, legacy_flags
-from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
-from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
-from megatron.config.parse import field_flags, help_groups
+from megatron.config.flags.section import Instance
+from megatron.config.flags.shorthands import expand_shorthands
+from megatron.config.parse import field_flags
+from megatron.config.program_flags import read_with_trainer
 from megatron.config.run import RunConfig, fields_of
 from megatron.config.sections.parallel import ParallelRequest
 from megatron.errors import ConfigError
 
-_OWN = "own."
 # What a tool leaves as it was in training, except for the fields named.
-_HOW_IT_WAS_TRAINED = frozenset({"parallel", "optim", "control"})
+_HOW_IT_WAS_TRAINED = frozenset(
+    {"parallel", "optim", "files", "loading", "saving", "evaluation", "stopping", "safety", "report"}
+)
 _VOCABULARY_PADDING = frozenset({"make_vocab_size_divisible_by", "pad_vocab_size_to"})
 
 
@@ -47,47 +48,19 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     Raises:
         ConfigError: with all problems of the command line at once.
     """
-    own = {_OWN + flag.field: flag for flag in flags_of(cls)}
-    trainer, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
-    taken = {spelling for flag in own.values() for spelling in flag.spellings}
-    flags = {
-        name: flag
-        for name, flag in {
-            **trainer,
-            **{key: entry.flag for table in (shorthands, legacy) for key, entry in table.items()},
-        }.items()
-        if not taken.intersection(flag.spellings)
-    }
-    groups = [
-        *((title, [_OWN + name for name in names]) for title, names in areas_of(cls)),
-        *(
-            (f"of the trainer, from the checkpoint unless given: {title}", [name for name in names if name in flags])
-            for title, names in help_groups(trainer, shorthands)
-        ),
-    ]
-    reading = read_command_line(
-        {**own, **flags},
-        argv,
-        prog=prog,
-        description=description,
-        groups=groups,
-        hidden=[name for name in legacy if name in flags],
-    )
-    values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
+    title = "of the trainer, from the checkpoint unless given"
+    instance, _, reading, problems = read_with_trainer(cls, argv, prog, description, title)
     (given,), contradictions = expand_shorthands([reading.values], with_defaults=False)
-    problems = [*reading.problems, *contradictions, *missing_problems(own.values(), values, reading.broken)]
-    for name, entry in legacy.items():
-        sentence = entry.sentence(
-            reading.spellings.get(name, entry.flag.positive_name), reading.values.get(name, False)
-        )
+    problems += contradictions
+    for name, entry in legacy_flags().items():
+        option = reading.spellings.get(name, entry.flag.positive_name)
+        sentence = entry.sentence(option, reading.values.get(name, False))
         if sentence is not None and entry.status == REFUSED:
             problems.append(sentence)
-    instance = build_unchecked(cls, values)
-    missing = {flag.field for flag in own.values() if flag.required and flag.field not in values}
-    problems += relevant_problems([instance], values, reading.broken | missing)
     if problems:
         raise ConfigError(problems)
-    return ToolRequest(instance, {name: value for name, value in given.items() if name in trainer})
+    fields = field_flags()
+    return ToolRequest(instance, {name: value for name, value in given.items() if name in fields})
 
 
 def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:

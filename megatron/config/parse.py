@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from megatron.config.files.group_files import read_group_files
 from megatron.config.files.preset_files import preset_path
 from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import Flag, flags_of
-from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
+from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, SUPPORTED, Legacy, legacy_flags
+from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import (
     bound_problems,
     build_unchecked,
@@ -27,11 +28,19 @@ from megatron.config.flags.section import (
 )
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.idle import idle_fields
-from megatron.config.masked_rules import foreign_problems, masked_problems, masking_notices
-from megatron.config.request_rules import request_problems
-from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
+from megatron.config.request_rules import (
+    checkpoint_problems,
+    data_problems,
+    foreign_problems,
+    length_problems,
+    masked_problems,
+    masking_notices,
+    placement_problems,
+)
+from megatron.config.run import DEFAULT, FILE, FORMER_SECTIONS, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
 from megatron.config.sections.optim import OptimRequest
+from megatron.config.sections.parallel import ParallelRequest
 from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
@@ -70,34 +79,48 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "parallel": "parallelism",
         "optim": "optimizer, schedule and batch sizes",
         "data": "data and tokenizer",
-        "control": "checkpoints, evaluation, exits and reports",
-        "watching": "progress bar, utilization and profiles",
+        "files": "files of flags",
+        "loading": "checkpoint to start from",
         "saving": "writing and keeping checkpoints",
+        "evaluation": "evaluation and samples of text",
+        "stopping": "exits",
         "safety": "hangs, bad steps and restarts",
+        "report": "log lines, run folder, TensorBoard and Weights & Biases",
+        "watching": "progress bar, utilization and profiles",
     }
 )
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
 
 
+_SECTIONS = (*sections_of(RunRequest), *FORMER_SECTIONS)  # under which a file may have its flags
 # What --epochs replaces of a preset.
 _LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_decay_iters"})
 # Fields of which one is set: a program's default gives way to any of the others.
 _ALTERNATIVES = (
     frozenset({"optim.train_iters", "optim.train_samples", "optim.train_tokens", "finetuning.epochs"}),
     frozenset({"precision.fp16", "precision.bf16"}),
-    frozenset({"optim.lr_warmup_fraction", "optim.lr_warmup_iters", "optim.lr_warmup_samples"}),
+    frozenset(
+        {
+            "optim.lr_warmup_fraction",
+            "optim.lr_warmup_iters",
+            "optim.lr_warmup_samples",
+            "optim.lr_warmup_tokens",
+        }
+    ),
     frozenset({"data.data_path", "data.train_data_path", "data.train_weighted_split_paths"}),
 )
 
 
 @dataclass(frozen=True)
-class Reading:
+class RequestDraft:
     """What flags and files say, whether or not a run can be made of it.
 
     Attributes:
         sections: of a `RunRequest`, by name; where there are problems, values may be missing, wrong or contradictory.
         problems: everything that is wrong, one sentence each.
         wrong: names of fields without a value that can be used: missing, unreadable, or out of bounds.
+        ignored: a sentence for each flag that was accepted and ignored.
+        program: what the program adds to the trainer.
     """
 
     sections: Mapping[str, Any]
@@ -105,11 +128,13 @@ class Reading:
     problems: tuple[str, ...]
     notices: tuple[str, ...]
     wrong: frozenset[str]
+    ignored: tuple[str, ...] = ()
+    program: Program = NO_PROGRAM
 
     def unchecked(self) -> RunRequest:
         """What was read in the form of a request, of which only fields that are not `wrong` may be used."""
         request = object.__new__(RunRequest)
-        for name, value in {**self.sections, "provenance": self.provenance, "notices": self.notices}.items():
+        for name, value in {**self.sections, **self._others()}.items():
             object.__setattr__(request, name, value)
         return request
 
@@ -121,7 +146,11 @@ class Reading:
         """
         if self.problems:
             raise ConfigError(self.problems)
-        return RunRequest(**self.sections, provenance=self.provenance, notices=self.notices)
+        return RunRequest(**self.sections, **self._others())
+
+    def _others(self) -> dict[str, Any]:
+        """What a request has besides sections."""
+        return {name: getattr(self, name) for name in ("provenance", "notices", "ignored", "program")}
 
 
 def field_flags() -> dict[str, Flag]:
@@ -134,31 +163,28 @@ def field_flags() -> dict[str, Flag]:
 def parse(
     argv: Sequence[str],
     prog: str | None = None,
-    decided: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    program: Program = NO_PROGRAM,
 ) -> RunRequest:
     """Reads the trainer's command line, and the file of `--config` if one is given; see `read_flags`.
 
     Raises:
         ConfigError: with all problems at once.
     """
-    return read_flags(argv, prog, decided, defaults).request()
+    return read_flags(argv, prog, program).request()
 
 
 def read_flags(
     argv: Sequence[str],
     prog: str | None = None,
-    decided: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
-) -> Reading:
+    program: Program = NO_PROGRAM,
+) -> RequestDraft:
     """Reads the trainer's command line, and the file of `--config` if one is given, and lists what is wrong with it.
 
     Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
     exits for `--help`.
 
     Args:
-        decided: words that the program itself gives for some destinations ("section.field"); nothing may disagree.
-        defaults: values that the program prefers to the trainer's defaults; a preset, a file or a flag wins.
+        program: what the program decides, prefers and names.
 
     Raises:
         ConfigError: a file of flags cannot be read.
@@ -170,10 +196,10 @@ def read_flags(
         flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=_epilog(legacy), hidden=list(legacy)
     )
     file = FileReading()
-    if "control.config" in reading.values:
-        file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
-    preset = _read_preset({**file.values, **reading.values}.get("control.model_preset"), flags)
-    preferred = _preferred(defaults or {}, {**preset.values, **file.values, **reading.values})
+    if "files.config" in reading.values:
+        file = read_config_file(reading.values["files.config"], flags, _SECTIONS)
+    preset = _read_preset({**file.values, **reading.values}.get("files.model_preset"), flags)
+    preferred = _preferred(program.defaults, {**preset.values, **file.values, **reading.values})
     (preferred, by_preset, by_file, given), contradictions = expand_shorthands(
         [preferred, preset.values, file.values, reading.values]
     )
@@ -184,27 +210,28 @@ def read_flags(
     broken = reading.broken | file.broken | preset.broken
     governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
-        governed = governed_values(values["parallel.deepspeed_config"], own, values)
+        governed = governed_values(values["parallel.deepspeed_config"], own, values, preferred)
         given, values, broken = governed.applied(given, values, broken)
         problems += governed.problems
     sources = {**dict.fromkeys(values, FILE), **dict.fromkeys(by_preset, PRESET), **dict.fromkeys(by_file, FILE)}
     sources.update(dict.fromkeys(given, GIVEN))
-    provenance = {name: sources.get(name, DEFAULT) for name in own}
-    values = {**preferred, **values}
-    refusals, remarks = _legacy_sentences(legacy, reading.spellings, values)
-    notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices, *remarks]
-    for name, word in (decided or {}).items():
+    values, unknown, renamed = program.with_known_names(values, by_file.keys() - given.keys())
+    provenance = {name: sources.get(name, DEFAULT) if name in values else DEFAULT for name in own}
+    values = {**_preferred(preferred, {name for name, value in governed.values.items() if value}), **values}
+    refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, values)
+    notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices, *renamed]
+    for name, word in program.decided.items():
         problems += _disagreement(own[name], word, values.get(name, word))
         values[name], provenance[name] = word, GIVEN
     values, group_problems = read_group_files(values)
-    values = _with_positions(values)
+    values = _with_positions(_with_counts(own, values))
     sections, section_problems, wrong = _build_sections(own, values, provenance, broken)
-    problems += [*refusals, *group_problems, *section_problems]
+    problems += [*refusals, *unknown, *group_problems, *section_problems]
     if not problems:
-        notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
+        notices += [*_partition_notices(sections["parallel"]), *_idle_notices(sections["model"], values)]
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
-    return Reading(sections, provenance, tuple(problems), tuple(notices), frozenset(wrong))
+    return RequestDraft(sections, provenance, (*problems,), (*notices,), frozenset(wrong), (*remarks,), program)
 
 
 def flag_table() -> list[tuple[str, str, str, str]]:
@@ -225,20 +252,20 @@ def flag_table() -> list[tuple[str, str, str, str]]:
 
 
 def _legacy_sentences(
-    legacy: Mapping[str, Legacy], spellings: Mapping[str, str], values: Mapping[str, Any]
+    own: Mapping[str, Flag], legacy: Mapping[str, Legacy], spellings: Mapping[str, str], values: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """What there is to say of upstream's flags that set no field: refusals, and remarks on those that are ignored."""
+    """What there is to say of flags that have no effect: refusals, and remarks on ignored flags."""
     refusals: list[str] = []
     remarks: list[str] = []
     for name, entry in legacy.items():
         sentence = entry.sentence(spellings.get(name, entry.flag.positive_name), values.get(name, False))
         if sentence is not None:
             (refusals if entry.status == REFUSED else remarks).append(sentence)
-    return refusals, remarks
+    return refusals, [*remarks, *_ignored_notices(own, values)]
 
 
-def _preferred(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A program's defaults, without those that an alternative to them replaces."""
+def _preferred(defaults: Mapping[str, Any], values: Collection[str]) -> dict[str, Any]:
+    """A program's defaults, without the ones that an alternative to them replaces."""
     replaced = {name for group in _ALTERNATIVES if group.intersection(values) for name in group}
     return {name: value for name, value in defaults.items() if name not in replaced}
 
@@ -249,7 +276,7 @@ def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:
         return []
     name = flag.positive_name
     return [
-        f"{name} {asked} was asked for, but this program is for {name} {decided}. Drop {name}, or use pretrain_gpt.py, "
+        f"{name} {asked} was requested, but this program is for {name} {decided}. Drop {name}, or use pretrain_gpt.py, "
         f"which takes any."
     ]
 
@@ -269,26 +296,27 @@ def _build_sections(
         sections[section] = build_unchecked(cls, fields)
     rules = [
         *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
-        *request_problems(
-            provenance, *(sections[name] for name in ("optim", "data", "control", "finetuning", "distillation"))
-        ),
+        *length_problems(*(sections[name] for name in ("optim", "evaluation", "finetuning"))),
+        *data_problems(sections["data"], provenance),
+        *checkpoint_problems(*(sections[name] for name in ("loading", "saving", "evaluation", "distillation"))),
+        *placement_problems(values, *(sections[name] for name in ("model", "parallel", "recompute", "precision"))),
         *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),
         *foreign_problems(
-            *(sections[name] for name in ("loss", "documents", "finetuning", "distillation", "control")),
+            *(sections[name] for name in ("loss", "documents", "finetuning", "distillation", "evaluation")),
         ),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}
-    found = relevant_problems(list(sections.values()), given, refused, rules)
+    section_problems = relevant_problems(list(sections.values()), given, refused, rules)
     outside = {name for section in sections.values() for name, _ in bound_problems(section)}
-    return sections, problems + found, refused | outside
+    return sections, problems + section_problems, refused | outside
 
 
 def _read_preset(name: str | None, flags: Mapping[str, Flag]) -> FileReading:
     if name is None:
         return FileReading()
     try:
-        return read_config_file(str(preset_path(name)), flags, sections_of(RunRequest))
+        return read_config_file(str(preset_path(name)), flags, _SECTIONS)
     except ConfigError as failure:
         return FileReading(problems=failure.problems)
 
@@ -301,6 +329,18 @@ def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, place: length}
 
 
+def _with_counts(own: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves several values of a flag that takes one for each layer to the field for them; the flag's own is the
+    largest.
+    """
+    counted = dict(values)
+    for name, value in values.items():
+        if isinstance(value, tuple) and name in own and own[name].facts.by_layer is not None:
+            counted[name] = max(value)
+            counted[f"{name.partition('.')[0]}.{own[name].facts.by_layer}"] = value
+    return counted
+
+
 def help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tuple[str, list[str]]]:
     """(title, destinations) of the help; the architecture is shown by part of the network."""
     parts = {field: title for title, cls in reversed(_PARTS) for field in (flag.field for flag in flags_of(cls))}
@@ -308,7 +348,7 @@ def help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tupl
     model = [name for name in own if name.startswith("model.")]
     title_of = {name: _SIZE if name.partition(".")[2] in _SIZES else parts[name.partition(".")[2]] for name in model}
     groups = [(title, [name for name in model if title_of[name] == title]) for title in titles]
-    groups.append(("model: flags that stand for values of those above", list(shorthands)))
+    groups.append(("model: flags that set values of the flags above", list(shorthands)))
     return groups + [
         (title, [name for name in own if name.startswith(f"{section}.")]) for section, title in _TITLES.items()
     ]
@@ -317,8 +357,11 @@ def help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tupl
 def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iterator[str]:
     for name, flag in own.items():
         if flag.facts.ignored and name in values and values[name] != flag.default:
-            yield f"{flag.name} is accepted and ignored: {flag.facts.ignored}."
-    method = values.get("parallel.pp_partition_method")
+            yield f"{flag.name} {IGNORING}: {flag.facts.ignored}."
+
+
+def _partition_notices(parallel: ParallelRequest) -> Iterator[str]:
+    method = parallel.pp_partition_method
     if method is not None and "embedding" in method:
         yield f"--pp-partition-method {method}: embeddings are not counted; the blocks are spread evenly."
 
@@ -343,10 +386,10 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
 
 
 def _decay_notices(optim: OptimRequest) -> Iterator[str]:
-    """A sentence for a length of the decay beside one in tokens, which scripts of the forks pass both."""
+    """A sentence for a decay length that is given along with one in tokens; scripts of the forks pass both."""
     for name, value in (("--lr-decay-iters", optim.lr_decay_iters), ("--lr-decay-samples", optim.lr_decay_samples)):
         if value is not None and optim.lr_decay_tokens is not None:
-            yield f"{name} {value} has no effect beside --lr-decay-tokens {optim.lr_decay_tokens}, which holds."
+            yield f"{name} {value} has no effect with --lr-decay-tokens {optim.lr_decay_tokens}, which is used."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:

@@ -1,56 +1,79 @@
-"""Rules for a request only, not for a resolved run: modes that exclude each other, flags that need each other."""
+"""Rules for a request only, not for a resolved run: modes that exclude each other, flags that need each other
+(including the flags of masked language modelling), and flags that decide where numbers are held or which are computed,
+in forms that this program does not have.
+"""
 
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron.config.flags.blends import shown_split
+from megatron.config.flags.fields import flags_of
 from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
-from megatron.config.sections.control import ControlConfig
+from megatron.config.objective.loss import MASKED, LossConfig
+from megatron.config.objective.masking import SENTENCES, MaskingConfig
+from megatron.config.running.evaluation import EvaluationConfig
+from megatron.config.running.loading import LoadingConfig
+from megatron.config.running.saving import SavingConfig
 from megatron.config.sections.data import (
     SENTENCEPIECE_TOKENIZERS,
     TOKENIZERS,
     WORDPIECE_TOKENIZERS,
     DataConfig,
+    DocumentConfig,
 )
+from megatron.config.sections.model import ModelRequest
 from megatron.config.sections.optim import OptimRequest
+from megatron.config.sections.parallel import ParallelRequest
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.recompute import RecomputeConfig
+
+_LEGACY = "legacy."
+# What upstream's scripts give them; any value drops tokens there, and none is dropped here.
+_CAPACITIES: Mapping[str, float | None] = types.MappingProxyType(
+    {
+        "moe_train_capacity_factor": 1.0,
+        "moe_eval_capacity_factor": 1.0,
+        "moe_min_capacity": 4,
+        "moe_expert_capacity_factor": None,
+    }
+)
 
 
-def request_problems(
-    provenance: Mapping[str, str],
-    optim: OptimRequest,
-    data: DataConfig,
-    control: ControlConfig,
-    finetuning: FinetuningConfig,
-    distillation: DistillationConfig,
+def checkpoint_problems(
+    loading: LoadingConfig, saving: SavingConfig, evaluation: EvaluationConfig, distillation: DistillationConfig
 ) -> Iterator[str]:
-    """One sentence for every broken rule between flags that were given."""
-    yield from _teacher_problems(distillation, control)
-    yield from _length_problems(optim, control, finetuning)
-    yield from _data_problems(data, provenance)
-    yield from _tokenizer_problems(data)
-    if control.load is None:
-        by_itself = control.finetune and not control.reset_iteration
-        asks = {"--eval-only": control.eval_only, "--finetune": by_itself, "--reset-iteration": control.reset_iteration}
-        for name, is_asked in asks.items():
-            if is_asked:
-                yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
-
-
-def _teacher_problems(distillation: DistillationConfig, control: ControlConfig) -> Iterator[str]:
-    teacher, save = distillation.load_teacher, control.save
+    """What is contradictory about the checkpoints that a run reads and writes."""
+    teacher, save = distillation.load_teacher, saving.save
     if teacher is not None and save is not None and os.path.realpath(teacher) == os.path.realpath(save):
         yield (
             f"--load-teacher {teacher} is the folder to which this run saves (--save {save}), so after a resume its "
             "newest checkpoint, the student's own, would be the teacher. Save to another folder, or name one of the "
             "teacher's checkpoints."
         )
+    if loading.from_scratch and evaluation.eval_only:
+        yield (
+            "--from-scratch and --eval-only contradict each other: there would be no weights to evaluate. Drop one "
+            "of them."
+        )
+    if loading.load is None:
+        asks = {
+            "--eval-only": evaluation.eval_only,
+            "--finetune": loading.finetune and not loading.reset_iteration,
+            "--reset-iteration": loading.reset_iteration,
+        }
+        for name, is_asked in asks.items():
+            if is_asked:
+                yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
 
 
-def _length_problems(optim: OptimRequest, control: ControlConfig, finetuning: FinetuningConfig) -> Iterator[str]:
-    if control.eval_only:
+def length_problems(optim: OptimRequest, evaluation: EvaluationConfig, finetuning: FinetuningConfig) -> Iterator[str]:
+    """What is missing or given twice about the length of training and its learning rate."""
+    if evaluation.eval_only:
         return
     if finetuning.epochs is not None:
         yield from _epochs_problems(optim, finetuning.epochs)
@@ -86,7 +109,13 @@ def _epochs_problems(optim: OptimRequest, epochs: int) -> Iterator[str]:
             yield f"{name} {value} does not go with --epochs, which counts samples. Use {other}."
 
 
-def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:
+def data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:
+    """What is missing or contradictory about the data and the files of the tokenizer."""
+    yield from _source_problems(data, provenance)
+    yield from _tokenizer_problems(data)
+
+
+def _source_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:
     splits = ("train", "valid", "test")
     weighted = [f"--{split}-weighted-split-paths" for split in splits if getattr(data, f"{split}_weighted_split_paths")]
     separate = [f"--{split}-data-path" for split in splits if getattr(data, f"{split}_data_path")]
@@ -126,3 +155,160 @@ def _tokenizer_problems(data: DataConfig) -> Iterator[str]:
             yield f"--tokenizer-model is required by --tokenizer-type {kind}: a SentencePiece .model file."
     elif data.tokenizer_name_or_path is None and kind in TOKENIZERS:
         yield f"--tokenizer-name-or-path is required by --tokenizer-type {kind}: a folder or a hub name."
+
+
+def placement_problems(
+    values: Mapping[str, Any],
+    model: ModelRequest,
+    parallel: ParallelRequest,
+    recompute: RecomputeConfig,
+    precision: PrecisionConfig,
+) -> Iterator[str]:
+    """One sentence for every flag that asks for what is not done here.
+
+    Args:
+        values: destination -> value of everything that was given; `legacy.` in front of the flags without a field.
+    """
+    asked = {name.removeprefix(_LEGACY): value for name, value in values.items() if name.startswith(_LEGACY)}
+    yield from _recompute_problems(model, parallel, recompute)
+    yield from _expert_problems(asked, model, parallel)
+    stages = parallel.pipeline_model_parallel_size
+    if asked.get("no_pipeline_parallel") and stages > 1:
+        yield (
+            f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {stages}. Use "
+            "--pipeline-model-parallel-size 1, or drop --no-pipeline-parallel."
+        )
+    if asked.get("use_distributed_optimizer") and parallel.zero_stage == 0:
+        yield (
+            "--use-distributed-optimizer contradicts --zero-stage 0, with which every rank holds the whole state of "
+            "the optimizer. Use --zero-stage 1, or drop --use-distributed-optimizer."
+        )
+    if asked.get("accumulate_allreduce_grads_in_fp32") and precision.fp16:
+        yield (
+            "--accumulate-allreduce-grads-in-fp32 is refused with --fp16, whose gradients are accumulated in float16. "
+            "Use --bf16, whose are accumulated in float32, or drop the flag."
+        )
+
+
+def divides_experts(model: ModelRequest, parallel: ParallelRequest) -> bool:
+    """Whether the experts are to be on more ranks than tensor parallelism divides each of them over."""
+    return expert_parts(model, parallel) > parallel.tensor_model_parallel_size
+
+
+def expert_parts(model: ModelRequest, parallel: ParallelRequest) -> int:
+    """The ranks that the experts of a layer are to be divided over; no more than there are experts."""
+    return min(parallel.expert_model_parallel_size, model.num_experts)
+
+
+def _recompute_problems(model: ModelRequest, parallel: ParallelRequest, recompute: RecomputeConfig) -> Iterator[str]:
+    ranks, chunk = parallel.tensor_model_parallel_size, recompute.checkpoint_num_layers
+    if recompute.checkpoint_activations and chunk > 1:
+        yield (
+            f"--checkpoint-num-layers {chunk} is refused: each block is recomputed on its own, and its input is kept. "
+            "Use --checkpoint-num-layers 1; --distribute-saved-activations splits what is kept over tensor-parallel "
+            "ranks."
+        )
+    if recompute.sequence_parallel and ranks > 1 and not recompute.checkpoint_activations:
+        yield (
+            f"--sequence-parallel is refused without --checkpoint-activations (--tensor-model-parallel-size {ranks}): "
+            "activations between the split matrices are not divided over the sequence. Add --checkpoint-activations, "
+            "with which it splits all that is kept of a block, or drop it."
+        )
+    is_split = recompute.distributes_saved and ranks > 1
+    if is_split and model.hidden_size % ranks:
+        name = "--sequence-parallel" if recompute.sequence_parallel else "--distribute-saved-activations"
+        yield (
+            f"{name} cannot split --hidden-size {model.hidden_size} over --tensor-model-parallel-size {ranks}. Use a "
+            f"width that is a multiple of {ranks}, or drop {name}."
+        )
+
+
+def _expert_problems(asked: Mapping[str, Any], model: ModelRequest, parallel: ParallelRequest) -> Iterator[str]:
+    if model.num_experts == 1:
+        return
+    ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    parts = expert_parts(model, parallel)
+    if divides_experts(model, parallel) and stages > 1:
+        yield (
+            f"--expert-model-parallel-size {parallel.expert_model_parallel_size} does not go with "
+            f"--pipeline-model-parallel-size {stages}: experts are divided by ZeRO stage 3, which does not go with "
+            f"stages. Use --pipeline-model-parallel-size 1, or --tensor-model-parallel-size {parts}, which divides "
+            "every expert as far."
+        )
+    within = asked.get("expert_tensor_parallel_size")
+    if within is not None and within > ranks:
+        yield (
+            f"--expert-tensor-parallel-size {within} is refused: experts are split as all matrices are, over "
+            f"--tensor-model-parallel-size {ranks}. Use --tensor-model-parallel-size {within}, or drop it."
+        )
+    for name, usual in _CAPACITIES.items():
+        value = asked.get(name, usual)
+        if value != usual:
+            yield (
+                f"--{name.replace('_', '-')} {value} is refused: no token is dropped, so an expert has no capacity. "
+                "Drop it, or give --disable-moe-token-dropping, which is what is done."
+            )
+
+
+def masked_problems(
+    model: ModelRequest, loss: LossConfig, masking: MaskingConfig, sequence_length: int
+) -> Iterator[str]:
+    """What the heads need from the samples, and what masking needs from their length."""
+    too_short = masking.too_short(sequence_length) if loss.objective == MASKED else ""
+    if too_short:
+        yield too_short
+    if loss.objective == MASKED and model.sentence_order_head and masking.masked_samples != SENTENCES:
+        yield (
+            f"--sentence-order-head does not go with --masked-samples {masking.masked_samples}: only samples of "
+            "sentences have two segments whose order can be predicted. Add --bert-no-binary-head."
+        )
+
+
+def foreign_problems(
+    loss: LossConfig,
+    documents: DocumentConfig,
+    finetuning: FinetuningConfig,
+    distillation: DistillationConfig,
+    evaluation: EvaluationConfig,
+) -> Iterator[str]:
+    """One sentence for every flag of other objectives."""
+    of_running_text = "is for text in which documents follow each other, and the objective is masked"
+    of_examples = "is for prompts with answers, and the objective is masked"
+    asked = {
+        "--reset-position-ids": (documents.reset_position_ids, of_running_text),
+        "--reset-attention-mask": (documents.reset_attention_mask, of_running_text),
+        "--eod-mask-loss": (documents.eod_mask_loss, of_running_text),
+        "--loss-on-targets-only": (loss.loss_on_targets_only, of_examples),
+        "--pack-examples": (finetuning.pack_examples, of_examples),
+        "--mos" if distillation.mos else "--kd": (
+            distillation.is_on,
+            "compares predictions of next tokens, which an encoder does not make",
+        ),
+        "--eval-tasks": (
+            evaluation.eval_tasks is not None,
+            "scores continuations of a text, which an encoder does not have",
+        ),
+        "--sample-prompts": (
+            evaluation.sample_prompts is not None,
+            "asks for continuations of a text, which an encoder does not have",
+        ),
+    }
+    for option, (is_asked, reason) in asked.items():
+        if is_asked and loss.objective == MASKED:
+            yield f"{option} {reason}. Drop it."
+
+
+def masking_notices(loss: LossConfig, masking: MaskingConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for every flag of masking that was set and changes nothing.
+
+    Args:
+        values: what was set, by "section.field".
+    """
+    for flag in flags_of(MaskingConfig):
+        value = values.get(f"masking.{flag.field}", flag.default)
+        if value == flag.default:
+            continue
+        if loss.objective != MASKED:
+            yield f"{flag.positive_name} {value} has no effect without --objective {MASKED}."
+        elif flag.field == "short_seq_prob" and masking.masked_samples != SENTENCES:
+            yield f"{flag.positive_name} {value} has no effect without --masked-samples {SENTENCES}."

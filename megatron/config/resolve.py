@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
+from megatron.config.request_rules import divides_experts, expert_parts
 from megatron.config.run import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
+from megatron.config.running.safety import SafetyConfig
 from megatron.config.schedule import planned_iterations, ranges_at_the_end, schedule
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.sections.safety import SafetyConfig
 from megatron.config.world import batch_sizes, fit_layout, world_problems
 from megatron.errors import ConfigError
 
@@ -51,20 +52,21 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems = [*dtype_problems(request.precision, machine), *world_problems(request, machine.world_size)]
     vocabulary, provenance, vocabulary_notices = _vocabulary(request, tokenizer)
     problems.extend(_vocabulary_problems(vocabulary, tokenizer))
-    padded, found = padded_vocab_size(request.parallel, vocabulary)
-    problems.extend(found)
+    padded, vocabulary_problems = padded_vocab_size(request.parallel, vocabulary)
+    problems.extend(vocabulary_problems)
     replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
     micro, batch, _ = batch_sizes(request.optim, replicas)
     optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
+    problems.extend(_expert_problems(request, machine.world_size))
     offloads, offload_notices = _offloading(request, machine)
     problems.extend(_offload_problems(offloads, stage))
     skip_notices = (
         []
-        if request.control.eval_only or request.finetuning.epochs
-        else list(_skip_notices(optim, request.control.skip_ranges))
+        if request.evaluation.eval_only or request.finetuning.epochs
+        else list(_skip_notices(optim, request.safety.skip_ranges))
     )
     problems.extend(_hang_timeout_problems(request, machine))
     if problems:
@@ -123,7 +125,7 @@ def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
         ConfigError: the warm-up is longer than the decay.
     """
     epochs = config.finetuning.epochs
-    if epochs is None or config.control.eval_only:
+    if epochs is None or config.evaluation.eval_only:
         return config
     length = config.data.seq_length
     optim = dataclasses.replace(config.optim, train_iters=0, train_tokens=epochs * epoch_samples * length)
@@ -139,7 +141,7 @@ def resolve_optim(
 ) -> OptimConfig:
     """Completes the optimizer section of a run with these sizes; a run without a length plans no step."""
     rate = request.min_lr if request.lr is None else request.lr
-    found = _resolved(
+    resolved = _resolved(
         OptimConfig,
         request,
         micro_batch_size=micro_batch_size or request.micro_batch_size or 1,
@@ -149,11 +151,11 @@ def resolve_optim(
         tokens_per_sample=tokens_per_sample,
         most_iters=request.given_iters if request.train_tokens is not None else None,
     )
-    return dataclasses.replace(found, train_iters=planned_iterations(found))
+    return dataclasses.replace(resolved, train_iters=planned_iterations(resolved))
 
 
 def padded_vocab_size(parallel: ParallelRequest, vocab_size: int) -> tuple[int, list[str]]:
-    """Rows of the word embedding over all ranks, for a vocabulary of so many entries, and what is wrong with them.
+    """Rows of the word embedding over all ranks, for a vocabulary of this many entries, and what is wrong with them.
 
     Source: bigscience Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.
     """
@@ -187,7 +189,7 @@ def _vocabulary(request: RunRequest, tokenizer: TokenizerFacts) -> tuple[int, Ma
         return asked or tokenizer.vocab_size, request.provenance, notices
     if asked is not None and asked != tokenizer.vocab_size:
         notices.append(
-            f"--model-preset {request.control.model_preset} was published with a vocabulary of {asked}; this network "
+            f"--model-preset {request.files.model_preset} was published with a vocabulary of {asked}; this network "
             f"has the tokenizer's {tokenizer.vocab_size} tokens. Give --vocab-size {asked} for the published network."
         )
     return tokenizer.vocab_size, {**request.provenance, place: DEFAULT}, notices
@@ -279,7 +281,25 @@ def _backend(request: RunRequest, machine: Machine) -> tuple[str, list[str]]:
     return asked or ("nccl" if machine.device_type == "cuda" else "gloo"), []
 
 
+def _expert_problems(request: RunRequest, world_size: int) -> Iterator[str]:
+    """Experts are divided over the ranks of all replicas, of which there must be enough."""
+    parts, asked = expert_parts(request.model, request.parallel), request.parallel.expert_model_parallel_size
+    if divides_experts(request.model, request.parallel) and world_size < parts:
+        yield (
+            f"--expert-model-parallel-size {asked} asks for experts on {parts} ranks, and {world_size} "
+            f"{'was' if world_size == 1 else 'were'} started. Use at most {world_size}, or start {parts} processes."
+        )
+
+
 def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
+    stage = request.parallel.zero_stage
+    if divides_experts(request.model, request.parallel) and stage < 3:
+        notice = (
+            f"--expert-model-parallel-size {request.parallel.expert_model_parallel_size}: experts are divided over the "
+            f"ranks by ZeRO stage 3, with all other weights, in place of stage {stage}. Results are the same; settings "
+            "of a --deepspeed_config file that only lower stages have are not used."
+        )
+        return 3, [notice]
     if request.parallel.zero_stage == 0 and request.precision.dtype_name != "float32":
         notice = (
             f"--zero-stage 0 in {request.precision.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "

@@ -30,7 +30,7 @@ SCHEDULE_FIELDS = (
     "lr_warmup_samples",
     "lr_warmup_tokens",
 )
-_LONGEST_SHOWN = 1000  # letters of a value
+_LONGEST_SHOWN = 1000  # characters of a value
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
@@ -80,7 +80,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     for section, field, then, now in _differences(values, current):
         rule = _rule(section, field, current)
         name = f"--{field.name.replace('_', '-')}"
-        if rule == MUST_MATCH or (rule == RUN_MUST_MATCH and not current.control.finetune):
+        if rule == MUST_MATCH or (rule == RUN_MUST_MATCH and not current.loading.finetune):
             problems.append(_must_match_sentence(section, field, then, now, rule))
         elif (
             rule == FROM_CHECKPOINT
@@ -96,7 +96,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
             notices.append(f"{name} {_shown(then)} is taken from the checkpoint in place of {_shown(now)}.")
         elif field.name in ("train_iters", "train_tokens") and current.finetuning.epochs is not None:
             continue  # they follow from the epochs
-        elif field.name in _NOTABLE and not (current.control.finetune or current.control.eval_only):
+        elif field.name in _NOTABLE and not (current.loading.finetune or current.evaluation.eval_only):
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
     if current.optim.use_checkpoint_lr_scheduler:
         problems.extend(_schedule_problems(values, current.optim))
@@ -128,7 +128,7 @@ def architecture_differences(saved: Mapping[str, Any], other: Mapping[str, Any])
 
 
 def _saved_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved values by name; of the architecture also those that an older version had no field for.
+    """The saved values by name, including fields of the architecture that an older version did not have.
 
     Such a version built the network that the defaults describe, in particular with the activation that follows from
     its two flags of GELU.
@@ -161,7 +161,7 @@ def _is_same(name: str, then: Any, now: Any) -> bool:
 def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
     if current.optim.use_checkpoint_lr_scheduler and section == "optim" and field.name in SCHEDULE_FIELDS:
         return FROM_CHECKPOINT
-    if field.name == "optimizer" and current.control.no_load_optim:
+    if field.name == "optimizer" and current.loading.no_load_optim:
         return MAY_CHANGE
     if field.name == "max_position_embeddings" and current.model.position_embedding_type != LEARNED:
         if not current.was_given("model.max_position_embeddings"):

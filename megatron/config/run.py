@@ -12,25 +12,28 @@ from typing import Any, TypeVar
 
 from megatron.config.architecture.positions import LEARNED
 from megatron.config.flags.fields import flags_of
+from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import heads_problems, stages_problems, widths_problems
 from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
-from megatron.config.objective.loss import MASKED, LossConfig
+from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, LossConfig
 from megatron.config.objective.masking import MaskingConfig
-from megatron.config.sections.control import ControlConfig
-from megatron.config.sections.data import DataConfig
-from megatron.config.sections.documents import DocumentConfig
+from megatron.config.running.evaluation import EvaluationConfig
+from megatron.config.running.loading import LoadingConfig
+from megatron.config.running.report import ReportConfig
+from megatron.config.running.safety import SafetyConfig, SafetyRequest
+from megatron.config.running.saving import SavingConfig
+from megatron.config.running.stopping import StoppingConfig
+from megatron.config.running.watching import WatchingConfig
+from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
+from megatron.config.sections.flag_files import FlagFilesConfig
 from megatron.config.sections.kernels import AUTO, TORCH, KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
-from megatron.config.sections.safety import SafetyConfig, SafetyRequest
-from megatron.config.sections.saving import SavingConfig
-from megatron.config.sections.watching import WatchingConfig
 from megatron.errors import ConfigError, printable
 
 GIVEN = "given"
@@ -38,6 +41,7 @@ FILE = "file"
 PRESET = "preset"
 DEFAULT = "default"
 CHECKPOINT = "checkpoint"
+FORMER_SECTIONS = ("control",)  # of older versions, in files of flags and in saved configurations
 
 Run = TypeVar("Run", bound="RunRequest")
 
@@ -47,7 +51,8 @@ class RunRequest:
     """What was asked for: the flags and files of a run, before the machine and the tokenizer are known.
 
     `provenance` maps "section.field" to given, file, preset, default or checkpoint. `notices` are sentences the user
-    should see once, such as flags that were accepted and ignored.
+    should see once; `ignored` has one for each flag that was accepted and ignored, with the reason. `program`, which is
+    not saved, is what a program adds to the trainer.
 
     Raises:
         ConfigError: a rule between two sections is broken.
@@ -66,17 +71,23 @@ class RunRequest:
     parallel: ParallelRequest
     optim: OptimRequest
     data: DataConfig
-    control: ControlConfig
-    watching: WatchingConfig
+    files: FlagFilesConfig
+    loading: LoadingConfig
     saving: SavingConfig
+    evaluation: EvaluationConfig
+    stopping: StoppingConfig
     safety: SafetyRequest
+    report: ReportConfig
+    watching: WatchingConfig
     provenance: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+    program: Program = field(default=NO_PROGRAM, compare=False)
 
     def __post_init__(self) -> None:
-        found = list(cross_problems(self.model, self.parallel, self.data, self.optim, self.loss))
-        if found:
-            raise ConfigError(found)
+        problems = list(cross_problems(self.model, self.parallel, self.data, self.optim, self.loss))
+        if problems:
+            raise ConfigError(problems)
 
     def was_given(self, section_field: str) -> bool:
         """Whether "section.field" was set by the user, on the command line or in a file."""
@@ -88,11 +99,11 @@ class RunRequest:
 
         `--no-bias-gelu-fusion` asks for torch's activation, unless it only follows from layers without biases.
         """
-        found, model = dict(self.kernels.requested), self.model
+        requested, model = dict(self.kernels.requested), self.model
         without_fusion = self.was_given("model.bias_gelu_fusion") and not model.bias_gelu_fusion
-        if without_fusion and model.add_bias_linear and found["activation"] == AUTO:
-            found["activation"] = TORCH
-        return found
+        if without_fusion and model.add_bias_linear and requested["activation"] == AUTO:
+            requested["activation"] = TORCH
+        return requested
 
     def flat(self) -> dict[str, Any]:
         """Every value by the name of its field, for logs."""
@@ -101,10 +112,10 @@ class RunRequest:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values; `from_json` reads it back."""
-        found: dict[str, Any] = {
+        saved: dict[str, Any] = {
             name: plain(dataclasses.asdict(getattr(self, name))) for name in sections_of(type(self))
         }
-        return {**found, "provenance": dict(self.provenance)}
+        return {**saved, "provenance": dict(self.provenance)}
 
     @classmethod
     def from_json(cls: type[Run], saved: Mapping[str, Any]) -> Run:
@@ -117,7 +128,7 @@ class RunRequest:
                 default, or a value breaks a rule.
         """
         sections = sections_of(cls)
-        places = {field.name: name for name, section in sections.items() for field in fields_of(section)}
+        places = _sections_by_field()
         values: dict[str, dict[str, Any]] = {name: {} for name in sections}
         for section, name, value in saved_fields(saved):
             if name not in places:
@@ -149,13 +160,36 @@ class RunConfig(RunRequest):
 def sections_of(cls: type[RunRequest]) -> dict[str, type[ConfigSection]]:
     """The sections of a request or of a resolved configuration by name, in the order of `--help`."""
     hints = typing.get_type_hints(cls)
-    found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    return {name: hint for name, hint in found.items() if isinstance(hint, type) and issubclass(hint, ConfigSection)}
+    by_name = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {name: hint for name, hint in by_name.items() if isinstance(hint, type) and issubclass(hint, ConfigSection)}
 
 
 def fields_of(section: type[ConfigSection]) -> tuple[dataclasses.Field[Any], ...]:
     """All fields of a section, those that no flag sets included."""
     return dataclasses.fields(section)  # type: ignore[arg-type]
+
+
+def in_current_sections(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with each field in the section it has now; older versions divided them differently."""
+    places, moved = _sections_by_field(), dict[str, Any]()
+    for section, entries in saved.items():
+        if section == "provenance" and isinstance(entries, Mapping):
+            names = {key: key.partition(".")[2] for key in entries}
+            moved[section] = {
+                f"{places[names[key]]}.{names[key]}" if names[key] in places else key: source
+                for key, source in entries.items()
+            }
+        elif isinstance(entries, Mapping):
+            for name, value in entries.items():
+                moved.setdefault(places.get(name, section), {})[name] = value
+        else:
+            moved[section] = entries
+    return moved
+
+
+@functools.cache
+def _sections_by_field() -> Mapping[str, str]:
+    return {field.name: name for name, section in sections_of(RunConfig).items() for field in fields_of(section)}
 
 
 def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -181,7 +215,7 @@ def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 @functools.cache
 def _field_types() -> Mapping[str, tuple[Any, ...]]:
     """What a saved value of each field may be: what it is in a request, or resolved; and for what is required null."""
-    found: dict[str, tuple[Any, ...]] = {}
+    known: dict[str, tuple[Any, ...]] = {}
     for cls in (RunRequest, RunConfig):
         for section in sections_of(cls).values():
             hints = typing.get_type_hints(section)
@@ -189,8 +223,8 @@ def _field_types() -> Mapping[str, tuple[Any, ...]]:
                 flag.field for flag in flags_of(section) if flag.required and not issubclass(section, ModelRequest)
             }
             for name in (entry.name for entry in fields_of(section)):
-                found[name] = (*found.get(name, ()), hints[name], *([type(None)] if name in required else []))
-    return found
+                known[name] = (*known.get(name, ()), hints[name], *([type(None)] if name in required else []))
+    return known
 
 
 def _check_saved(section: str, name: str, value: Any, hints: tuple[Any, ...]) -> None:
@@ -243,7 +277,7 @@ def cross_problems(
             f"--max-position-embeddings {rows} is less than --seq-length {data.seq_length}. "
             f"Every position needs a row; use --max-position-embeddings {data.seq_length} or shorter samples."
         )
-    yield from curriculum_problems(optim, data.seq_length, loss.objective)
+    yield from curriculum_problems(optim, data.seq_length, loss)
     ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if model.num_attention_heads > 0 and ranks > 0:
         yield from heads_problems(model.num_attention_heads, ranks)
@@ -288,7 +322,7 @@ def cross_problems(
         )
 
 
-def curriculum_problems(optim: OptimRequest, sequence_length: int, objective: str) -> Iterator[str]:
+def curriculum_problems(optim: OptimRequest, sequence_length: int, loss: LossConfig) -> Iterator[str]:
     """What does not fit a curriculum by sequence length."""
     if not optim.curriculum_learning:
         return
@@ -300,10 +334,16 @@ def curriculum_problems(optim: OptimRequest, sequence_length: int, objective: st
     for name, length in lengths.items():
         if length is not None and length > sequence_length > 0:
             yield f"{name} {length} is more than --seq-length {sequence_length}, a whole sample. Use at most that."
-    if objective == MASKED:
+    if loss.objective == MASKED:
         yield (
             "--curriculum-learning does not go with --objective masked: the places to predict are drawn for whole "
             "samples. Drop it."
+        )
+    if loss.objective == MULTITASK or (loss.objective == CAUSAL and loss.loss_on_targets_only):
+        asked = f"--objective {MULTITASK}" if loss.objective == MULTITASK else "--loss-on-targets-only"
+        yield (
+            f"--curriculum-learning does not go with {asked}: it cuts off the ends of samples, where the targets are, "
+            "so that steps would train on prompts or on nothing. Drop one of them."
         )
 
 

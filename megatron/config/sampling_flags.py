@@ -118,12 +118,12 @@ class BeamFlags(SamplingFlags):
 
 
 def read_logit_bias(words: Sequence[str]) -> tuple[tuple[int, float], ...]:
-    """The pairs of token id and bias that words such as `50256=-100` stand for.
+    """The pairs of token id and bias that words such as `50256=-100` give.
 
     Raises:
         ConfigError: a word is no such pair, or a bias is out of bounds.
     """
-    found = []
+    pairs = []
     for word in words:
         token, _, bias = word.partition("=")
         try:
@@ -135,5 +135,5 @@ def read_logit_bias(words: Sequence[str]) -> tuple[tuple[int, float], ...]:
                 f"--logit-bias {printable(word, quoted=False)} is not a token id and a bias from "
                 f"-{LARGEST_LOGIT_BIAS:.0f} to {LARGEST_LOGIT_BIAS:.0f}. Write for example 50256=-100."
             )
-        found.append(pair)
-    return tuple(found)
+        pairs.append(pair)
+    return tuple(pairs)

@@ -12,11 +12,17 @@ megatron/training.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config.sections.control import ControlConfig
+from megatron.config.running.evaluation import EvaluationConfig
 from megatron.config.sections.optim import OptimConfig
+
+# The share of the way from the lowest rate to the peak that is left after a share of the decay.
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+}
 
 StepRange = tuple[int, int]
 
@@ -59,7 +65,7 @@ def schedule(optim: OptimConfig) -> Schedule:
 
 
 def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: int | None = None) -> float:
-    """Learning rate of the step that starts after so many consumed samples and tokens.
+    """Learning rate of the step that starts after this many consumed samples and tokens.
 
     The first step of a run with warm-up therefore runs at rate 0, as upstream's does. Parts of the schedule that are
     given in tokens go by consumed tokens, the others by consumed samples.
@@ -79,8 +85,7 @@ def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: in
         return floor
     warmup = _warmup_of_decay(optim, course)
     ratio = (decaying - warmup) / (course.decay_samples - warmup)
-    remaining = 1.0 - ratio if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-    return floor + remaining * (peak - floor)
+    return floor + _DECAYS[optim.lr_decay_style](ratio) * (peak - floor)
 
 
 def _warmup_of_decay(optim: OptimConfig, course: Schedule) -> float:
@@ -102,7 +107,7 @@ def _warmup_of_decay(optim: OptimConfig, course: Schedule) -> float:
 
 
 def weight_decay(optim: OptimConfig, consumed_samples: int, consumed_tokens: int | None = None) -> float:
-    """Weight decay of the step that starts after so many consumed samples and tokens.
+    """Weight decay of the step that starts after this many consumed samples and tokens.
 
     Source: deepspeedai's Megatron-DeepSpeed `megatron/optimizer_param_scheduler.py`, `get_wd`.
     """
@@ -122,7 +127,7 @@ def weight_decay(optim: OptimConfig, consumed_samples: int, consumed_tokens: int
 
 
 def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
-    """Samples of the step that starts after so many consumed samples.
+    """Samples of the step that starts after this many consumed samples.
 
     With --rampup-batch-size START INCREMENT SAMPLES the size grows from START by INCREMENT in equal shares of SAMPLES.
     The division is upstream's floating-point one, so the sizes agree step by step.
@@ -138,7 +143,7 @@ def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
 
 
 def ramp_up_batches(optim: OptimConfig, consumed_samples: int) -> Iterator[int]:
-    """Global batch sizes of the steps that start within the batch-size ramp-up, from so many consumed samples on."""
+    """Global batch sizes of the steps that start within the batch-size ramp-up, from this many consumed samples on."""
     if optim.rampup_batch_size is None:
         return
     while consumed_samples <= optim.rampup_batch_size[2]:
@@ -148,7 +153,7 @@ def ramp_up_batches(optim: OptimConfig, consumed_samples: int) -> Iterator[int]:
 
 
 def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> int:
-    """Samples consumed after so many further steps."""
+    """Samples consumed after this many further steps."""
     for size in ramp_up_batches(optim, consumed_samples):
         if steps == 0:
             return consumed_samples
@@ -233,25 +238,28 @@ def samples_per_epoch(epochs: int | None, optim: OptimConfig) -> int | None:
 
 def planned_samples(
     optim: OptimConfig,
-    control: ControlConfig,
+    evaluation: EvaluationConfig,
     step: int = 0,
     consumed_samples: int = 0,
     consumed_tokens: int | None = None,
+    *,
+    ranges: Sequence[StepRange] = (),
 ) -> tuple[int, int | None, int | None]:
     """Samples that training, validation and test need over the whole run; what the index files are built for.
 
     None for validation and test means all of their data once (--full-validation).
 
-    Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream continues
+    Every evaluation sees the same first samples, so the samples of one evaluation are enough (upstream continues
     through its validation data and plans for all of them). With --train-iters, training also needs the data that it
     passes over; --train-samples and --train-tokens include it.
 
     Args:
         optim: the resolved optimizer section.
-        control: length of evaluation, and the ranges of steps to skip.
+        evaluation: its length.
         step: where the run resumes.
         consumed_samples: likewise, so that a changed batch size still gives enough samples.
         consumed_tokens: likewise.
+        ranges: the steps to skip.
     """
     batch = optim.global_batch_size
     if optim.train_samples is not None:
@@ -261,8 +269,8 @@ def planned_samples(
         steps = last - step
         train = samples_after(optim, max(0, steps), consumed_samples)
     if not optim.is_counted_in_samples:
-        train += skipped_steps(control.skip_ranges, after=step) * batch
-    evaluated = None if control.full_validation and control.eval_iters else control.eval_iters * batch
+        train += skipped_steps(ranges, after=step) * batch
+    evaluated = None if evaluation.full_validation and evaluation.eval_iters else evaluation.eval_iters * batch
     return train, evaluated, evaluated
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.flags.fields import flag
+from megatron.config.flags.paths import PathUse
 from megatron.config.flags.section import ConfigSection
 from megatron.config.sections.data import TOKENIZERS
 
@@ -16,12 +17,15 @@ class TokenizerFileFlags(ConfigSection):
 
     help_title = "files of the tokenizer"
 
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    vocab_file: str | None = flag(
+        None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",), path=PathUse.SMALL_FILE
+    )
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",), path=PathUse.SMALL_FILE)
     tokenizer_name_or_path: str | None = flag(
         None,
         "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
         spelled=("--tokenizer-model",),
+        path=PathUse.PLACE,
     )
 
 

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 
 
 def world_problems(request: RunRequest, world_size: int) -> list[str]:
-    """One sentence for everything about a request that does not fit so many processes.
+    """One sentence for everything about a request that does not fit this many processes.
 
     Batches are only looked at if the layout fits, since without one there is no number of replicas to share them, and
     if their sizes do not contradict each other already.
@@ -26,9 +26,9 @@ def world_problems(request: RunRequest, world_size: int) -> list[str]:
         split_sizes=(model.num_attention_heads, *model.widths.values()),
         most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
     )
-    found = list(misfits)
-    if found or any(request.optim.all_problems()):
-        return found
+    problems = list(misfits)
+    if problems or any(request.optim.all_problems()):
+        return problems
     return batch_sizes(request.optim, world_size // parallel.model_parallel_size)[2]
 
 
@@ -59,7 +59,7 @@ def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int, list[str]
 
 
 def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequence[str]]:
-    """Changes the layout of a run of --elastic that does not fit so many processes; leaves all others alone.
+    """Changes the layout of a run of --elastic that does not fit this many processes; leaves all others alone.
 
     Tensor parallelism is kept if a legal layout has it, else pipeline parallelism, else the nearest layout is taken.
     The global batch stays the same, so the losses do, too. If no layout shares it in whole micro-batches, these are
@@ -74,9 +74,9 @@ def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequen
     optim = request.optim
     if not request.parallel.elastic or not world_problems(request, world_size):
         return request, ()
-    found = _legal_request(request, world_size)
-    if found is not None:
-        return found, (_choice(request, found, world_size),)
+    fitting = _legal_request(request, world_size)
+    if fitting is not None:
+        return fitting, (_choice(request, fitting, world_size),)
     fewer = next(size for size in range(world_size - 1, 0, -1) if _legal_request(request, size) is not None)
     raise ConfigError(
         f"--elastic finds no layout for {world_size} processes that shares --global-batch-size "
@@ -98,19 +98,19 @@ def _whole_share(optim: OptimRequest, batch: int, replicas: int) -> tuple[int, i
 
 
 def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
-    """The request with the most welcome layout that is legal; one process always has one."""
+    """The request with the most preferred layout that is legal; one process always has one."""
     asked, micro = request.parallel, request.optim.micro_batch_size
     smaller: Sequence[int | None] = [None] if micro is None else divisors(micro)[::-1]
     for size in smaller:
         for tp, pp in _preferred(world_size, asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size):
-            found = _with_layout(request, tp, pp, size)
-            if found is not None and not world_problems(found, world_size):
-                return found
+            candidate = _with_layout(request, tp, pp, size)
+            if candidate is not None and not world_problems(candidate, world_size):
+                return candidate
     return None
 
 
 def _preferred(world_size: int, tp_size: int, pp_size: int) -> Iterator[tuple[int, int]]:
-    """The layouts of a world, the most welcome first."""
+    """The layouts of a world, the most preferred first."""
     nearest = nearest_layouts(world_size, tp_size, pp_size)
     yield from sorted(nearest, key=lambda pair: (pair[0] != tp_size, pair[1] != pp_size))
 

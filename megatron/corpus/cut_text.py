@@ -1,19 +1,22 @@
 """Running text cut into documents, so that a part of it can be held out for validation.
 
 A split of token files gives whole documents to training and validation, and a book in one file would be one document.
-A cut is made at the first blank line after `_PIECE_LETTERS`, long beside a sample and short beside a book, and wherever
-a line says `<|endoftext|>`, which is how corpora in plain text separate their documents.
+A cut is made at the first blank line after `_PIECE_LETTERS`, long compared with a sample and short compared with a
+book, and wherever a line says `<|endoftext|>`, which is how corpora in plain text separate their documents.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.data.formats.atomic_files import storage_error, write_atomically
 from megatron.errors import DataError
+from megatron.files.failures import storage_error
+from megatron.files.plain import open_plain
+from megatron.files.replacing import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 _PIECE_LETTERS = 16_384
@@ -55,7 +58,7 @@ def _write(paths: Iterable[str], stream: BinaryIO) -> None:
 
 def _lines(path: str) -> Iterator[str]:
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as file:
             while line := file.readline(_LINE_LETTERS):
                 yield line
     except UnicodeDecodeError as failure:

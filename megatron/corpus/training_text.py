@@ -1,4 +1,4 @@
-"""A dataset as its name, made ready to train on: a tokenizer, and token files beside it.
+"""A dataset, given by its name, made ready to train on: a tokenizer, and token files next to it.
 
 For programs that take raw text. All ranks of a run ask for the same folder at once; the first one makes it. A program's
 `TextRecipe` says what a document is and what the tokenizer knows.
@@ -12,20 +12,21 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron import log
 from megatron.corpus.cut_text import write_pieces
 from megatron.corpus.inputs.demo import LEAST_BYTES, write_demo_corpus
-from megatron.corpus.inputs.files import expand_inputs
-from megatron.corpus.inputs.sources import check_inputs, total_bytes
+from megatron.corpus.inputs.input_blocks import check_inputs, total_bytes
+from megatron.corpus.inputs.input_paths import expand_inputs
 from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.run import preprocess, warn_of_no_tokens
+from megatron.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
 from megatron.corpus.vocabulary.learning import byte_level_files, texts_of, train_byte_level
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.formats.atomic_files import storage_error, write_atomically
 from megatron.data.order.index_cache import wait_for_lock
 from megatron.errors import ConfigError, DataError
+from megatron.files.failures import storage_error
+from megatron.files.plain import read_plain_json
+from megatron.files.replacing import write_atomically
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
 ROBERTA_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -87,24 +88,27 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path, recip
         state = {"dataset": dataset, "tokenizer": tokenizer, "files": _states(inputs)}
         record = folder / _RECORD
         if record.is_file():
-            if json.loads(record.read_text()) == state:
+            if read_plain_json(record) == state:
                 return
             raise ConfigError(
                 f"{recipe.flag} {dataset} has changed since it was prepared in {folder}, which earlier experiments go "
-                f"on with. Begin in another {recipe.place}, or delete {folder} if none of them is to be continued."
+                f"on with. Begin in another {recipe.place}, or delete {folder} if none of them will be continued."
             )
+        log.doing(f"reading {dataset}")
         check_inputs(inputs, ("text",))
         log.info(f"preparing {dataset or 'the texts that come with Python'} in {folder}")
         inputs = _documents(inputs, folder, recipe)
         if tokenizer is None:
             tokenizer = str(folder / "tokenizer.json")
+            log.doing("learning a tokenizer from the text")
             _learn_tokenizer(inputs, Path(tokenizer), recipe, dataset or "the text that comes with Python")
+        log.doing("turning the text into tokens")
         choice = TokenizerChoice("HFTokenizer", None, None, tokenizer)
         options = EncodeOptions(choice, append_eod=recipe.append_eod, document_separator=_LINES)
         with _progress(inputs) as progress:
             result = preprocess(inputs, str(folder / "train"), options, 1, progress)
         warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
-        _write(record, json.dumps(state, indent=2).encode())
+        write_atomically(record, json.dumps(state, indent=2).encode())
 
 
 def _inputs(dataset: str | None, folder: Path, recipe: TextRecipe) -> tuple[str, ...]:
@@ -132,14 +136,14 @@ def _documents(inputs: tuple[str, ...], folder: Path, recipe: TextRecipe) -> tup
 
 def _states(inputs: tuple[str, ...]) -> list[list[str | int]]:
     """Name, size and time of the last change of every file."""
-    found: list[list[str | int]] = []
+    states: list[list[str | int]] = []
     for path in inputs:
         if os.path.exists(path):
             facts = os.stat(path)
-            found.append([path, facts.st_size, facts.st_mtime_ns])
+            states.append([path, facts.st_size, facts.st_mtime_ns])
         else:
-            found.append([path])
-    return found
+            states.append([path])
+    return states
 
 
 def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe, source: str) -> None:
@@ -154,14 +158,7 @@ def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe, so
             f"{source}: the text is too short to learn a tokenizer from. Give more of it "
             f"({recipe.flag}), or a --tokenizer."
         ) from failure
-    _write(path, byte_level_files(vocabulary, merges, recipe.special)["-tokenizer.json"])
-
-
-def _write(path: Path, content: bytes) -> None:
-    def write(stream: BinaryIO) -> None:
-        stream.write(content)
-
-    write_atomically(path, write)
+    write_atomically(path, byte_level_files(vocabulary, merges, recipe.special)["-tokenizer.json"])
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ only distribute them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from megatron.data.datasets.sample import Sample, SampleDataset
-from megatron.data.read_ahead import ReadAhead, Reading
+from megatron.data.read_ahead import PendingRead, ReadAhead
 from megatron.errors import ConfigError, DataError
 
 _Wanted = tuple[int, int, "int | None"]  # first sample, global batch size, and the sample where the data ends
@@ -33,7 +32,7 @@ class Batch:
         token_types: int64 [b, s], which part of its sample each token belongs to, or None if samples have no parts.
         predicted: int64 [b, m], the places of each sample that have a loss, in ascending order, filled up to the fixed
             m (`BatchOptions.predictions`) with place 0, which never has one; or None unless asked for.
-        swapped: int64 [b], 1 where the two parts of a sample stand in the wrong order, 0 where they do not and -1 where
+        swapped: int64 [b], 1 where the two parts of a sample are in the wrong order, 0 where they are not and -1 where
             a sample is padding; or None if samples have no such parts.
     """
 
@@ -47,15 +46,6 @@ class Batch:
     token_types: np.ndarray | None = None
     predicted: np.ndarray | None = None
     swapped: np.ndarray | None = None
-
-    def shortened(self, length: int) -> Batch:
-        """The batch with only the first `length` tokens of each sample; its labels still tell the token behind them."""
-        fields = ("tokens", "labels", "loss_mask", "segment_ids", "prefix_mask", "token_types")
-        arrays = {name: getattr(self, name) for name in fields}
-        return dataclasses.replace(
-            self,
-            **{name: np.ascontiguousarray(array[:, :length]) for name, array in arrays.items() if array is not None},
-        )
 
 
 @dataclass(frozen=True)
@@ -165,7 +155,7 @@ class MicroBatches:
 
     def _tokens(self, rows: Sequence[Sample], first: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels of samples. Shapes: both int64 [b, s]."""
-        text = np.stack([row.tokens for row in rows])  # [b, s + 1], or [b, s] beside labels
+        text = np.stack([row.tokens for row in rows])  # [b, s + 1], or [b, s] if they have labels
         labels = _stacked([row.labels for row in rows])
         self._check_ids(text, first)
         if labels is None:
@@ -185,7 +175,7 @@ class MicroBatches:
     def _sample(self, number: int) -> Sample:
         if number >= len(self.dataset):
             raise DataError(
-                f"Sample {number} was asked for, but {len(self.dataset)} samples are planned. "
+                f"Sample {number} was requested, but {len(self.dataset)} samples are planned. "
                 "Plan more (--train-iters or --train-samples) before training continues."
             )
         return self.dataset.read(number)
@@ -213,25 +203,25 @@ def _padding_like(row: Sample, token: int) -> Sample:
 
 def _stacked(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """A field of all samples, or None if they do not have it. Shapes: each [s]; result [b, s]."""
-    found = [array for array in arrays if array is not None]
-    return np.stack(found) if len(found) == len(arrays) else None
+    present = [array for array in arrays if array is not None]
+    return np.stack(present) if len(present) == len(arrays) else None
 
 
 def _stacked_orders(rows: Sequence[Sample], padding: int) -> np.ndarray | None:
     """Whether the parts of each sample are swapped, -1 for the last samples, which are padding."""
-    found = [row.is_swapped for row in rows if row.is_swapped is not None]
-    if not found:
+    orders = [row.is_swapped for row in rows if row.is_swapped is not None]
+    if not orders:
         return None
-    return np.array(found[: len(rows) - padding] + [-1] * padding, np.int64)
+    return np.array(orders[: len(rows) - padding] + [-1] * padding, np.int64)
 
 
 def _stacked_prefixes(rows: Sequence[Sample]) -> np.ndarray:
     """The prefix masks of samples; one without a mask has no prefix. Shapes: result bool [b, s]."""
-    found = np.zeros((len(rows), len(rows[0].tokens) - 1), np.bool_)
+    prefixes = np.zeros((len(rows), len(rows[0].tokens) - 1), np.bool_)
     for place, row in enumerate(rows):
         if row.prefix_mask is not None:
-            found[place] = row.prefix_mask
-    return found
+            prefixes[place] = row.prefix_mask
+    return prefixes
 
 
 def predicted_places(loss_mask: np.ndarray, most: int) -> np.ndarray:
@@ -241,7 +231,7 @@ def predicted_places(loss_mask: np.ndarray, most: int) -> np.ndarray:
         loss_mask: [b, s]; result: int64 [b, most].
 
     Raises:
-        DataError: a sample has more of them, or its first place is one, which stands for none.
+        DataError: a sample has more of them, or place 0, which means none, is one of them.
     """
     has_loss = loss_mask != 0
     counts = has_loss.sum(axis=1)
@@ -296,7 +286,7 @@ class BatchLoader:
         self.options = options or BatchOptions()
         self.ahead = ahead
         self.reads = reads
-        self._reading: Reading[Batch] | None = None
+        self._reading: PendingRead[Batch] | None = None
         self._expected: _Wanted | None = None
 
     def __enter__(self) -> BatchLoader:
@@ -328,6 +318,17 @@ class BatchLoader:
             batches = list(self._micro_batches(wanted))
         self._read_ahead((first_sample + global_batch_size, global_batch_size, stop_sample))
         return batches
+
+    def read_from(self, dataset: SampleDataset) -> None:
+        """Reads other samples from now on.
+
+        Raises:
+            StorageError: the thread that reads ahead ended.
+        """
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()
+        self.dataset = dataset
 
     def close(self) -> None:
         """Abandons what is being read ahead."""

@@ -27,20 +27,20 @@ class ReadAhead:
     """
 
     def __init__(self) -> None:
-        self._requests: SimpleQueue[Reading[Any] | None] = SimpleQueue()
+        self._requests: SimpleQueue[PendingRead[Any] | None] = SimpleQueue()
         self._started = _taken_lock()
         self._ended = _taken_lock()
         self._is_started = False
         self._is_usable = True
         self._failure: BaseException | None = None
 
-    def submit(self, source: Iterable[Item]) -> Reading[Item] | None:
+    def submit(self, source: Iterable[Item]) -> PendingRead[Item] | None:
         """Starts reading `source` in the thread; None if there is no thread to read it."""
         if not self._is_started:
             self._start()
         if not self._is_usable:
             return None
-        reading = Reading(self, source)
+        reading = PendingRead(self, source)
         self._requests.put(reading)
         return reading
 
@@ -96,7 +96,7 @@ class ReadAhead:
             self._ended.release()
 
 
-class Reading(Generic[Item]):
+class PendingRead(Generic[Item]):
     """An iterable that is being read by the thread."""
 
     def __init__(self, thread: ReadAhead, source: Iterable[Item]) -> None:

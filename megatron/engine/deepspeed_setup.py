@@ -18,6 +18,14 @@ from torch import nn
 from megatron import log
 from megatron.config import OptimConfig
 from megatron.device import Stopwatch
+from megatron.engine.deepspeed_internals import (
+    keep_on_device,
+    mark_parameter,
+    partition_of,
+    replaced_backend,
+    skip_shared_memory_build,
+)
+from megatron.engine.ds_config import offloaded_ratio, without_ratio
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
@@ -27,7 +35,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 from megatron.parallel.shard_spec import shard_spec_of
 
-# Stands for "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
+# Means "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
 _NO_CLIPPING = 1.0e30
 
 _PLACEHOLDER = "placeholder_"
@@ -49,9 +57,7 @@ _HARMLESS_WARNINGS = (
 
 def join_deepspeed() -> None:
     """Lets DeepSpeed use the process groups that the mesh opened; idempotent."""
-    # On the CPU, DeepSpeed would compile its shared-memory collectives here: half a minute, and an error without a
-    # compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    skip_shared_memory_build()
     for text in _HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
     with quiet():
@@ -62,7 +68,8 @@ def initialize(
     settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMesh, module: nn.Module, freezing: Freezing
 ) -> Any:
     """Wraps a module and its optimizer in a DeepSpeed engine."""
-    settings = dict(settings)
+    ratio = offloaded_ratio(settings["zero_optimization"])
+    settings = without_ratio(settings)
     stage = settings["zero_optimization"]["stage"]
     if stage == 0 and not settings["gradient_clipping"]:
         settings["gradient_clipping"] = _NO_CLIPPING
@@ -77,6 +84,8 @@ def initialize(
             mpu=None if mesh.pp.size > 1 else ModelParallelUnit(mesh),
             dist_init_required=False,
         )
+    if ratio < 1 and _is_offloaded(settings):
+        keep_on_device(engine.optimizer, ratio, mesh.device)
     log.info(
         f"DeepSpeed info: version={deepspeed.__version__}, engine={type(engine).__name__}, "
         f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={stage}"
@@ -107,7 +116,7 @@ def build_optimizer(
     *,
     is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer; collective over the pipeline stages.
+    """Builds the optimizer; collective over the ranks of a model copy.
 
     Parameters with the same weight decay and learning rate that are trained since the same update form a group:
     matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
@@ -122,20 +131,20 @@ def build_optimizer(
         ConfigError: the optimizer is unknown, or its implementation is not installed.
     """
     decays = (optim.weight_decay, 0.0)
-    found: dict[tuple[bool, float, int, bool], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[bool, float, int, bool], list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if not is_frozen(parameter):
             spec = shard_spec_of(parameter)
             name = getattr(parameter, "global_name", "")
             is_table = optim.use_bnb_optimizer and name.startswith("embedding.")
             key = (not spec.is_matrix, spec.lr_multiplier, freezing.began_at.get(name, 0), is_table)
-            found.setdefault(key, []).append(parameter)
+            by_kind.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": found[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
-        for key in sorted(found)
+        {"params": by_kind[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
+        for key in sorted(by_kind)
     ]
     if optim.use_bnb_optimizer:
-        for key, group in zip(sorted(found), groups, strict=True):
+        for key, group in zip(sorted(by_kind), groups, strict=True):
             group["keeps_float32"] = key[3]
     _add_placeholders(groups, module, mesh)
     rate = optim.lr or 0.0
@@ -166,25 +175,28 @@ def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> N
 
 def _add_placeholders(groups: list[dict[str, Any]], module: nn.Module, mesh: ParallelMesh) -> None:
     """Adds parameters of one element where DeepSpeed's optimizers need one and the layers have none; collective over
-    the pipeline stages.
+    the ranks of a model copy.
 
     They take one gradient norm per group over all stages, so every stage must have as many groups; a middle stage,
     without embeddings, may have fewer kinds of parameters, and one whose layers are all frozen has none. One of them
-    cannot take the norm of nothing, so every rank must count some gradient. The placeholder's is zero; it belongs to no
-    layer and is in no checkpoint.
+    cannot take the norm of nothing, so every rank must count some gradient. If one lacks that, all ranks of the copy
+    add a placeholder: it takes part in DeepSpeed's division among the data-parallel ranks, which must be the same
+    wherever a tensor-parallel group holds copies. The placeholder's gradient is zero; it belongs to no layer and is in
+    no checkpoint.
 
     Source: DeepSpeed `runtime/zero/stage_1_and_2.py`, `scaled_global_norm`, and `runtime/utils.py`,
     `get_global_norm_of_tensors`.
     """
     optimized = [parameter for group in groups for parameter in group["params"]]
     counts_some = any(shard_spec_of(parameter).is_counted(mesh) for parameter in optimized)
-    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in optimized)  # ZeRO-3 needs none
-    wanted = int(all_reduce_max(torch.tensor([len(groups)], device=mesh.device), mesh.pp))
-    for _ in range(len(groups), wanted):
+    is_partitioned = any(partition_of(parameter) is not None for parameter in optimized)  # ZeRO-3 needs none
+    lacks = bool(optimized) and not counts_some and not is_partitioned
+    own = torch.tensor([len(groups), lacks], dtype=torch.int64, device=mesh.device)
+    group_count, some_lack = all_reduce_max(own, mesh.model).tolist()
+    for _ in range(len(groups), group_count):
         kind = {"weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}
         groups.append({"params": [_placeholder(module)], **kind})
-        counts_some = True
-    if optimized and not counts_some and not is_partitioned:
+    if some_lack:
         groups[0]["params"].append(_placeholder(module))
 
 
@@ -192,7 +204,7 @@ def _placeholder(module: nn.Module) -> nn.Parameter:
     """A new parameter of one element that the gradient norm counts, outside all layers."""
     like = next(module.parameters())
     placeholder = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
-    placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
+    mark_parameter(placeholder, is_counted=True)
     number = sum(name.startswith(_PLACEHOLDER) for name, _ in module.named_parameters(recurse=False))
     module.register_parameter(f"{_PLACEHOLDER}{number}", placeholder)
     return placeholder
@@ -208,15 +220,11 @@ def zero_placeholder_gradients(module: nn.Module) -> None:
 @contextlib.contextmanager
 def timed_messages(stopwatch: Stopwatch | None) -> Iterator[None]:
     """Times what DeepSpeed sends and receives in the block: sends and receives of stages as "transfer"."""
-    backend = deepspeed.comm.comm.cdb
-    if stopwatch is None or backend is None:
+    if stopwatch is None:
         yield
         return
-    deepspeed.comm.comm.cdb = _TimedBackend(backend, stopwatch)
-    try:
+    with replaced_backend(lambda backend: _TimedBackend(backend, stopwatch)):
         yield
-    finally:
-        deepspeed.comm.comm.cdb = backend
 
 
 class _TimedBackend:
@@ -227,13 +235,13 @@ class _TimedBackend:
         self._stopwatch = stopwatch
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backend, name)
+        value = getattr(self._backend, name)
         if name not in _TRANSFERS and not name.startswith(_COLLECTIVES):
-            return found
+            return value
 
         def timed(*arguments: Any, **options: Any) -> Any:
             with self._stopwatch.running(TRANSFER if name in _TRANSFERS else ""):
-                return found(*arguments, **options)
+                return value(*arguments, **options)
 
         return timed
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config import RunConfig
@@ -12,6 +13,15 @@ from megatron.errors import ConfigError
 
 # We log progress ourselves, and DeepSpeed has no setting for "never print".
 _NEVER_PRINT_STEPS = 2**31 - 1
+
+# Elements of a sub-group on a rank where a share of the optimizer is offloaded, if the DeepSpeed file names no size:
+# DeepSpeed's own 1e9 would leave one to divide.
+SUB_GROUP_SIZE = 2**24
+
+# Settings that ZeRO stages 2 and 3 do not have, with the value that they have there.
+_OF_LOWER_STAGES: Mapping[str, Any] = types.MappingProxyType(
+    {"prescale_gradients": False, "gradient_predivide_factor": 1}
+)
 
 _SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -28,6 +38,8 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     problems = _loss_scale_problems(config)
     path = config.parallel.deepspeed_config
     extra = {} if path is None else read_settings(path)
+    if config.parallel.effective_zero_stage > max(1, config.parallel.zero_stage):
+        extra = {key: value for key, value in extra.items() if key not in _OF_LOWER_STAGES}
     problems += [
         *_accumulation_problems(config, extra),
         *_accumulation_dtype_problems(config, extra),
@@ -38,12 +50,39 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         raise ConfigError(problems)
     base = _base(config)
     older = extra.pop("bfloat16", {})
-    for done_here in ("curriculum_learning", "data_efficiency", "optimizer"):
-        extra.pop(done_here, None)  # DeepSpeed gets an optimizer, and samples of the length that they are to have
+    for done_here in ("curriculum_learning", "data_efficiency", "optimizer", "scheduler"):
+        # DeepSpeed gets an optimizer, the rate of each step, and samples of the length that they are to have
+        extra.pop(done_here, None)
     merged = _merge(base, {**extra, "bf16": {**older, **extra.get("bf16", {})}})
     for place in GOVERNED:
         _keep(merged, base, place)
+    if offloaded_ratio(merged["zero_optimization"]) < 1:
+        merged["zero_optimization"].setdefault("sub_group_size", SUB_GROUP_SIZE)
     return {key: value for key, value in merged.items() if value != {}}
+
+
+def offloaded_ratio(zero: Mapping[str, Any]) -> float:
+    """The share of the optimizer's state that is to be offloaded, of a `zero_optimization` section."""
+    return float((zero.get("offload_optimizer") or {}).get("ratio", 1.0))
+
+
+def without_ratio(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as DeepSpeed is to see them: everything is offloaded."""
+    zero = dict(settings["zero_optimization"])
+    if "offload_optimizer" in zero:
+        zero["offload_optimizer"] = {key: value for key, value in zero["offload_optimizer"].items() if key != "ratio"}
+    return {**settings, "zero_optimization": zero}
+
+
+def sub_groups_to_keep(sizes: Sequence[int], ratio: float) -> list[int]:
+    """The sub-groups that stay on the device: in order, as long as they fit into their share of all elements."""
+    room = (1.0 - ratio) * sum(sizes)
+    kept = []
+    for number, size in enumerate(sizes):
+        if size <= room:
+            kept.append(number)
+            room -= size
+    return kept
 
 
 def _loss_scale_problems(config: RunConfig) -> list[str]:
@@ -69,20 +108,32 @@ def _accumulation_dtype_problems(config: RunConfig, extra: Mapping[str, Any]) ->
 def _offload_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
     """Checks that the ZeRO stage has what is to be offloaded."""
     zero, stage = extra.get("zero_optimization", {}), config.parallel.effective_zero_stage
-    found = []
+    problems = []
     for least, name, older in ((1, "offload_optimizer", "cpu_offload"), (3, "offload_param", "cpu_offload_param")):
         if stage < least and (zero.get(name, {}).get("device", "none") != "none" or zero.get(older)):
-            found.append(
+            problems.append(
                 f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.{name}" is set there, but '
                 f"ZeRO stage {stage} divides nothing that could be offloaded. Use --zero-stage {least} or remove it."
             )
-    return found
+    ratio = offloaded_ratio(zero)
+    if ratio < 1 and 1 <= stage < 3:
+        problems.append(
+            f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.offload_optimizer.ratio" is '
+            f"{ratio:g} there, and ZeRO stage {stage} offloads the optimizer's state as a whole. Use --zero-stage 3 or "
+            "remove it."
+        )
+    if ratio < 1 and config.optim.use_bnb_optimizer:
+        problems.append(
+            f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.offload_optimizer.ratio" is '
+            f"{ratio:g} there, which does not go with --use-bnb-optimizer. Drop one of them."
+        )
+    return problems
 
 
 def _scaling_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
     """Checks that gradients are not to be scaled where DeepSpeed cannot."""
     path, stage = config.parallel.deepspeed_config, config.parallel.effective_zero_stage
-    usual = {"prescale_gradients": False, "gradient_predivide_factor": 1}
+    usual = _OF_LOWER_STAGES
     return [
         f'--deepspeed_config {path}: "{key}" is {json.dumps(extra[key])} there, which ZeRO stage {stage} does not '
         "support. Use --zero-stage 1 or remove it."
@@ -115,6 +166,7 @@ def _base(config: RunConfig) -> dict[str, Any]:
         "gradient_clipping": optim.clip_grad,
         "steps_per_print": _NEVER_PRINT_STEPS,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a step
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},

@@ -3,7 +3,7 @@
 In every layout, the loss is the sum of the token losses of the global batch divided by its number of counted tokens,
 plus, for objectives with a loss per sample, their sum divided by the number of samples. DeepSpeed averages over
 micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by (micro-batches * replicas / counted
-tokens), and that over samples by the same with their number.
+tokens), and the sum over samples by the same with their number.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.config import OptimConfig, PrecisionConfig
+from megatron.engine.deepspeed_internals import view_of, whole_numel
 from megatron.engine.deepspeed_setup import (
     initialize,
     join_deepspeed,
@@ -26,10 +27,9 @@ from megatron.engine.deepspeed_setup import (
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
-from megatron.engine.pipeline import StageHooks, announce_phases
-from megatron.engine.stage_build import build_module
+from megatron.engine.stage_build import StageHooks, announce_phases, build_module
 from megatron.engine.totals import StepResult, StepTotals
-from megatron.engine.update_gate import Decision, UpdateGate
+from megatron.engine.update_gate import StepFigures, UpdateDecision, UpdateGate
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerSpec, LayerStack
 from megatron.model.interface.step_context import StepSettings
@@ -37,9 +37,6 @@ from megatron.objective.base import Objective, Outputs
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.shard_spec import shard_spec_of
-
-# Attributes of DeepSpeed's dynamic loss scaler that change from step to step.
-_SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Engine:
@@ -52,12 +49,14 @@ class Engine:
         precision: dtype and loss scaling.
         mesh: the mesh, with its process groups open.
         settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
-        steps: settings shared by all micro-batches; its dtype is that of `precision`.
+        steps: settings shared by all micro-batches; its dtype is the one in `precision`.
         seed: seed of the initial parameter values.
         skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
         freezing: which parameters are not trained, or not since the beginning.
 
     Attributes:
+        deepspeed: DeepSpeed's engine.
+        view: the optimizer inside it.
         update_count: number of optimizer updates so far; Adam's bias correction depends on it.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
@@ -86,7 +85,6 @@ class Engine:
         self._totals = StepTotals({}, mesh.device)
         self._target_names: tuple[str, ...] = ()
         self._micro_batch_count = 1
-        self._last_norm: torch.Tensor | float = 0.0
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
         self._length: int | None = None
@@ -94,17 +92,16 @@ class Engine:
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks, freezing.frozen)
         self.deepspeed = initialize(settings, optim, mesh, self.module, freezing)
-        if self.zero_stage == 0:
-            self.deepspeed.clip_fp32_gradients = self._clip_gradients
+        self.view = view_of(self.deepspeed, self.zero_stage, mesh.gradient.rank, self._clip_gradients)
         if self.is_pipelined:
             announce_phases(self.deepspeed, self._enter)
         self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16)
-        self.gate.guard(self.deepspeed.optimizer, self.optimizer)
+        self.view.guard(self.gate.may_update, self.gate.is_left_behind)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The underlying torch optimizer, without DeepSpeed's wrapper."""
-        return self.deepspeed.basic_optimizer
+        return self.view.optimizer
 
     def before_update(self, work: Callable[[], None]) -> RemovableHandle:
         """Registers work to be done before each optimizer update that is applied; `remove()` of the result ends
@@ -123,7 +120,7 @@ class Engine:
         return self.module.stack if self.is_pipelined else self.module  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's layers, each once, without what the optimizer needed beside them."""
+        """The parameters of this rank's layers, each once, without placeholders of the optimizer."""
         return (parameter for parameter in self.stack.parameters() if hasattr(parameter, "global_name"))
 
     def counted_parameters(self) -> Iterator[tuple[LayerSpec, int, bool]]:
@@ -138,28 +135,22 @@ class Engine:
                 is_shared = id(parameter) in counted
                 counted.add(id(parameter))
                 if not is_shared and shard_spec_of(parameter).is_counted(self.mesh):
-                    yield spec, getattr(parameter, "ds_numel", parameter.numel()), not is_frozen(parameter)
+                    yield spec, whole_numel(parameter), not is_frozen(parameter)
 
     @property
     def loss_scale_state(self) -> dict[str, float]:
         """The dynamic loss scaler's state, for a checkpoint; empty outside fp16."""
-        scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
-        if not self.precision.fp16 or scaler is None:
-            return {}
-        return {name: getattr(scaler, name) for name in _SCALER_COUNTERS if hasattr(scaler, name)}
+        return self.view.loss_scale_state() if self.precision.fp16 else {}
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
         """Restores the loss scaler's state, so that a resumed run does not search for the scale (and skip steps)
         again.
         """
-        scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
-        if self.precision.fp16 and self.precision.loss_scale is None and scaler is not None:
-            for name in _SCALER_COUNTERS:  # nothing else of it may be set by a record
-                if name in state:
-                    setattr(scaler, name, state[name])
+        if self.precision.fp16 and self.precision.loss_scale is None:
+            self.view.restore_loss_scale(state)
 
     def expect_length(self, length: int) -> None:
-        """Tells the stages of a pipeline that the samples that follow have so many tokens: their buffers are for one
+        """Tells the stages of a pipeline that the samples that follow have this many tokens: their buffers are for one
         shape.
         """
         if self.is_pipelined and self._length not in (None, length):
@@ -175,7 +166,7 @@ class Engine:
             micro_batches: this rank's micro-batches of the global batch, the same number on every rank; None on a
                 pipeline stage that is neither the first nor the last.
             learning_rate: the learning rate of this step.
-            weight_decay: the weight decay of this step; that of the last one if left out.
+            weight_decay: the weight decay of this step; the last step's if left out.
         """
         count = len(micro_batches)
         deepspeed_samples = count * self.optim.micro_batch_size * self.mesh.gradient.size
@@ -194,29 +185,29 @@ class Engine:
             else:
                 self._train_plain(batches)
         skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()
-        self.update_count += int(not skipped and not self.gate.is_bad)
+        self.update_count += int(not skipped and not self.gate.is_dropped)
         return StepResult(
             self._totals.over_ranks(self.mesh),
             self.objective.metric_sizes,
-            gradient_norm=self._gradient_norm(),
+            gradient_norm=self.view.norm(),
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
             skipped=skipped,
-            is_spike=self.gate.decision is Decision.SPIKE,
+            is_spike=self.gate.decision is UpdateDecision.SPIKE,
             bad_in_a_row=self.gate.bad_in_a_row,
             loss_scale=self._loss_scale(),
         )
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch | None]) -> tuple[float, int]:
+    def evaluate(self, micro_batches: Sequence[MicroBatch | None]) -> tuple[float, float]:
         """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
         training.
         """
         loss_sum, tokens = self._evaluated(micro_batches)[:2].tolist()
-        return loss_sum, round(tokens)
+        return loss_sum, tokens
 
     def measure(self, micro_batches: Sequence[MicroBatch | None], objective: Objective) -> dict[str, torch.Tensor]:
         """The metrics of another objective over one global batch, equal on all ranks, without training.
 
-        The micro-batches of a call have the same shape, which need not be that of training.
+        The micro-batches of a call have the same shape, which may differ from the shape in training.
 
         Shapes: each metric `[n]` float64, on the CPU, with the `n` of `Objective.metric_sizes`.
         """
@@ -260,7 +251,8 @@ class Engine:
             tokens = sum(self.objective.token_count(batch) for batch in read)
             counted = torch.tensor([tokens, sum(len(batch.sample_ids) for batch in read)], dtype=torch.float64)
             counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.loss)
-            scales = (len(read) * mesh.gradient.size / counted.clamp(min=1.0)).to(torch.float32)
+            divisors = torch.where(counted > 0, counted, 1.0)  # without a counted token there is nothing to divide
+            scales = (len(read) * mesh.gradient.size / divisors).to(torch.float32)
         batches = [
             DeviceBatch.of(
                 batch,
@@ -310,29 +302,22 @@ class Engine:
     def _take_auxiliary(self, losses: AuxiliaryLosses) -> None:
         self._totals.add_auxiliary(losses.sums())
 
-    def _figures(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean loss and gradient norm of the step, when its gradients are complete."""
+    def _figures(self) -> StepFigures:
+        """What the step is judged by, when its gradients are complete."""
         loss_sum, tokens = self._totals.over_ranks(self.mesh)[:2]
-        norm = torch.as_tensor(self._gradient_norm(), dtype=torch.float64, device=self.mesh.device)
-        return loss_sum / tokens.clamp(min=1.0), norm.reshape(())
-
-    def _gradient_norm(self) -> torch.Tensor | float:
-        if self.zero_stage == 0:
-            return self._last_norm
-        norm = getattr(self.deepspeed.optimizer, "_global_grad_norm", None)
-        return float("nan") if norm is None else norm
+        norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
+        return StepFigures(torch.where(tokens > 0, loss_sum / tokens, loss_sum), norm.reshape(()), tokens)
 
     def _loss_scale(self) -> float:
-        return float(self.deepspeed.optimizer.cur_scale) if self.precision.fp16 else 1.0
+        return self.view.loss_scale() if self.precision.fp16 else 1.0
 
     def _backward_scale(self) -> float:
         """The factor by which DeepSpeed multiplies the loss of a micro-batch before backward."""
         return self._loss_scale() / self._micro_batch_count
 
-    def _clip_gradients(self) -> None:
-        """Clips by the true global gradient norm, replacing DeepSpeed's stage-0 clipping; does not synchronize.
-
-        DeepSpeed's norm counts a tied weight on both stages and omits the replicated parameters of later stages.
+    def _clip_gradients(self) -> torch.Tensor:
+        """Clips by the true global gradient norm, and returns it, in place of DeepSpeed's stage-0 clipping; does not
+        synchronize.
         """
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -340,10 +325,10 @@ class Engine:
             if parameter.grad is not None and shard_spec_of(parameter).is_counted(self.mesh):
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
         norm = all_reduce_sum(square, self.mesh.model).sqrt()
-        self._last_norm = norm
         limit = self.optim.clip_grad
         if limit > 0.0 and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1.0e-6)).clamp(max=1.0).to(torch.float32))
+        return norm
 
 
 def _pipeline_input(

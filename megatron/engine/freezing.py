@@ -36,7 +36,7 @@ class Freezing:
     began_at: Mapping[str, int] = field(default_factory=dict)
 
     def as_of(self, update_count: int) -> Freezing:
-        """The same for a checkpoint with so many updates, which may be older than the one this was made for."""
+        """The same for a checkpoint with this many updates, which may be older than the one this was made for."""
         return dataclasses.replace(
             self, began_at={name: min(count, update_count) for name, count in self.began_at.items()}
         )
@@ -68,8 +68,8 @@ def frozen_names(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str
         ConfigError: a pattern matches nothing, or all together match everything.
     """
     matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
-    problems = [_nothing_matched(pattern, names) for pattern, found in matched.items() if not found]
-    frozen = frozenset(name for found in matched.values() for name in found)
+    problems = [_nothing_matched(pattern, names) for pattern, hits in matched.items() if not hits]
+    frozen = frozenset(name for hits in matched.values() for name in hits)
     if names and len(frozen) == len(set(names)):
         problems.append(
             f"--freeze {printable(' '.join(patterns), 200, quoted=False)} matches all {len(frozen)} parameters of the "

@@ -5,9 +5,7 @@ Without these classes, DeepSpeed would create process groups of its own for ever
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.mesh import Axis, ParallelMesh
 
 # For the gradient norm, DeepSpeed counts every parameter on the first model-parallel rank, and on the others only those
 # marked as split. The engine marks exactly the parameters that each rank counts, so no rank may claim to be the first.
@@ -15,41 +13,26 @@ _NOT_FIRST_RANK = 1
 
 
 class ModelParallelUnit:
-    """Implements the methods that DeepSpeed calls on a Megatron `mpu`."""
+    """Has the methods that DeepSpeed calls on a Megatron `mpu`: `get_data_parallel_rank()` and so on."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
+        self._answer("model_parallel", mesh.model, _NOT_FIRST_RANK)
+        self._answer("data_parallel", mesh.gradient, mesh.gradient.rank)
 
-    def get_model_parallel_rank(self) -> int:
-        """Never 0, so that DeepSpeed counts only marked parameters; see `_NOT_FIRST_RANK`."""
-        return _NOT_FIRST_RANK
-
-    def get_model_parallel_world_size(self) -> int:
-        """Number of ranks that hold one model replica."""
-        return self._mesh.model.size
-
-    def get_model_parallel_group(self) -> Any:
-        """Process group of the ranks that hold one model replica."""
-        return self._mesh.model.group
-
-    def get_data_parallel_rank(self) -> int:
-        """Position among the ranks that average gradients."""
-        return self._mesh.gradient.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of ranks that average gradients."""
-        return self._mesh.gradient.size
-
-    def get_data_parallel_group(self) -> Any:
-        """Process group of the ranks that average gradients."""
-        return self._mesh.gradient.group
+    def _answer(self, name: str, axis: Axis, rank: int) -> None:
+        """Adds the methods that ask for the rank, the size and the process group of an axis."""
+        for noun, value in (("rank", rank), ("world_size", axis.size), ("group", axis.group)):
+            setattr(self, f"get_{name}_{noun}", lambda value=value: value)
 
 
 class PipelineGrid(ModelParallelUnit):
-    """Implements what DeepSpeed's pipeline engine uses of its `PipelineParallelGrid`."""
+    """Has what DeepSpeed's pipeline engine uses of its `PipelineParallelGrid`."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__(mesh)
+        self._answer("pipe_parallel", mesh.pp, mesh.pp.rank)
+        self._answer("slice_parallel", mesh.tp, _NOT_FIRST_RANK)
         self.global_rank = mesh.world.rank
         self.pipe_parallel_size = mesh.pp.size
         self.data_parallel_size = mesh.gradient.size
@@ -68,27 +51,3 @@ class PipelineGrid(ModelParallelUnit):
     def stage_to_global(self, stage_id: int) -> int:
         """The global rank of a stage of this rank's pipeline."""
         return self._mesh.pp.ranks[stage_id]
-
-    def get_pipe_parallel_rank(self) -> int:
-        """The stage of this rank."""
-        return self._mesh.pp.rank
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Number of stages."""
-        return self._mesh.pp.size
-
-    def get_pipe_parallel_group(self) -> Any:
-        """Process group of this rank's pipeline."""
-        return self._mesh.pp.group
-
-    def get_slice_parallel_rank(self) -> int:
-        """See `get_model_parallel_rank`."""
-        return _NOT_FIRST_RANK
-
-    def get_slice_parallel_world_size(self) -> int:
-        """Size of the tensor-parallel axis."""
-        return self._mesh.tp.size
-
-    def get_slice_parallel_group(self) -> Any:
-        """Process group of the tensor-parallel axis."""
-        return self._mesh.tp.group

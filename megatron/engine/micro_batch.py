@@ -16,7 +16,7 @@ from megatron.objective.base import Objective
 class MicroBatch(Protocol):
     """The part of a micro-batch that the engine reads itself; the rest only concerns the objective.
 
-    Beside `sample_ids` it has the arrays that `StepSettings.passed` names, as attributes of these names.
+    Besides `sample_ids`, it has the arrays that `StepSettings.passed` names, as attributes of these names.
 
     Shapes: sample_ids `[b]` int64; the others as in `StepContext`.
     """

@@ -1,11 +1,13 @@
 """Finds values that should be the same on several ranks and are not.
 
-Nothing keeps the copies of a norm on the ranks of a tensor-parallel group the same but that all of them compute the
-same; the same holds for the data-parallel copies of everything that ZeRO does not divide, and for the copies of the
-word embeddings on the first and the last stage. A flipped bit or a defect lets them drift apart, while the loss looks
-as before, and a checkpoint holds one rank's values.
+The copies of a norm on the ranks of a tensor-parallel group stay the same only because all of the ranks compute the
+same; so do the data-parallel copies of everything that ZeRO does not divide, and the copies of the word embeddings on
+the first and the last stage. After a flipped bit or a defect they drift apart, while the loss looks as before, and a
+checkpoint holds one rank's values.
 
-Copies are compared by digests: one all-reduce per group of ranks, and no values, unless digests differ.
+Copies are compared by digests, numbers that change with any single bit: one all-reduce per group of ranks, and no
+values, unless digests differ. Digests of the parts of a tensor add up to the digest of the whole, so that copies can be
+compared that ranks have divided differently among themselves.
 """
 
 from __future__ import annotations
@@ -18,18 +20,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megatron.engine.digest import CHUNK, Digester, comparable
+from megatron.engine.deepspeed_internals import is_whole, partition_of
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
-from megatron.engine.pipeline import StageModule
-from megatron.engine.state import moment_kinds, moments, slice_of, updates_weights_directly
+from megatron.engine.stage_build import StageModule
+from megatron.engine.state import moment_kinds, moments, part_of
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_gather_json, all_reduce_max, all_reduce_sum, broadcast
 from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
-# Of the differing tensors of a group of ranks, so many are compared by value, and those that differ most described.
+# Of the differing tensors of a group of ranks, this many are compared by value, and those that differ most described.
 _COMPARED, _DESCRIBED = 64, 3
+
+CHUNK = 1 << 18
+# Sums keep this many bits, so that the negative of a digest is one too.
+_KEPT = (1 << 62) - 1
+_WEIGHT, _CHUNK_WEIGHT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # any odd numbers
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -67,21 +75,22 @@ def find_differences(engine: Engine) -> list[str]:
     Returns:
         what differs between which ranks, the same on every rank; empty if nothing does.
     """
-    digester = Digester(engine.mesh.device)
+    digester = Digester()
     known: dict[tuple[str, Kind, int], torch.Tensor] = {}  # of values that are compared over several axes
     shared: dict[str, _Shared] = {}
     for axis, replica in replicas(engine):
         shared.setdefault(axis.name, _Shared(axis)).replicas.append(replica)
     # All ranks take the axes in the same order, so that none waits for a rank that waits for it.
     for _, copies in sorted(shared.items()):
-        _compare(copies, digester, known)
+        copies.digests = _digests(copies, digester, known, engine.mesh.device)
+        _compare(copies)
     control = engine.mesh.control
     differs = torch.tensor([any(copies.differing for copies in shared.values())], dtype=torch.int64)
     if not int(all_reduce_max(differs, control)):
         return []
     texts: list[str] = []
     for _, copies in sorted(shared.items()):
-        texts += _describe_all(copies)
+        texts += _describe_all(copies, engine.mesh.device)
     return list(dict.fromkeys(text for entry in all_gather_json(texts, control) for text in entry))
 
 
@@ -106,15 +115,15 @@ def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
 def _replicas_of(engine: Engine, parameter: nn.Parameter, axis: Axis, data: Axis) -> Iterator[Replica]:
     """What of a parameter the ranks of an axis hold copies of."""
     name: str = parameter.global_name  # type: ignore[attr-defined]
-    is_partitioned = hasattr(parameter, "ds_tensor")  # ZeRO-3
-    if is_partitioned and axis is not data:
-        yield Replica(name, "weight", parameter.ds_tensor.data)  # type: ignore[attr-defined]
-    elif not is_partitioned or parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
+    partition = partition_of(parameter)  # ZeRO-3
+    if partition is not None and axis is not data:
+        yield Replica(name, "weight", partition)
+    elif is_whole(parameter):
         yield Replica(name, "weight", parameter.data)
     if is_frozen(parameter):
         return
-    if updates_weights_directly(engine):
-        part = slice_of(engine, parameter)
+    if engine.view.is_direct:
+        part = part_of(engine, parameter)
         if part is not None:
             yield from (Replica(name, kind, values) for kind, values in moments(engine, part))
     elif axis is not data:
@@ -128,7 +137,7 @@ def _divided_replicas(engine: Engine, parameter: nn.Parameter, divided_over: Axi
         divided_over: as in `Replica`: the ranks of two pipeline stages divide their copies differently.
     """
     name: str = parameter.global_name  # type: ignore[attr-defined]
-    part = slice_of(engine, parameter)
+    part = part_of(engine, parameter)
     if part is not None:
         yield Replica(name, "master", part.values, part.first, divided_over)
         yield from (Replica(name, kind, values, part.first, divided_over) for kind, values in moments(engine, part))
@@ -137,19 +146,24 @@ def _divided_replicas(engine: Engine, parameter: nn.Parameter, divided_over: Axi
         yield from (Replica(name, kind, nothing, 0, divided_over) for kind in ("master", *moment_kinds(engine)))
 
 
-def _compare(copies: _Shared, digester: Digester, known: dict[tuple[str, Kind, int], torch.Tensor]) -> None:
-    """Finds the places of the replicas whose digests differ; collective over the axis.
+def _digests(
+    copies: _Shared, digester: Digester, known: dict[tuple[str, Kind, int], torch.Tensor], on_device: torch.device
+) -> torch.Tensor:
+    """The digests of the replicas, wherever their values are, on the device that messages leave from.
 
     Args:
         known: the digests of values that were compared before, by name, kind and place in memory.
     """
-    computed = []
     for replica in copies.replicas:
         key = replica.name, replica.kind, replica.values.data_ptr()
         if key not in known:
-            known[key] = digester.digest(replica.values, replica.first)
-        computed.append(known[key])
-    digests = torch.stack(computed)
+            known[key] = digester.digest(replica.values, replica.first).to(on_device)
+    return torch.stack([known[each.name, each.kind, each.values.data_ptr()] for each in copies.replicas])
+
+
+def _compare(copies: _Shared) -> None:
+    """Finds the places of the replicas whose digests differ; collective over the axis."""
+    digests = copies.digests
     divided = [place for place, replica in enumerate(copies.replicas) if replica.divided_over is not None]
     if divided:
         digests[divided] = all_reduce_sum(digests[divided], copies.replicas[divided[0]].divided_over or copies.axis)
@@ -158,25 +172,27 @@ def _compare(copies: _Shared, digester: Digester, known: dict[tuple[str, Kind, i
     copies.differing = (largest != -negated_smallest).nonzero().flatten().tolist()
 
 
-def _describe_all(copies: _Shared) -> list[str]:
-    """What differs most between the ranks of an axis, told by the first of them; collective over the axis.
+def _describe_all(copies: _Shared, on_device: torch.device) -> list[str]:
+    """What differs most between the ranks of an axis, on the first of them; collective over the axis.
 
     A difference spreads to other parameters within a step, so the one that differs most is likely where it began.
     """
     texts = []
     for place in copies.differing[:_COMPARED]:
-        texts.append(_describe(copies.replicas[place], int(copies.digests[place]), copies.axis))
+        texts.append(_describe(copies.replicas[place], int(copies.digests[place]), copies.axis, on_device))
     texts = sorted(texts, reverse=True, key=lambda entry: entry[0])[:_DESCRIBED]
-    told = [text for _, text in texts]
-    left = len(copies.differing) - len(told)
+    described = [text for _, text in texts]
+    left = len(copies.differing) - len(described)
     if left > 0:
-        told.append(f"{left} more tensors differ between ranks {_listed(copies.axis.ranks)}")
-    return told if copies.axis.rank == 0 else []
+        described.append(f"{left} more tensors differ between ranks {_listed(copies.axis.ranks)}")
+    return described if copies.axis.rank == 0 else []
 
 
-def _describe(replica: Replica, digest: int, axis: Axis) -> tuple[float, str]:
+def _describe(replica: Replica, digest: int, axis: Axis, on_device: torch.device) -> tuple[float, str]:
     """How much the copies of one replica differ, and who holds what; collective over the axis."""
-    difference = _difference_to_first(replica.values, axis) if replica.divided_over is None else None
+    extents = all_gather_json([replica.first, replica.values.numel()], axis)
+    is_comparable = replica.divided_over is None and all(extent == extents[0] for extent in extents)
+    difference = _difference_to_first(replica.values, axis, on_device) if is_comparable else None
     rows = all_gather_json([digest, None if difference is None else dataclasses.astuple(difference)], axis)
     holders: dict[int, list[int]] = {}
     for rank, (held, _) in zip(axis.ranks, rows, strict=True):
@@ -188,17 +204,17 @@ def _describe(replica: Replica, digest: int, axis: Axis) -> tuple[float, str]:
     text = f"{replica.name} ({replica.kind}): by digest, {shown}"
     for rank, (_, fields) in zip(axis.ranks, rows, strict=True):
         if fields is not None:
-            found = _Difference(*fields)
-            return found.ratio, (
-                f"{text}; {found.count} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and "
-                f"rank {rank}, the first at {found.place}: {found.first_value} and {found.own_value}"
+            gap = _Difference(*fields)
+            return gap.ratio, (
+                f"{text}; {gap.count} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and "
+                f"rank {rank}, the first at {gap.place}: {gap.first_value} and {gap.own_value}"
             )
     return 0.0, text
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """How a copy differs from that of the first rank of the axis: the number of elements, and one of them.
+    """How a copy differs from the first rank's on the axis: the number of elements, and one of them.
 
     Attributes:
         ratio: the largest difference of an element, in times of the largest value; infinite if one is not finite.
@@ -211,24 +227,81 @@ class _Difference:
     ratio: float
 
 
-def _difference_to_first(values: torch.Tensor, axis: Axis) -> _Difference | None:
+def _difference_to_first(values: torch.Tensor, axis: Axis, on_device: torch.device) -> _Difference | None:
     """The difference of this rank's copy, None if there is none; collective over the axis."""
-    found: _Difference | None = None
+    difference: _Difference | None = None
     for number, chunk in enumerate(values.detach().view(-1).split(CHUNK)):
-        reference = broadcast(chunk.clone(), axis)
+        reference = broadcast(chunk.to(on_device, copy=True), axis).to(chunk.device)
         differs = (reference.view(torch.uint8) != chunk.view(torch.uint8)).view(len(chunk), -1).any(dim=1)
         count = int(differs.sum())
         if not count:
             continue
         gap = float((reference.double() - chunk.double()).abs().max() / reference.double().abs().max().clamp(min=1e-38))
         ratio = gap if math.isfinite(gap) else math.inf
-        if found is None:
+        if difference is None:
             first = int(differs.nonzero()[0])
             shown = repr(reference[first].item()), repr(chunk[first].item())
-            found = _Difference(0, number * CHUNK + first, *shown, ratio)
-        found = dataclasses.replace(found, count=found.count + count, ratio=max(found.ratio, ratio))
-    return found
+            difference = _Difference(0, number * CHUNK + first, *shown, ratio)
+        total, largest = difference.count + count, max(difference.ratio, ratio)
+        difference = dataclasses.replace(difference, count=total, ratio=largest)
+    return difference
 
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+class Digester:
+    """Computes digests, each on the device of its tensor: an optimizer's state may be in the memory of the host.
+
+    An element counts as its bits, read as an integer, times an odd number that depends on its position, all modulo
+    2^64. So a single bit changes the digest for certain, and other changes hardly ever leave it the same.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def digest(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The digest of a tensor or of a part of one; does not synchronize.
+
+        Args:
+            values: contiguous elements of at most four bytes.
+            first: position of the first of them in the whole tensor.
+
+        Shapes: result `[]` int64, on the device of the values.
+        """
+        weights, all_products = self._on(values.device)
+        bits = values.detach().view(-1).view(_INTEGERS[values.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=bits.device)
+        done = 0
+        while done < len(bits):
+            chunk, offset = divmod(first + done, CHUNK)
+            count = min(CHUNK - offset, len(bits) - done)
+            products = all_products[:count]
+            torch.mul(bits[done : done + count], weights[offset : offset + count], out=products)
+            total += products.sum() * _signed(pow(_CHUNK_WEIGHT, chunk + 1, 1 << 64))
+            done += count
+        return total
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers by which elements are multiplied on a device, and room for their products."""
+        if device not in self._buffers:
+            positions = torch.arange(CHUNK, dtype=torch.int64, device=device)
+            mixed = (2 * positions + 1) * _signed(_WEIGHT)
+            weights = (mixed ^ (mixed >> 31)) | 1  # not linear in the position, so that errors do not cancel in rows
+            self._buffers[device] = weights, torch.empty_like(weights)
+        return self._buffers[device]
+
+
+def comparable(digests: torch.Tensor) -> torch.Tensor:
+    """Sums of digests in the form in which ranks compare them: not negative, and so that their negatives exist.
+
+    Shapes: `[...]` int64.
+    """
+    return digests & _KEPT
+
+
+def _signed(number: int) -> int:
+    """A whole number modulo 2^64, as an int64 holds it."""
+    number %= 1 << 64
+    return number - (1 << 64) if number >= 1 << 63 else number

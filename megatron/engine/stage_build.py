@@ -1,25 +1,118 @@
-"""Builds this rank's module from the list of layers, initializes it, and sets the attributes that DeepSpeed reads."""
+"""Builds this rank's part of a network from the list of layers, initializes it, and shapes it for DeepSpeed.
+
+Between pipeline stages only tensors are exchanged: only here is a `StepContext` turned into tensors and back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.pipe import schedule
 from torch import nn
 
+from megatron.engine.deepspeed_internals import BuiltStage, call_before_instructions, mark_parameter, partition_of
 from megatron.engine.deepspeed_setup import quiet
 from megatron.engine.freezing import freeze, is_frozen
 from megatron.engine.grid import ModelParallelUnit
-from megatron.engine.pipeline import StageHooks, StageModule
 from megatron.engine.stages import stage_bounds
+from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerSpec, LayerStack, build_layer
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import shard_spec_of
+
+# What each instruction of a pipeline schedule does.
+_PHASES = {
+    schedule.LoadMicroBatch: "forward",
+    schedule.ForwardPass: "forward",
+    schedule.BackwardPass: "backward",
+    schedule.SendActivation: "p2p",
+    schedule.RecvActivation: "p2p",
+    schedule.SendGrad: "p2p",
+    schedule.RecvGrad: "p2p",
+    schedule.ReduceGrads: "step",
+    schedule.ReduceTiedGrads: "step",
+    schedule.OptimizerStep: "step",
+}
+
+
+@dataclass(frozen=True)
+class StageHooks:
+    """The engine's callbacks for a pipeline stage.
+
+    Attributes:
+        loss: computes the loss of a micro-batch from its outputs and targets.
+        backward_scale: returns the factor by which the loss is multiplied before backward.
+        take_auxiliary: receives the losses that layers added in a forward pass.
+    """
+
+    loss: Callable[..., torch.Tensor]
+    backward_scale: Callable[[], float]
+    take_auxiliary: Callable[[AuxiliaryLosses], None]
+
+
+class StageModule(BuiltStage):
+    """A stack of layers as a `PipelineModule`.
+
+    The first stage takes `(*inputs, *StepContext.tensors)`, stages send `(hidden, *StepContext.tensors)` to the next
+    one, and the last returns the outputs, which may be several tensors.
+
+    Args:
+        stack: the layers of this stage.
+        hooks: the engine's callbacks.
+        tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        mesh: ParallelMesh,
+        settings: StepSettings,
+        hooks: StageHooks,
+        tied: list[tuple[nn.Parameter, Axis]],
+    ) -> None:
+        super().__init__(mesh, hooks.loss)
+        self.stack = stack
+        self.settings = settings
+        self._hooks = hooks
+        self._tied = tied
+        self._is_last = mesh.is_last_stage
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Runs the stage on the output of the data loader or of the previous stage."""
+        own, passed = inputs[: -self.settings.tensor_count], inputs[-self.settings.tensor_count :]
+        context = self.settings.context_of(passed, backward_scale=self._hooks.backward_scale())
+        hidden = self.stack(own[0] if len(own) == 1 else own, context)
+        self._hooks.take_auxiliary(context.auxiliary)
+        if self._is_last:
+            return hidden
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # all before it is frozen, and the engine runs a backward pass from it
+        return hidden, *context.tensors
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""
+        return [(weight, axis.group) for weight, axis in self._tied if not is_frozen(weight)]
+
+    def tied_weights(self) -> list[nn.Parameter]:
+        """The weights that another stage also holds."""
+        return [weight for weight, _ in self._tied]
+
+
+def announce_phases(engine: Any, on_phase: Callable[[str], None]) -> None:
+    """Makes one pipeline engine call `on_phase` before each instruction of its schedule."""
+
+    def announce(instruction: type) -> None:
+        if instruction in _PHASES:
+            on_phase(_PHASES[instruction])
+
+    call_before_instructions(engine, announce)
 
 
 def build_module(
@@ -83,9 +176,8 @@ def _partitioned_stack(
     with quiet():
         stack = LayerStack(specs, build=build)
     for parameter in stack.parameters():
-        spec = shard_spec_of(parameter)
-        if spec.is_matrix:
-            part = parameter.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
+        spec, part = shard_spec_of(parameter), partition_of(parameter)
+        if spec.is_matrix and part is not None:
             name: str = parameter.global_name  # type: ignore[attr-defined]
             first, kernel = mesh.gradient.rank * part.numel(), mesh.kernels.initial_values
             draw_weights_(part, spec, seed, name, first=first, implementation=kernel)
@@ -99,8 +191,7 @@ def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
     """
     for parameter in stack.parameters():
         spec = shard_spec_of(parameter)
-        parameter.tensor_model_parallel = spec.is_counted(mesh)  # type: ignore[attr-defined]
-        parameter.ds_pipe_replicated = spec.is_tied_copy  # type: ignore[attr-defined]
+        mark_parameter(parameter, is_counted=spec.is_counted(mesh), is_tied_copy=spec.is_tied_copy)
         for axis in () if is_frozen(parameter) else spec.summed_over:
             if axis.size > 1:
                 parameter.register_hook(_summing_over(axis))

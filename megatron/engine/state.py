@@ -1,9 +1,8 @@
 """The weights and optimizer moments inside DeepSpeed, as named pieces.
 
 `held_parts` finds for every local parameter which flat range of it this rank holds and where its values are: of a
-trained one the fp32 master weight and the moments, for every optimizer that DeepSpeed may return; of a frozen one the
-weight that the network computes with. Saving and loading both build on it. The base optimizer's state is accessed
-directly, so nothing depends on DeepSpeed's linking of fragments, which covers only the first parameter group.
+trained one the fp32 master weight and the moments, wherever DeepSpeed's optimizer has them; of a frozen one the weight
+that the network computes with. Saving and loading both build on it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.engine.deepspeed_internals import MasterSlice, partition_of, whole_numel
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
 from megatron.kernels.optimizer import count_updates, moment
@@ -40,6 +39,7 @@ class HeldPart:
         values: the part's weight, 1-D; of a trained parameter in fp32, a view into the optimizer.
         is_counted: whether this rank, among those that hold the part, writes it to a checkpoint.
         is_shared: whether every data-parallel rank holds the part, so that they divide the writing.
+        master: where the optimizer has the part; None for a frozen parameter.
     """
 
     name: str
@@ -48,6 +48,7 @@ class HeldPart:
     values: torch.Tensor
     is_counted: bool
     is_shared: bool
+    master: MasterSlice | None
 
     @cached_property
     def numel(self) -> int:
@@ -57,19 +58,6 @@ class HeldPart:
     def key(self, kind: Kind) -> PieceKey:
         """The layout-free description of the part."""
         return PieceKey.of(self.spec, self.name, kind, self.first, self.first + self.numel)
-
-
-@dataclass(frozen=True)
-class OptimizerSlice(HeldPart):
-    """The part of one parameter that this rank updates.
-
-    Attributes:
-        flat: the tensor that the torch optimizer updates; the key of its state.
-        offset: offset of the part in `flat`.
-    """
-
-    flat: torch.Tensor
-    offset: int
 
 
 def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tuple[PieceKey, torch.Tensor]]:
@@ -86,7 +74,7 @@ def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:
     """How many bytes the values of `owned_pieces` take; known before any moment exists."""
     moment_count = len(moment_kinds(engine)) if with_optimizer else 0
     return sum(
-        (last - first) * part.values.element_size() * (1 + (moment_count if isinstance(part, OptimizerSlice) else 0))
+        (last - first) * part.values.element_size() * (1 if part.master is None else 1 + moment_count)
         for part, first, last in _owned_parts(engine)
     )
 
@@ -98,7 +86,8 @@ def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
             continue
         first, last = 0, part.numel
         if part.is_shared:
-            first, last = _share(part.numel, engine.mesh.gradient.rank, engine.mesh.gradient.size)
+            rank, size = engine.mesh.gradient.rank, engine.mesh.gradient.size
+            first, last = part.numel * rank // size, part.numel * (rank + 1) // size
         if first < last:
             yield part, first, last
 
@@ -129,78 +118,35 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
     """
     engine.update_count = update_count or 0
     engine.freezing = engine.freezing.as_of(engine.update_count)
-    for part in optimizer_slices(engine):
-        count_updates(engine.optimizer, part.flat, engine.update_count - engine.freezing.began_at.get(part.name, 0))
-    wrapper = engine.deepspeed.optimizer
-    if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-        _refresh_stage_three(wrapper)
-    elif hasattr(wrapper, "update_lp_params"):
-        wrapper.update_lp_params()
+    for part in held_parts(engine):
+        if part.master is not None:
+            updates = engine.update_count - engine.freezing.began_at.get(part.name, 0)
+            count_updates(engine.optimizer, part.master.flat, updates)
+    engine.view.refresh_weights()
 
 
 def held_parts(engine: Engine) -> Iterator[HeldPart]:
-    """Yields the parts of the local parameters in a fixed order, those of frozen ones included."""
-    for parameter in engine.parameters():
-        part = _frozen_part(engine, parameter) if is_frozen(parameter) else slice_of(engine, parameter)
-        if part is not None:
-            yield part
+    """Yields the parts of the local parameters in a fixed order, including frozen ones."""
+    return (part for parameter in engine.parameters() if (part := part_of(engine, parameter)) is not None)
 
 
-def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
-    """Yields the slices of the local parameters in a fixed order."""
-    return (part for parameter in engine.parameters() if (part := slice_of(engine, parameter)) is not None)
-
-
-def slice_of(engine: Engine, parameter: nn.Parameter) -> OptimizerSlice | None:
-    """The slice of a local parameter; None if this rank updates nothing of it."""
-    if is_frozen(parameter):
+def part_of(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
+    """What this rank holds of a local parameter, if anything: what it updates, or of a frozen one its partition under
+    ZeRO-3, else all of it.
+    """
+    spec, mesh, partition = shard_spec_of(parameter), engine.mesh, partition_of(parameter)
+    master = None if is_frozen(parameter) else engine.view.slice_of(parameter)
+    if master is not None:
+        first, values, is_shared = master.first, master.values, engine.view.is_direct
+    elif not is_frozen(parameter):
         return None
-    wrapper = engine.deepspeed.optimizer
-    found: tuple[int, torch.Tensor, torch.Tensor, int] | None
-    if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-        found = _stage_three_slice(engine, wrapper, parameter)
-    elif updates_weights_directly(engine):
-        found = (0, parameter.data.view(-1), parameter, 0)
+    elif partition is None:
+        first, values, is_shared = 0, parameter.data.view(-1), True
     else:
-        found = _partitioned_slice(engine, parameter)
-    if found is None:
-        return None
-    first, values, flat, offset = found
-    return OptimizerSlice(
-        **_place(engine, parameter),
-        first=first,
-        values=values,
-        is_shared=updates_weights_directly(engine),
-        flat=flat,
-        offset=offset,
-    )
-
-
-def _frozen_part(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
-    """What this rank holds of a frozen parameter: its partition under ZeRO-3, else all of it."""
-    if not hasattr(parameter, "ds_tensor"):
-        return HeldPart(**_place(engine, parameter), first=0, values=parameter.data.view(-1), is_shared=True)
-    partition = parameter.ds_tensor.data.view(-1)
-    first = engine.mesh.gradient.rank * partition.numel()
-    held = max(0, min(partition.numel(), parameter.ds_numel - first))  # type: ignore[attr-defined]
-    if not held:
-        return None
-    return HeldPart(**_place(engine, parameter), first=first, values=partition[:held], is_shared=False)
-
-
-def _place(engine: Engine, parameter: nn.Parameter) -> dict[str, Any]:
-    """Which parameter it is, and whether this rank accounts for it."""
-    spec = shard_spec_of(parameter)
-    return {
-        "name": parameter.global_name,  # type: ignore[attr-defined]
-        "spec": spec,
-        "is_counted": spec.is_counted(engine.mesh),
-    }
-
-
-def updates_weights_directly(engine: Engine) -> bool:
-    """Whether the optimizer updates the network's own weights, all of them on every data-parallel rank (ZeRO 0)."""
-    return engine.deepspeed.optimizer is engine.optimizer
+        first, is_shared = mesh.gradient.rank * partition.numel(), False
+        values = partition[: max(0, whole_numel(parameter) - first)]
+    name: str = parameter.global_name  # type: ignore[attr-defined]
+    return HeldPart(name, spec, first, values, spec.is_counted(mesh), is_shared, master)
 
 
 def moment_kinds(engine: Engine) -> tuple[Kind, ...]:
@@ -208,61 +154,21 @@ def moment_kinds(engine: Engine) -> tuple[Kind, ...]:
     return tuple(_MOMENTS[engine.optim.optimizer])
 
 
-def moments(engine: Engine, part: OptimizerSlice) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The moments of a slice; missing ones are created as zeros."""
-    state = engine.optimizer.state[part.flat]
-    length = part.values.numel()
+def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor]]:
+    """The moments of a part, none for a frozen parameter; missing ones are created as zeros."""
+    if part.master is None:
+        return
+    flat, offset = part.master.flat, part.master.offset
+    state = engine.optimizer.state[flat]
     if engine.optim.optimizer == "adam" and "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=part.flat.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
     for kind, name in _MOMENTS[engine.optim.optimizer].items():
-        yield kind, moment(engine.optimizer, part.flat, name).view(-1).narrow(0, part.offset, length)
-
-
-def _partitioned_slice(engine: Engine, parameter: nn.Parameter) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
-    """ZeRO-1/2 and the BF16 optimizer: one flat fp32 partition per parameter group, split over the data-parallel
-    ranks.
-    """
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:
-        return None
-    flat = engine.optimizer.param_groups[mapping.param_group_index]["params"][0]
-    address = mapping.hp_fragment_address
-    master = flat.data.narrow(0, address.start, address.numel)
-    return mapping.lp_fragment_address.start, master, flat, address.start
-
-
-def _stage_three_slice(
-    engine: Engine, wrapper: object, parameter: nn.Parameter
-) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
-    """ZeRO-3: every parameter is split into equal, padded parts; sub-groups hold the fp32 parts consecutively."""
-    group, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
-    flat = wrapper.fp32_partitioned_groups_flat[group]  # type: ignore[attr-defined]
-    first = engine.mesh.gradient.rank * length
-    held = max(0, min(length, parameter.ds_numel - first))  # type: ignore[attr-defined]
-    return (first, flat.data.narrow(0, offset, held), flat, offset) if held else None
-
-
-def _refresh_stage_three(wrapper: object) -> None:
-    """Copies the fp32 parts into the model's partitions and into the persistent parameters, which every rank keeps
-    whole.
-    """
-    for group, flat in enumerate(wrapper.fp32_partitioned_groups_flat):  # type: ignore[attr-defined]
-        for parameter in wrapper.fp16_groups[group]:  # type: ignore[attr-defined]
-            _, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
-            parameter.ds_tensor.data.copy_(flat.data.narrow(0, offset, length))
-    persistent = wrapper.persistent_parameters  # type: ignore[attr-defined]
-    if persistent:
-        persistent[0].partition(persistent)
-        persistent[0].all_gather(persistent)
+        yield kind, moment(engine.optimizer, flat, name).view(-1).narrow(0, offset, part.values.numel())
 
 
 def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
     """The weight or master weight of a part, then its moments."""
-    is_trained = isinstance(part, OptimizerSlice)
-    yield "master" if is_trained and engine.precision.dtype_name != "float32" else "weight", part.values
-    if with_optimizer and isinstance(part, OptimizerSlice):
+    is_master = part.master is not None and engine.precision.dtype_name != "float32"
+    yield "master" if is_master else "weight", part.values
+    if with_optimizer:
         yield from moments(engine, part)
-
-
-def _share(length: int, rank: int, size: int) -> tuple[int, int]:
-    return length * rank // size, length * (rank + 1) // size

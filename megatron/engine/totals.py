@@ -68,7 +68,7 @@ class StepResult:
             skipped: whether the update was skipped because an fp16 gradient overflowed.
             is_spike: whether the update was skipped because loss or norm were far above the recent ones.
             bad_in_a_row: number of consecutive steps, this one included, whose update was skipped because loss or norm
-                were not finite or a spike; 0 if that of this one was not.
+                were not finite or a spike; 0 if this step's was not.
             loss_scale: the loss scale (1 outside fp16).
     """
 
@@ -94,10 +94,10 @@ class StepResult:
         self._figures = device.HostCopy(torch.cat([sums, norm]))
 
     @property
-    def loss(self) -> float:
-        """Mean loss per counted token of the global batch, in nats."""
+    def loss(self) -> float | None:
+        """Mean loss per counted token of the global batch, in nats; None if no token counts."""
         loss_sum, tokens = self._figures.read()[:2].tolist()
-        return loss_sum / max(tokens, 1.0)
+        return None if tokens == 0 else loss_sum / tokens
 
     @property
     def token_count(self) -> int:

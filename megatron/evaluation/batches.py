@@ -36,7 +36,7 @@ class QueryBatch:
 class Answers:
     """A log-probability and a greedy token for every target of all queries.
 
-    Whoever does not know a value leaves it 0, so ranks and pipeline stages add their vectors.
+    A rank that does not know a value leaves it 0, so the vectors of all ranks and pipeline stages are added.
 
     Shapes: logprobs float64 and predicted int64, each `[targets of all queries]`.
     """

@@ -1,7 +1,7 @@
 """Whether one checkpoint is better than another on the same items, or only luckier.
 
 The two sets of results are paired by item, which removes what makes items easy or hard for both. Metrics of 0 and 1
-are tested exactly, by the items that only one of the two answered rightly; all others by random changes of sign. The
+are tested exactly, by the items that only one of the two answered correctly; all others by random changes of sign. The
 interval of a difference comes from drawing items with replacement. Every draw depends on the seed alone.
 """
 
@@ -37,7 +37,7 @@ class Resampling:
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """A metric of two checkpoints on the same items.
 
     Attributes:
@@ -47,8 +47,8 @@ class Difference:
         adjusted_p_value: the same, corrected for the number of metrics that are compared at once.
         test: "McNemar" or "signs".
         items: number of items.
-        only_first, only_second: of a metric of 0 and 1, items that only one of the two answered rightly; else items on
-            which it was better.
+        only_first, only_second: of a metric of 0 and 1, items that only one of the two answered correctly; else items
+            on which it was better.
     """
 
     task: str
@@ -78,7 +78,7 @@ class Difference:
 
 def compare_results(
     first: Mapping[str, Any], second: Mapping[str, Any], resampling: Resampling = Resampling()
-) -> list[Difference]:
+) -> list[MetricDifference]:
     """Compares the tasks that two files of results have in common, in the order of the first.
 
     Args:
@@ -92,9 +92,11 @@ def compare_results(
     if not pairs:
         names = " and ".join(", ".join(map(_name, _tasks(one))) or "none" for one in (first, second))
         raise DataError(f"The two results have no task in common (tasks with results: {names}).")
-    found = [difference for one, other in pairs for difference in _compared(one, other, resampling)]
-    adjusted = holm([difference.p_value for difference in found])
-    return [replace(difference, adjusted_p_value=value) for difference, value in zip(found, adjusted, strict=True)]
+    differences = [difference for one, other in pairs for difference in _compared(one, other, resampling)]
+    adjusted = holm([difference.p_value for difference in differences])
+    return [
+        replace(difference, adjusted_p_value=value) for difference, value in zip(differences, adjusted, strict=True)
+    ]
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -155,7 +157,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def comparison_lines(differences: Sequence[Difference], resampling: Resampling) -> list[str]:
+def comparison_lines(differences: Sequence[MetricDifference], resampling: Resampling) -> list[str]:
     """The comparison as a table."""
     percent = f"{100 * resampling.confidence:g} % interval"
     rows = [("task", "metric", "A", "B", "B - A", percent, "A/B only", "p", "p (Holm)", "")]
@@ -185,7 +187,9 @@ def _name(task: Mapping[str, Any]) -> str:
     return printable(str(task.get("name")), quoted=False)
 
 
-def _compared(first: Mapping[str, Any], second: Mapping[str, Any], resampling: Resampling) -> Iterator[Difference]:
+def _compared(
+    first: Mapping[str, Any], second: Mapping[str, Any], resampling: Resampling
+) -> Iterator[MetricDifference]:
     name, pair = _name(first), (first["per_item"], second["per_item"])
     _check_same_items(name, *pair)
     if all("nats" in item and "tokens" in item for items in pair for item in items):
@@ -226,14 +230,14 @@ def _numbers(name: str, items: Sequence[Mapping[str, Any]], key: str) -> np.ndar
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise DataError(
                 f"The item {printable(item.get('item'))} of task {name} has {printable(value)} as {key}, "
-                "which is no finite number and cannot be compared."
+                "which is not a finite number and cannot be compared."
             )
     return np.array([float(item[key]) for item in items])
 
 
 def _difference(
     task: str, metric: str, first: np.ndarray, second: np.ndarray, weights: np.ndarray, resampling: Resampling
-) -> Difference:
+) -> MetricDifference:
     """Compares the values of one metric. Shapes: first, second and weights `[n]`."""
     gain, total = second - first, math.fsum(weights)
     is_binary = bool(np.isin(np.concatenate([first, second]), (0.0, 1.0)).all())
@@ -241,7 +245,7 @@ def _difference(
     only_second = int(favours_second.sum())
     only_first = int((gain != 0).sum()) - only_second
     low, high = bootstrap_interval(gain, weights, resampling)
-    return Difference(
+    return MetricDifference(
         task=task,
         metric=metric,
         first=math.fsum(first) / total,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.prompts import encode_continuation
+from megatron.tokenizers.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # called with the queries scored so far, and all of them
 
@@ -93,3 +95,42 @@ def check_queries(queries: Sequence[Query], max_length: int, vocab_size: int) ->
                 f"query {number} has the token {unknown}, and the vocabulary has {vocab_size} entries. Encode it with "
                 "the tokenizer of the network."
             )
+
+
+def continuation_query(tokenizer: Tokenizer, context: str, continuation: str, max_length: int, place: str) -> Query:
+    """Asks for the probability of a continuation, whose tokens `encode_continuation` gives.
+
+    A context that is too long loses its first tokens.
+
+    Args:
+        max_length: the most tokens of a query (`Scorer.max_length`).
+        place: file and line of the item, for messages.
+
+    Raises:
+        DataError: the continuation is empty or longer than the network's positions, or nothing stands before it.
+    """
+    tokens, first_target = encode_continuation(tokenizer, context, continuation)
+    return bounded_query(tokenizer, tokens, first_target, max_length, place)
+
+
+def bounded_query(tokenizer: Tokenizer, tokens: list[int], first_target: int, max_length: int, place: str) -> Query:
+    """A query whose context fits the network.
+
+    Raises:
+        DataError: there is no target, more targets than the network has positions, or nothing before the first one.
+    """
+    if first_target >= len(tokens):
+        raise DataError(f"{place}: there is no token to predict. Write a text that goes on after its context.")
+    if first_target == 0:
+        raise DataError(
+            f"{place}: nothing stands before the tokens to predict, and the tokenizer {tokenizer.name} has no "
+            "end-of-document token to begin with. Write a context."
+        )
+    count = len(tokens) - first_target
+    if count >= max_length:
+        raise DataError(
+            f"{place}: {count} tokens are to be predicted, and the network has {max_length - 1} positions "
+            f"(--max-position-embeddings {max_length - 1}). Shorten the text."
+        )
+    dropped = max(len(tokens) - max_length, 0)
+    return Query(tuple(tokens[dropped:]), first_target - dropped)

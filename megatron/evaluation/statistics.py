@@ -1,7 +1,7 @@
 """Means with standard errors.
 
 Items are taken as independent draws, so an error says how far the figure would move with another sample of the same
-size. None stands for the error of a single item, which says nothing about others.
+size. The error of a single item is None, since one item says nothing about others.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from megatron.parallel.messages import receive, send
 
 
 class Forward:
-    """Runs the network of `open_checkpoint`, whose stages each rank of the pipeline axis holds one of.
+    """Runs the network of `open_checkpoint`; each rank of the pipeline axis holds one of its stages.
 
     Hidden states are the only thing that travels; every rank makes the same context, and only its own stage's keys and
     values are in it.

@@ -1,28 +1,43 @@
-"""Opens a checkpoint of any layout for inference: its network, its tokenizer and what it was trained with."""
+"""Opens a checkpoint of any layout for inference: its network, its tokenizer and what it was trained with.
+
+On a CPU its weights are packed for the few rows of text generation.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron import log
-from megatron.checkpoint import folder_of_step, newest_record
+from megatron.checkpoint import Found, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.record import Record
-from megatron.config import ControlConfig, PrecisionConfig, RunConfig
+from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
 from megatron.config.overlay import laid_over
 from megatron.config.resolve import padded_vocab_size
 from megatron.engine.stages import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference.weights import load_weights
+from megatron.host_memory import available_memory_bytes
+from megatron.kernels.products import packed
+from megatron.model.blocks.embedding import OutputHead
+from megatron.model.blocks.query_key_value import QueryKeyValue
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import filling_weights
+from megatron.parallel.shard_spec import place, shard_spec_of
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+
+_SPARE = 4  # copies of a head that must fit into the free memory before one is made
+_MEBIBYTE = 1 << 20
+_NOTABLE_BYTES = 64 << 20  # less is not reported
 
 
 @dataclass(frozen=True)
@@ -79,20 +94,20 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
         ConfigError: a flag contradicts the checkpoint, files of the tokenizer are gone, or there are more pipeline
             stages than blocks, or the network is an encoder, which predicts no next tokens.
     """
-    step = ControlConfig(
-        load=load, ckpt_step=given.get("control.ckpt_step"), load_tag=given.get("control.load_tag")
+    step = LoadingConfig(
+        load=load, ckpt_step=given.get("loading.ckpt_step"), load_tag=given.get("loading.load_tag")
     ).load_step
     source = Path(load) if step is None else folder_of_step(Path(load), step)
-    found = newest_record(source, mesh)
-    if found is None:
+    newest = newest_record(source, mesh)
+    if newest is None:
         raise CheckpointError(
             f"there is no checkpoint in {load} (--load {load}). Give the folder to which a run saved its checkpoints."
         )
-    record = Record.from_json(found.record, found.path)
+    record = Record.from_json(newest.record, newest.path)
     config = laid_over(RunConfig.from_json(record.config), given)
     if config.model.bidirectional:
         raise ConfigError(
-            f"the checkpoint {found.path} holds an encoder (--bidirectional, --objective {config.loss.objective}): it "
+            f"the checkpoint {newest.path} holds an encoder (--bidirectional, --objective {config.loss.objective}): it "
             "predicts masked tokens, not the next ones, so it neither writes text nor scores continuations. Evaluate "
             "it with pretrain_bert.py --eval-only, or give a GPT checkpoint."
         )
@@ -100,15 +115,16 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
         config.parallel, tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size
     )
     config = replace(config, parallel=layout)
-    tokenizer = _tokenizer(config, given, found.path)
-    check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
+    tokenizer = _tokenizer(config, given, newest.path)
+    check_same_tokenizer(f"the checkpoint {newest.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
     network = network_layers(config.model, mesh)
     bounds = stage_bounds(network, mesh.pp.size)
     model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]])
-    loaded = load_weights(model, source, mesh, known=found)
+    loaded = load_weights(model, source, mesh, known=newest)
     model = model.eval().to(_dtype(config.precision, mesh))
+    pack_weights(model)
     return LoadedModel(config, mesh, tokenizer, model, loaded.path, record.progress.step)
 
 
@@ -143,3 +159,56 @@ def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> torch.dtype:
         return torch.float32
     dtype: torch.dtype = getattr(torch, precision.dtype_name)
     return dtype
+
+
+def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
+    """Loads the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh. Says so on
+    standard error: standard output is for the program's results.
+
+    Args:
+        known: the result of `newest_record` for the directory.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it does not fit the network.
+    """
+    loaded = load_newest(directory, lambda: filling_weights(model.parameters()), mesh, known=known, announce=log.info)
+    if loaded is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {directory} (--load {directory}). Give the folder to which a run saved its "
+            f"checkpoints."
+        )
+    return loaded
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Packs the matrices of a network that is only to be run from now on: not trained, saved or exported.
+
+    A packed matrix takes the place of the plain one. An output head that shares the word embedding has it in addition,
+    if there is memory.
+    """
+    modules = list(model.modules())
+    owners = Counter(id(own) for module in modules for own in module.parameters(recurse=False))
+    for module in modules:
+        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear, OutputHead)):
+            continue
+        if isinstance(module, QueryKeyValue) and not module.is_split:  # it takes its weight apart
+            continue
+        weight = module.weight
+        if weight is None:
+            continue
+        if owners[id(weight)] == 1:
+            packed_weight = packed(weight)
+            if packed_weight is not None:
+                module.weight = place(nn.Parameter(packed_weight, requires_grad=False), shard_spec_of(weight))
+        elif isinstance(module, OutputHead):
+            _pack_shared(module, weight)
+
+
+def _pack_shared(head: OutputHead, weight: torch.Tensor) -> None:
+    size_bytes = weight.numel() * weight.element_size()
+    free = available_memory_bytes()
+    if free is not None and free < _SPARE * size_bytes:
+        return
+    head.packed = packed(weight)
+    if head.packed is not None and size_bytes >= _NOTABLE_BYTES:
+        log.info(f"the output head is packed for generation: {size_bytes / _MEBIBYTE:.0f} MiB more than its weights")

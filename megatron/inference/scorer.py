@@ -78,7 +78,7 @@ class LoadedScorer:
         logits = self._forward(inputs, self._settings.context(sample_ids, None, mask, first_sample=0), rows)
         if logits is None:  # a stage before the last
             return
-        found = score_targets(logits, labels, mesh.tp, self.loaded.config.model.vocab_size)
+        targets = score_targets(logits, labels, mesh.tp, self.loaded.config.model.vocab_size)
         if mesh.tp.rank == 0:  # all ranks of the axis have found the same, and one of them reports it
-            answers.logprobs[batch.places] = found.logprobs.double().cpu().numpy()
-            answers.predicted[batch.places] = found.predicted.cpu().numpy()
+            answers.logprobs[batch.places] = targets.logprobs.double().cpu().numpy()
+            answers.predicted[batch.places] = targets.predicted.cpu().numpy()

@@ -24,7 +24,7 @@ def activation(
     """The activation `name` of `x + bias`, elementwise.
 
     The compiled one rounds once, at the end, keeps x alone for backward, and adds up the gradient of the bias while it
-    computes that of x. It does not know `elu`, which torch computes.
+    computes the gradient of x. It does not know `elu`, which torch computes.
 
     Shapes: x `[..., f]`, bias `[f]`; result as x.
     """

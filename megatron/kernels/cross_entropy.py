@@ -32,7 +32,7 @@ class RowStatistics(NamedTuple):
 
 
 class LossGradients(NamedTuple):
-    """The derivatives of what is minimized by the losses of each row; None stands for zeros.
+    """The derivatives of what is minimized by the losses of each row; None means zeros.
 
     Shapes: each `[n]`.
 
@@ -69,8 +69,8 @@ def logit_statistics(
             does not affect the result.
     """
     if implementation is Implementation.CSRC:
-        found = torch.ops.megatron.logit_statistics(logits, labels, valid, softcap or 0.0)  # [4, n]
-        return RowStatistics(found[0], found[1], found[2], found[3] if with_whole else None)
+        statistics = torch.ops.megatron.logit_statistics(logits, labels, valid, softcap or 0.0)  # [4, n]
+        return RowStatistics(statistics[0], statistics[1], statistics[2], statistics[3] if with_whole else None)
     count = logits.shape[0]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     largest = torch.full((count,), torch.finfo(dtype).min, dtype=dtype, device=logits.device)
@@ -111,15 +111,15 @@ def logit_gradient(
         normalizer: logarithm of the softmax denominator over the whole vocabulary.
         valid: the number of columns that count, the first ones.
         vocab_size: the number of valid columns on all ranks.
-        softcap: as in `logit_statistics`; the gradient is that of the logits before it.
+        softcap: as in `logit_statistics`; the gradient is with respect to the logits before it.
         in_place: whether the logits are written over.
         block_values: as in `logit_statistics`.
     """
     if implementation is Implementation.CSRC:
         operations = torch.ops.megatron
         operation = operations.logit_gradient_ if in_place else operations.logit_gradient
-        found = operation(logits, labels, normalizer, *gradients, valid, vocab_size, softcap or 0.0)
-        return logits if in_place else found
+        gradient = operation(logits, labels, normalizer, *gradients, valid, vocab_size, softcap or 0.0)
+        return logits if in_place else gradient
     result = logits if in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
     return _write_gradient(result, logits, labels, normalizer, gradients, valid, vocab_size, softcap, block_values)
 

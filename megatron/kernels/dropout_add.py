@@ -8,7 +8,7 @@ import torch
 
 from megatron.config.architecture.dropout import DROPOUT_STEPS
 from megatron.kernels.choice import Implementation
-from megatron.kernels.hashing import counters, low_half, mix_32, mix_64, signed
+from megatron.kernels.hashing import counters, half_words, low_half, mix_32, mix_64, signed
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Dropout:
         pairs = (columns + 1) // 2
         column = mix_64(counters(0, pairs, self.rows.device) ^ signed(self.column_base, 64))  # [columns/2]
         bits = low_half(self.rows).unsqueeze(-1) ^ low_half(column)  # [..., columns/2] int32
-        bits = mix_32(bits).view(torch.int16)  # [..., columns or columns + 1]
+        bits = half_words(mix_32(bits))  # [..., columns or columns + 1]
         whole = self.threshold >= DROPOUT_STEPS
         keep = torch.zeros_like(bits, dtype=torch.bool) if whole else bits >= self.threshold - DROPOUT_STEPS // 2
         return keep[..., :columns] if keep.shape[-1] != columns else keep

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
 
@@ -18,8 +19,9 @@ def lookup(
 ) -> torch.Tensor:
     """The rows of some ids.
 
-    The compiled gradient adds the rows of equal ids in the order of their positions, in float32 also for half
-    precision: it does not depend on the number of threads, and on a GPU not on the order in which they run.
+    The gradients of the rows of equal ids are added in float32 also for half precision: rounded to bfloat16 after each
+    addition, the sum over a frequent token stops growing. Compiled, they are added in the order of their positions: the
+    sum does not depend on the number of threads, and on a GPU not on the order in which they run.
 
     Shapes: weight `[v/t, h]`, ids `[...]` int64; result `[..., h]`.
 
@@ -30,11 +32,43 @@ def lookup(
     if implementation is Implementation.CSRC:
         return torch.ops.megatron.embedding(weight, ids, first_row)  # type: ignore[no-any-return]
     if is_whole:
-        return F.embedding(ids - first_row if first_row else ids, weight)
+        return _looked_up(weight, ids - first_row if first_row else ids)
     local = ids - first_row
     foreign = (local < 0) | (local >= weight.shape[0])
-    rows = F.embedding(local.masked_fill(foreign, 0), weight)  # [..., h]
+    rows = _looked_up(weight, local.masked_fill(foreign, 0))  # [..., h]
     return rows.masked_fill(foreign.unsqueeze(-1), 0.0)
+
+
+def _looked_up(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    if weight.dtype in (torch.bfloat16, torch.float16) and weight.requires_grad and torch.is_grad_enabled():
+        return _WideSums.apply(weight, ids)  # type: ignore[no-any-return]
+    return F.embedding(ids, weight)
+
+
+class _WideSums(torch.autograd.Function):
+    """A lookup in half precision whose gradient is summed in float32, for the ids that occur and no others."""
+
+    @staticmethod
+    def forward(ctx, weight, ids):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(ids)
+        ctx.rows = weight.shape[0]
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (ids,) = ctx.saved_tensors
+        flat, rows = ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1])  # [n], [n, h]
+        result = rows.new_zeros(ctx.rows, rows.shape[1])
+        if not flat.numel():
+            return result, None
+        ordered, positions = flat.sort()
+        is_next = ordered.diff(prepend=ordered[:1]).ne_(0)
+        place = torch.empty_like(flat).scatter_(0, positions, is_next.cumsum(0))  # of each id among those that occur
+        most = min(len(flat), ctx.rows)
+        sums = torch.ops.aten.embedding_dense_backward(rows.float(), place, most, -1, False)
+        # Positions of one id all write its sum: a list without repetitions would have a length only the device knows.
+        return result.index_copy_(0, flat, sums.to(rows.dtype)[place]), None
 
 
 def register() -> None:

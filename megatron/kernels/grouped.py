@@ -6,32 +6,68 @@ import itertools
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.torch_version import TorchVersion
 
-_HOPPER = (9, 0)
+_HOPPER, _DATA_CENTER_BLACKWELL = 9, 10  # major numbers of compute capabilities
 _ALIGNED_BYTES = 16
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiplies every row by the transposed matrix of its group; the gradient of an empty group's matrix is zero.
 
-    On Hopper GPUs in bfloat16 one kernel computes all groups. Elsewhere it is a product per group, for which the host
-    reads `ends`, so a GPU is waited for.
+    On Hopper and data center Blackwell GPUs in bfloat16 one kernel computes all groups. Elsewhere it is a product per
+    group, for which the host reads `ends`, so a GPU is waited for.
 
     Shapes: x `[m, i]`, weight `[g, o, i]`, ends `[g]` int64, one past the last row of each group, the last being m;
         result `[m, o]`.
     """
-    if _has_grouped_kernel(x, weight):
-        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
-    return _GroupedLinear.apply(x, weight, ends.tolist())  # type: ignore[no-any-return]
+    generation = _generation(x)
+    if not _has_grouped_kernel(x, weight, generation):
+        return _GroupedLinear.apply(x, weight, ends.tolist())  # type: ignore[no-any-return]
+    if generation > _HOPPER:
+        weight = _ZeroGradientIfEmpty.apply(weight, ends)
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
 
 
-def _has_grouped_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch's kernel takes these operands; it needs rows of a multiple of 16 bytes."""
-    if not x.is_cuda or x.dtype is not torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+def _has_grouped_kernel(x: torch.Tensor, weight: torch.Tensor, generation: int) -> bool:
+    """Whether torch's kernel takes these operands; it needs rows of a multiple of 16 bytes.
+
+    It was written for Hopper and refuses other GPUs until torch 2.9, which has one for data center Blackwell too.
+    """
+    if x.dtype is not torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
+    if generation == _DATA_CENTER_BLACKWELL:
+        is_known = TorchVersion(torch.__version__) >= "2.9"
+    else:
+        is_known = generation == _HOPPER
     values = _ALIGNED_BYTES // x.element_size()
-    is_aligned = weight.shape[1] % values == 0 and weight.shape[2] % values == 0
-    return is_aligned and torch.cuda.get_device_capability(x.device) >= _HOPPER
+    return is_known and weight.shape[1] % values == 0 and weight.shape[2] % values == 0
+
+
+def _generation(x: torch.Tensor) -> int:
+    """The major number of the compute capability of a tensor's GPU; 0 for tensors elsewhere."""
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
+
+
+class _ZeroGradientIfEmpty(torch.autograd.Function):
+    """The weights themselves; on the way back, zeros for groups without rows.
+
+    On Blackwell torch's kernel leaves whatever the memory held there.
+
+    Source: https://github.com/pytorch/pytorch/issues/172439.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, ends):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(ends)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (ends,) = ctx.saved_tensors
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # [g]
+        return gradient.masked_fill(is_empty.view(-1, 1, 1), 0), None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -50,7 +50,7 @@ class Distribution(Enum):
 
 
 @dataclass(frozen=True)
-class Draw:
+class WeightDraw:
     """The initial values of one parameter, as far as this rank holds it.
 
     Columns are the last dimension; rows are all others in row-major order.
@@ -72,7 +72,7 @@ class Draw:
 
 
 def draw_(
-    target: torch.Tensor, draw: Draw, first: int = 0, *, implementation: Implementation = Implementation.TORCH
+    target: torch.Tensor, draw: WeightDraw, first: int = 0, *, implementation: Implementation = Implementation.TORCH
 ) -> torch.Tensor:
     """Fills a tensor with elements `first` to `first + n` of a draw, in place.
 
@@ -108,7 +108,7 @@ def register() -> None:
     torch.library.register_fake("megatron::initial_values_", lambda *arguments: None)
 
 
-def _global_rows(draw: Draw, top: int, bottom: int, device: torch.device) -> torch.Tensor:
+def _global_rows(draw: WeightDraw, top: int, bottom: int, device: torch.device) -> torch.Tensor:
     """Global row indices of the local rows `[top, bottom)`.
 
     Shapes: result `[bottom - top]` int64.
@@ -186,10 +186,10 @@ def _truncated_normal_values(words: torch.Tensor) -> torch.Tensor:
 
 
 def _exact_root(x: torch.Tensor) -> torch.Tensor:
-    """A float64 number whose nearest float32 is that of the square root of the nearest float32 of x.
+    """A float64 number that rounds to the same float32 as the exact square root of `x.float()`.
 
-    torch's root on a CPU may be that of a library which errs in the last bit. A root in float64 may: the root of a
-    float32 number is never as near to the middle of two others as that.
+    torch's float32 root on a CPU may come from a library that errs in the last bit. A float64 root may err so: the root
+    of a float32 number is never that close to the midpoint of two others.
     """
     return x.float().double().sqrt_()
 

@@ -23,7 +23,11 @@ def norm(
 
     Args:
         tensors: at least one, all on one device; float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: there are none.
     """
+    _check_any(tensors)
     if implementation is Implementation.CSRC:
         return torch.ops.megatron.multi_tensor_norm(list(tensors), per_tensor)  # type: ignore[no-any-return]
     each = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
@@ -43,7 +47,7 @@ def scale_(
     Args:
         factor: a float32 tensor of one element on the tensors' device is not copied to the host.
     """
-    if implementation is Implementation.CSRC:
+    if implementation is Implementation.CSRC and destinations:
         on_device = factor if isinstance(factor, torch.Tensor) else None
         number = 1.0 if isinstance(factor, torch.Tensor) else factor
         torch.ops.megatron.multi_tensor_scale_(list(destinations), list(sources), number, on_device)
@@ -56,11 +60,20 @@ def not_finite(tensors: Tensors, *, implementation: Implementation = Implementat
     """1.0 if any element of a list is infinite or not a number, else 0.0, without waiting for the device.
 
     Shapes: result `[]` float32.
+
+    Raises:
+        ValueError: there are no tensors.
     """
+    _check_any(tensors)
     if implementation is Implementation.CSRC:
         return torch.ops.megatron.multi_tensor_not_finite(list(tensors))  # type: ignore[no-any-return]
     wrong = torch.stack([~torch.isfinite(tensor).all() for tensor in tensors])
     return wrong.any().to(torch.float32)
+
+
+def _check_any(tensors: Tensors) -> None:
+    if not tensors:
+        raise ValueError("the list has 0 tensors, so no device is known for the result; it must have at least one")
 
 
 def register() -> None:

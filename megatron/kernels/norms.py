@@ -64,43 +64,33 @@ def rms_norm(
     return _normalized(x, weight, eps, zero_centered)[0]
 
 
-def add_layer_norm(
+def add_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
     *,
+    subtract_mean: bool,
     zero_centered: bool = False,
     implementation: Implementation = Implementation.TORCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual + x`, and its layer norm; the compiled implementation does both in one pass.
+    """`residual + x`, and its norm; the compiled implementation does both in one pass.
 
     Shapes: x, residual and both results `[..., h]`.
+
+    Args:
+        subtract_mean: whether it is the layer norm; otherwise the RMS norm, which has no bias.
     """
     if implementation is Implementation.CSRC and x.dtype == residual.dtype:
-        return torch.ops.megatron.add_norm(x, residual, weight, bias, eps, True, zero_centered)[:2]  # type: ignore[no-any-return]
+        operation = torch.ops.megatron.add_norm
+        return operation(x, residual, weight, bias, eps, subtract_mean, zero_centered)[:2]  # type: ignore[no-any-return]
     total = residual + x
-    return total, layer_norm(total, weight, bias, eps, zero_centered=zero_centered, implementation=implementation)
-
-
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    zero_centered: bool = False,
-    implementation: Implementation = Implementation.TORCH,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual + x`, and its RMS norm; the compiled implementation does both in one pass.
-
-    Shapes: x, residual and both results `[..., h]`.
-    """
-    if implementation is Implementation.CSRC and x.dtype == residual.dtype:
-        return torch.ops.megatron.add_norm(x, residual, weight, None, eps, False, zero_centered)[:2]  # type: ignore[no-any-return]
-    total = residual + x
-    return total, rms_norm(total, weight, eps, zero_centered=zero_centered, implementation=implementation)
+    if subtract_mean:
+        normalized = layer_norm(total, weight, bias, eps, zero_centered=zero_centered, implementation=implementation)
+    else:
+        normalized = rms_norm(total, weight, eps, zero_centered=zero_centered, implementation=implementation)
+    return total, normalized
 
 
 def _normalized(

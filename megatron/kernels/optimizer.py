@@ -1,4 +1,4 @@
-"""AdamW: torch's, the compiled one of csrc, apex's, or that of bitsandbytes with moments of 8 bits. `moment` gives the
+"""AdamW: torch's, the compiled one of csrc, apex's, or bitsandbytes' with moments of 8 bits. `moment` gives the
 state of each of them the same names, so that a run saved with one resumes with another.
 """
 
@@ -15,7 +15,7 @@ from megatron.kernels.choice import Implementation
 
 Groups = Iterable[dict[str, Any]]
 
-# Of each moment in the state of bitsandbytes: its codes, the scale of each block of 256, and what a code stands for.
+# Of each moment in the state of bitsandbytes: its codes, the scale of each block of 256, and the value of each code.
 _PACKED: Mapping[str, tuple[str, str, str]] = types.MappingProxyType(
     {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
 )
@@ -67,18 +67,18 @@ def moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str)
     state = optimizer.state[parameter]
     packed = _PACKED.get(name, ("",))[0]
     if packed in state and state[packed].dtype == parameter.dtype:
-        found: torch.Tensor = state[packed]
-        return found
+        moment: torch.Tensor = state[packed]
+        return moment
     if state.get(name) is None:
         state[name] = _unpacked(state, name) if packed in state else torch.zeros_like(parameter)
-    found = state[name]
-    return found
+    moment = state[name]
+    return moment
 
 
 class AdamW(torch.optim.AdamW):
     """AdamW that updates a whole list of tensors in one launch.
 
-    Weights and moments are float32; gradients may be in half precision. State and options are those of
+    Weights and moments are float32; gradients may be in half precision. State and options are as in
     `torch.optim.AdamW(fused=True)`. A step whose gradients overflowed changes nothing, not even its count, and is
     noticed on the device, without waiting for it.
 
@@ -124,10 +124,10 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         # What torch.amp.GradScaler hands to optimizers that unscale by themselves.
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             gradient_factor = scale.reciprocal() * gradient_factor
-        skip = found if skip is None else skip
+        skip = overflow if skip is None else skip
         for number, group in enumerate(self.param_groups):
             self._update(group, gradient_factor, skip, None if copies is None else copies[number])
         return loss
@@ -180,7 +180,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, count: int) -> None:
-    """Sets how many updates of a parameter lie behind the optimizer's state: bias correction depends on it."""
+    """Sets how many updates of a parameter the optimizer's state has seen: bias correction depends on it."""
     step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
     if torch.is_tensor(step):
         step.fill_(float(count))

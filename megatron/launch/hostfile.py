@@ -1,4 +1,4 @@
-"""Files that list the hosts of a run, in the forms that DeepSpeed, Open MPI and MPICH read, or one name a line."""
+"""Files that list the hosts of a run, in the forms that DeepSpeed, Open MPI and MPICH read, or one name per line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import ConfigError, LaunchError, printable
-from megatron.launch.hostlist import expand_hostlist
+from megatron.files.plain import read_plain_text
+from megatron.launch.slurm import expand_hostlist
 
+_MOST_BYTES = 16 << 20
 # A name that starts with a hyphen would be an option of ssh.
 _NAME = re.compile(r"(?:[\w.+][\w.+-]*@)?(?:\w[\w.-]*|\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]+(?:%\w+)?\]?)")
 _SLOTS = re.compile(r"slots\s*=\s*(\d+)")
@@ -39,14 +41,14 @@ def read_hostfile(path: Path) -> list[Host]:
     """Reads a host file.
 
     A line is `host`, `host slots=8` (DeepSpeed, Open MPI), `host:8` (MPICH, Intel MPI) or Slurm's `node[003-007]`; a
-    `#` begins a comment. A host that stands on several lines gets the sum of its slots, 1 for a line without, as in
+    `#` begins a comment. A host that is listed on several lines gets the sum of its slots, 1 for a line without, as in
     Open MPI.
 
     Raises:
         ConfigError: the file cannot be read, names no host, or has lines of another form; all of them at once.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain_text(path, _MOST_BYTES)
     except (OSError, UnicodeDecodeError) as failure:
         reason = getattr(failure, "strerror", None) or "it is not text"
         raise ConfigError(f"--ssh {path} cannot be read: {reason}. Give a file with a host on each line.") from failure
@@ -62,21 +64,22 @@ def parse_hosts(text: str, source: str) -> list[Host]:
     Raises:
         ConfigError: as `read_hostfile`.
     """
-    found: dict[str, list[int | None]] = {}
+    slots_of: dict[str, list[int | None]] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].strip()
         try:
             for host in _hosts_of(words) if words else ():
-                found.setdefault(host.name, []).append(host.slots)
+                slots_of.setdefault(host.name, []).append(host.slots)
         except (ValueError, LaunchError) as failure:
             problems.append(f"{source}, line {number}: {failure}")
-    if not found and not problems:
+    if not slots_of and not problems:
         problems.append(f"{source} names no host. It must have a host on each line, for example: node1 slots=8")
     if problems:
         raise ConfigError(problems)
     return [
-        Host(name, slots[0] if len(slots) == 1 else sum(count or 1 for count in slots)) for name, slots in found.items()
+        Host(name, slots[0] if len(slots) == 1 else sum(count or 1 for count in slots))
+        for name, slots in slots_of.items()
     ]
 
 
@@ -85,7 +88,7 @@ def named_hosts(text: str) -> list[Host]:
 
     Raises:
         LaunchError: the list cannot be read.
-        ConfigError: a name in it is no host name.
+        ConfigError: a name in it is not a host name.
     """
     names = expand_hostlist(text)
     problems = [f"--hosts: {_not_a_name(name)}" for name in names if not is_host_name(name)]

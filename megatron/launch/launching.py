@@ -7,20 +7,29 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from types import MappingProxyType
 
 from megatron import log
+from megatron.config import NO_PROGRAM, Program, parse
+from megatron.config.world import fit_layout, world_problems
 from megatron.errors import ConfigError, ExitCode
-from megatron.launch.checks import check_program
 from megatron.launch.hostfile import Host, named_hosts, read_hostfile
 from megatron.launch.node import Node, rank_commands, run_node
 from megatron.launch.plan import Plan, choose_devices, choose_hosts, passed_environment, slurm_hosts
 from megatron.launch.remote import become_srun, free_port, run_by_ssh
 from megatron.launch.request import LaunchRequest
 from megatron.launch.supervise import Patience
+from megatron.secret_text import masked
 
 _PORT = 29500  # torch's own; shown by --dry-run, where no host is asked for a free one
+
+
+# The programs whose command line is the trainer's, and what each of them decides itself.
+_TRAINERS: Mapping[str, Program] = MappingProxyType(
+    {"pretrain_gpt.py": NO_PROGRAM, "pretrain_prefix_lm.py": Program(decided={"loss.objective": "prefix"})}
+)
 
 
 def launch(request: LaunchRequest, program: Sequence[str], launcher: str) -> int:
@@ -44,6 +53,30 @@ def launch(request: LaunchRequest, program: Sequence[str], launcher: str) -> int
     return _run_here(request, program)
 
 
+def check_program(words: Sequence[str], world_size: int) -> list[str]:
+    """Checks a program's flags and its layout as the program itself would, if it is one whose flags are known.
+
+    Returns:
+        what to tell the user.
+
+    Args:
+        words: the program and its flags; at least one.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    program = PurePath(words[0]).name
+    if program not in _TRAINERS:
+        return [f"{program} is not checked before its start: its flags are not known here"]
+    request = parse(words[1:], prog=program, program=_TRAINERS[program])
+    request, notices = fit_layout(request, world_size)
+    problems = world_problems(request, world_size)
+    if problems:
+        raise ConfigError(problems)
+    tp, pp = request.parallel.tensor_model_parallel_size, request.parallel.pipeline_model_parallel_size
+    return [*notices, f"{world_size} ranks: {tp} tensor x {pp} pipeline x {world_size // (tp * pp)} data"]
+
+
 def _run_here(request: LaunchRequest, program: Sequence[str]) -> int:
     """Runs this machine's share of the run."""
     nodes, devices = request.nodes or 1, request.devices_per_node or 1
@@ -62,7 +95,7 @@ def _run_here(request: LaunchRequest, program: Sequence[str]) -> int:
     command = [request.python, "-u", *program]
     if request.dry_run:
         for text in rank_commands(node, command):
-            log.line(text)
+            log.line(masked(text))
         return ExitCode.DONE
     if request.directory is not None:
         os.chdir(request.directory)
@@ -76,7 +109,7 @@ def _show_nodes(request: LaunchRequest, program: Sequence[str], nodes: int, devi
         flags = ["--nodes", str(nodes), "--devices-per-node", str(devices), "--node-rank", str(index)]
         place = ["--master-address", "FIRST_NODE", "--master-port", str(request.master_port or _PORT)]
         log.line(f"# node {index}: ranks {index * devices} to {(index + 1) * devices - 1}")
-        log.line(shlex.join(["python", "tools/launch.py", *flags, *place, "--", *program]))
+        log.line(masked(shlex.join(["python", "tools/launch.py", *flags, *place, "--", *program])))
     return ExitCode.DONE
 
 
@@ -144,11 +177,11 @@ def _shown(plan: Plan, *, by_slurm: bool) -> Iterator[str]:
     """The command of each node, as a shell takes it."""
     if by_slurm:
         yield f"# {', '.join(host.name for host in plan.hosts)}"
-        yield shlex.join(plan.srun_command())
+        yield masked(shlex.join(plan.srun_command()))
         return
     for index, host in enumerate(plan.hosts):
         yield f"# {host.name}: ranks {index * plan.devices} to {(index + 1) * plan.devices - 1}"
-        yield shlex.join(plan.ssh_command(index))
+        yield masked(shlex.join(plan.ssh_command(index)))
 
 
 def _free_port_here() -> int:

@@ -40,7 +40,7 @@ class Node:
         return range(self.index * self.devices, (self.index + 1) * self.devices)
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """What a rank is told: torchrun's variables, and which launcher it has."""
+        """The variables of a rank: torchrun's variables, and which launcher it has."""
         return {
             "RANK": str(self.ranks[local_rank]),
             "WORLD_SIZE": str(self.nodes * self.devices),
@@ -55,11 +55,11 @@ class Node:
 
 def rank_commands(node: Node, command: Sequence[str]) -> list[str]:
     """What a shell would be given to start each rank of the node."""
-    found = []
+    commands = []
     for local_rank in range(node.devices):
         settings = (f"{name}={value}" for name, value in node.variables(local_rank).items())
-        found.append(shlex.join(["env", *settings, *command]))
-    return found
+        commands.append(shlex.join(["env", *settings, *command]))
+    return commands
 
 
 def run_node(

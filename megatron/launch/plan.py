@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron.errors import ConfigError, LaunchError
 from megatron.launch.hostfile import Host
-from megatron.launch.slurm_job import find_slurm_job
+from megatron.launch.slurm import find_slurm_job
 from megatron.launch.supervise import Patience
 
 # Variables that steer Python, torch, its communication libraries and the packages of the project. CUDA_VISIBLE_DEVICES
@@ -74,7 +74,7 @@ class Plan:
     def srun_command(self) -> list[str]:
         """What starts a launcher on every node of a Slurm job; it has all processors that the job has there.
 
-        The launchers end their ranks themselves. With --kill-on-bad-exit Slurm would kill them before they have told
+        The launchers end their ranks themselves. With --kill-on-bad-exit Slurm would kill them before they have said
         how their ranks ended.
         """
         names = ",".join(host.name for host in self.hosts)
@@ -97,8 +97,8 @@ FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsoc
 def passed_environment(environ: Mapping[str, str], asked: Sequence[str] = ()) -> dict[str, str]:
     """The variables that a host gets: those that steer the run's libraries, and those that were asked for.
 
-    Those whose names speak of a secret are left out unless they are asked for: everyone on the host sees the words of a
-    command.
+    Variables whose names suggest a secret are left out unless they are asked for: everyone on the host sees the words
+    of a command.
 
     Args:
         asked: NAME, whose value is this process's, or NAME=VALUE.
@@ -106,7 +106,7 @@ def passed_environment(environ: Mapping[str, str], asked: Sequence[str] = ()) ->
     Raises:
         ConfigError: a name that is none, or that is not set here; all of them at once.
     """
-    found = {
+    passed = {
         name: value for name, value in environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name.upper())
     }
     problems = []
@@ -117,14 +117,14 @@ def passed_environment(environ: Mapping[str, str], asked: Sequence[str] = ()) ->
         elif match[2] is None and match[1] not in environ:
             problems.append(f"--env {text}: {text} is not set here. Set it, or give --env {text}=VALUE.")
         else:
-            found[match[1]] = environ[match[1]] if match[2] is None else match[2]
+            passed[match[1]] = environ[match[1]] if match[2] is None else match[2]
     if problems:
         raise ConfigError(problems)
-    return found
+    return passed
 
 
 def choose_hosts(hosts: Sequence[Host], nodes: int | None, source: str) -> tuple[Host, ...]:
-    """The first so many hosts, or all.
+    """The first hosts up to this number, or all.
 
     Raises:
         LaunchError: there are fewer.
@@ -173,7 +173,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host]:
     if job is None:
         raise LaunchError(
             "--slurm needs a Slurm job around it, and SLURM_JOB_NODELIST is not set. Submit it in a batch script "
-            "(sbatch examples/pretrain.slurm), or run it inside salloc; --dry-run with --hosts shows the command "
+            "(sbatch examples/slurm/pretrain.slurm), or run it inside salloc; --dry-run with --hosts shows the command "
             "without a job."
         )
     return [Host(name, job.tasks_per_node) for name in job.hosts]

@@ -6,19 +6,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config import ConfigSection, flag
+from megatron.config import ConfigSection, PathUse, flag
 
 
 @dataclass(frozen=True)
 class LaunchRequest(ConfigSection):
-    """The flags of `tools/launch.py`; what it starts stands behind `--`."""
+    """The flags of `tools/launch.py`; what it starts follows `--`."""
 
     nodes: int | None = flag(None, "machines; all of the host file or the Slurm job if unset, else 1", at_least=1)
     devices_per_node: int | None = flag(
         None, "ranks on each of them; what the host file or the Slurm job says if unset, else 1", at_least=1
     )
     local: bool = flag(False, "start the ranks of one node here; the default")
-    ssh: str | None = flag(None, "file of hosts (`host slots=8`, `host:8` or `host` on a line), reached with ssh")
+    ssh: str | None = flag(
+        None, "file of hosts (`host slots=8`, `host:8` or `host` on a line), reached with ssh", path=PathUse.SMALL_FILE
+    )
     hosts: str | None = flag(None, "hosts as Slurm writes them, node[003-007,011], instead of a file")
     slurm: bool = flag(False, "the nodes of the Slurm job around this process, reached with srun")
     dry_run: bool = flag(False, "print the command of each node and start nothing")
@@ -26,17 +28,17 @@ class LaunchRequest(ConfigSection):
         None, "which of the --nodes this one is, the first is 0; Slurm's number if unset", at_least=0
     )
     master_address: str | None = flag(None, "name or address of the first node, as all others reach it")
-    master_port: int | None = flag(
-        None, "a port of the first node; one that is free if unset", at_least=1, at_most=65_535
-    )
+    master_port: int | None = flag(None, "a port of the first node; a free one if unset", at_least=1, at_most=65_535)
     python: str = flag(sys.executable, "interpreter on every host")
-    directory: str | None = flag(None, "folder on every host that the program is started in; this one if unset")
+    directory: str | None = flag(
+        None, "folder on every host that the program is started in; this one if unset", path=PathUse.FOLDER
+    )
     env: tuple[str, ...] = flag(
         (), "more variables that hosts reached with ssh get, as NAME (with its value here) or NAME=VALUE", nargs="+"
     )
-    settle_seconds: float = flag(10.0, "what the other ranks have to end by themselves after one failed", at_least=0)
-    grace_seconds: float = flag(30.0, "what they have between SIGTERM and SIGKILL then", at_least=0)
-    skip_check: bool = flag(False, "start without a look at the program's flags and layout")
+    settle_seconds: float = flag(10.0, "time for the other ranks to end by themselves after one has failed", at_least=0)
+    grace_seconds: float = flag(30.0, "time they then have between SIGTERM and SIGKILL", at_least=0)
+    skip_check: bool = flag(False, "start without checking the program's flags and layout")
     follow_input: bool = flag(False, "end the ranks when standard input ends; set for hosts reached with ssh")
 
     def problems(self) -> Iterator[str]:

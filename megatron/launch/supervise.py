@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -15,10 +15,12 @@ from typing import Any
 
 from megatron import log
 from megatron.errors import ExitCode
-from megatron.launch.exit_codes import combined_code
 
 # SIGHUP: the terminal or the connection is gone.
 _PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
+
+
+_FIRST_SIGNAL_CODE = 128  # what a shell, ssh and srun make of an end by a signal
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Supervisor:
 
     SIGTERM, SIGUSR1 and the first Ctrl-C are passed on (the latter as SIGTERM), and the processes then have all the
     time they need: they may be saving. A second Ctrl-C kills them. A failure of one, or `abandon`, ends the others; a
-    process that was asked to stop and ends with 75 did as it was told.
+    process that was asked to stop and ends with 75 has obeyed.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -104,7 +106,7 @@ class Supervisor:
             self._end_all(self._patience.settle_seconds)
 
     def _end_all(self, seconds: float) -> None:
-        """Has SIGTERM sent after so many seconds, and SIGKILL after the grace period."""
+        """Has SIGTERM sent after this many seconds, and SIGKILL after the grace period."""
         at = time.monotonic() + seconds
         self._due = [(at, signal.SIGTERM), (at + self._patience.grace_seconds, signal.SIGKILL)]
 
@@ -133,3 +135,22 @@ class Supervisor:
         finally:
             for number, before in former.items():
                 signal.signal(number, before)
+
+
+def combined_code(codes: Iterable[int]) -> int:
+    """The exit code that says why a run ended, from its processes' codes in the order in which they ended.
+
+    A code that names a cause wins, the earliest first: 77 of the rank with a NaN over the 75 of the ranks that lost it.
+    If there is none and a process says that the run can be started again (75), as the others do when one is killed, so
+    does the run. Else it is 128 plus the signal that ended the first.
+
+    Args:
+        codes: negative for a signal, as `subprocess` has it.
+    """
+    failed = [_FIRST_SIGNAL_CODE - code if code < 0 else code for code in codes if code != ExitCode.DONE]
+    causes = [code for code in failed if code < _FIRST_SIGNAL_CODE and code != ExitCode.REQUEUE]
+    if causes:
+        return causes[0]
+    if ExitCode.REQUEUE in failed:
+        return ExitCode.REQUEUE
+    return failed[0] if failed else ExitCode.DONE

@@ -20,7 +20,8 @@ from megatron.model.gpt import (
     final_norm,
 )
 from megatron.model.initial_values import place_initial_values
-from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 
 TOKEN_TYPE_EMBEDDINGS = "embedding.tokentype_embeddings"
@@ -30,7 +31,7 @@ EMBEDDING_NORM = "embedding.layernorm"
 def bert_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
     """The network: the sum of word, position and token-type embeddings, its norm and dropout, blocks, norm, heads.
 
-    The first layer takes tokens `[b, s]`, the last returns what `BertHead` does. Norms stand before the branches of
+    The first layer takes tokens `[b, s]`, the last returns what `BertHead` does. Norms come before the branches of
     a block, as in Megatron-LM's BERT, which ends with a norm, or with `--norm-placement post` after its residual
     additions, as in the original.
     """

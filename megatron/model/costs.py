@@ -1,10 +1,10 @@
-"""Parameters and floating-point operations of the layers, from the configuration alone."""
+"""Parameters and floating-point operations of the layers, from the configuration alone, without torch."""
 
 from __future__ import annotations
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM, SANDWICH
-from megatron.model.interface.network import LayerCost
+from megatron.model.interface.layer_cost import LayerCost
 
 
 def block_cost(config: ModelConfig, index: int) -> LayerCost:
@@ -19,7 +19,7 @@ def block_cost(config: ModelConfig, index: int) -> LayerCost:
         vectors += sum(widths) * _norm_vectors(config)
     vectors += (4 if config.norm_placement == SANDWICH else 2) * norm_size(config)
     has_experts = config.has_experts(index)
-    feed_forward = experts_cost(config) if has_experts else feed_forward_cost(config, config.ffn_hidden_size)
+    feed_forward = experts_cost(config, index) if has_experts else feed_forward_cost(config, config.ffn_hidden_size)
     return LayerCost(
         attention + vectors + feed_forward.parameters,
         flops_per_token=2 * attention + feed_forward.flops_per_token,
@@ -35,23 +35,30 @@ def feed_forward_cost(config: ModelConfig, inner_size: int) -> LayerCost:
     return LayerCost(matrices + biases, flops_per_token=2 * matrices)
 
 
-def experts_cost(config: ModelConfig) -> LayerCost:
+def experts_cost(config: ModelConfig, index: int = 0) -> LayerCost:
     """Parameters of a layer with all its experts, and the operations of a token, which passes through k of them."""
     hidden, matrices = config.hidden_size, 3 if config.gated_linear_unit else 2
-    router = config.num_experts * hidden
+    count = config.experts_of(index)
+    router = count * hidden
     expert = matrices * hidden * config.moe_ffn_hidden_size
     shared = matrices * hidden * config.moe_shared_expert_intermediate_size
+    dense = mixing = LayerCost(0)
+    if config.moe_residual:
+        dense = feed_forward_cost(config, config.ffn_hidden_size)
+        mixing = LayerCost(2 * (hidden + 1), flops_per_token=2 * 2 * hidden)
     return LayerCost(
-        router + config.num_experts * expert + shared,
-        flops_per_token=2 * (router + config.moe_router_topk * expert + shared),
+        router + count * expert + shared + dense.parameters + mixing.parameters,
+        flops_per_token=2 * (router + config.moe_router_topk * expert + shared)
+        + dense.flops_per_token
+        + mixing.flops_per_token,
     )
 
 
 def idle_expert_parameters(config: ModelConfig) -> int:
     """Parameters of the experts that a token does not go to, over all layers."""
     expert = (3 if config.gated_linear_unit else 2) * config.hidden_size * config.moe_ffn_hidden_size
-    layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
-    return layers * (config.num_experts - config.moe_router_topk) * expert if layers else 0
+    counts = [config.experts_of(layer) for layer in range(config.num_layers) if config.has_experts(layer)]
+    return sum(count - config.moe_router_topk for count in counts) * expert
 
 
 def head_cost(config: ModelConfig) -> LayerCost:

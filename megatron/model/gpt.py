@@ -15,7 +15,8 @@ from megatron.model.blocks.norm import build_norm_layer
 from megatron.model.blocks.transformer import TransformerBlock
 from megatron.model.costs import block_cost, head_cost, norm_size
 from megatron.model.initial_values import place_initial_values
-from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from
 

@@ -32,7 +32,7 @@ class ParameterRole(Enum):
 
     EMBEDDING = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
     HEAD = ("output_layer",)
-    ROUTER = ("router", "binary_head")
+    ROUTER = ("router", "binary_head", "coefficient")
     RESIDUAL_OUTPUT = ("linear_proj", "linear_fc2")
     HIDDEN = ()
     VECTOR = None
@@ -64,8 +64,8 @@ def place_initial_values(config: ModelConfig, global_name: str, spec: ShardSpec)
 def initial_std(config: ModelConfig, role: ParameterRole, *, fan_in: int, fan_out: int) -> float:
     """The standard deviation of a matrix's initial values.
 
-    With muP, that of hidden matrices falls with the square root of the width, and that of a router, whose outputs are
-    not multiplied as the logits are, with the width; embeddings and head keep that of the base width.
+    With muP, it falls with the square root of the width for hidden matrices, and with the width for a router, whose
+    outputs are not multiplied as the logits are; embeddings and head keep the value of the base width.
 
     Args:
         fan_in: inputs of the matrix; only Xavier's distributions depend on it.

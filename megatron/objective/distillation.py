@@ -1,4 +1,4 @@
-"""Distillation: beside the labels, a network learns the distribution that a trained one, its teacher, predicts."""
+"""Distillation: besides the labels, a network learns the distribution that a trained one, its teacher, predicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Teacher:
 
     Args:
         network: all its layers, in evaluation mode, without gradients.
-        steps: the settings of its contexts; those that say what a token attends to are those of the run.
+        steps: the settings of its contexts; what a token attends to is set as in the run.
     """
 
     network: LayerStack
@@ -51,7 +51,7 @@ class Teacher:
 class DistillationObjective:
     """a L + b T^2 KL(teacher || student): L is what the student minimizes by itself.
 
-    The divergence is that of the two distributions at temperature T, per token, and tokens count in it as in L; the
+    The divergence of the two distributions is taken at temperature T, per token, and tokens count in it as in L; the
     factor T^2 keeps the gradients of both parts in proportion when T changes. The loss that is reported is the plain
     cross-entropy, as without a teacher; b T^2 KL is a metric of its own. Without gradients, as in evaluation, the
     teacher is not asked.
@@ -76,19 +76,19 @@ class DistillationObjective:
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
-        """Those of the student, and the sum of the second part."""
-        return {**self.student.metric_sizes, DISTILLATION_LOSS: 1}
+        """The student's metrics; the sum of the second part and what it is divided by, tokens or samples."""
+        return {**self.student.metric_sizes, DISTILLATION_LOSS: 2}
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
-        """Those of the student."""
+        """The student's inputs."""
         return self.student.inputs(batch)
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Those of the student, and what the teacher reads."""
+        """The student's targets, and what the teacher reads."""
         return {**self.student.targets(batch), **(self.teacher.inputs(batch) if self.teacher is not None else {})}
 
     def token_count(self, batch: Batch) -> float:
-        """That of the student."""
+        """The student's token count."""
         return self.student.token_count(batch)
 
     def __call__(
@@ -109,13 +109,12 @@ class DistillationObjective:
             temperature=self.temperature,
         )
         weights = self.student.token_weights(targets)
-        mask = targets["loss_mask"]
-        divergence_sum = (divergences * (mask if weights is None else mask * weights)).sum()
-        added = self.teacher_weight * self.temperature**2 * divergence_sum
+        mask = targets["loss_mask"] if weights is None else targets["loss_mask"] * weights
+        added = self.teacher_weight * self.temperature**2 * (divergences * mask).sum()
         own = result.loss_sum if result.minimized_sum is None else result.minimized_sum
         return dataclasses.replace(
             result,
             loss_sum=result.loss_sum.detach(),
             minimized_sum=self.label_weight * own + added,
-            metrics={**result.metrics, DISTILLATION_LOSS: added.detach().to(torch.float64).reshape(1)},
+            metrics={**result.metrics, DISTILLATION_LOSS: torch.stack([added.detach(), mask.sum()])},
         )

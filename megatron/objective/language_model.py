@@ -1,9 +1,12 @@
-"""Next-token prediction, with label smoothing, z-loss, means over samples and losses per data source if asked for."""
+"""Next-token prediction, also after a random prefix, with label smoothing, z-loss, means over samples and losses per
+data source if asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +14,47 @@ import torch
 from megatron.data.loader import Batch
 from megatron.kernels.choice import Implementation
 from megatron.objective.base import ObjectiveResult
-from megatron.objective.sample_means import SampleMeans, sample_means
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, vocab_parallel_losses
 from megatron.parallel.tensor.head_loss import FactoredLogits, HeadGradients, LossTerms, head_losses
 
 SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS = "source_loss", "source_tokens", "z_loss"
 SAMPLE_LOSS = "sample_loss"
+
+
+class SampleMeans(NamedTuple):
+    """How labels count when the loss is a mean over samples of means over the labels of a sample.
+
+    Shapes: weights float32 `[b, s]`.
+
+    Attributes:
+        weights: what the loss of a label is multiplied by, after the loss mask: 1 / (sum of the loss mask over its
+            sample); 0 where nothing of the sample counts.
+        samples: number of samples of which something counts.
+    """
+
+    weights: np.ndarray
+    samples: int
+
+
+def sample_means(loss_mask: np.ndarray, segment_ids: np.ndarray | None = None) -> SampleMeans:
+    """The weights of a micro-batch.
+
+    Shapes: loss_mask float32 `[b, s]`; segment_ids int64 `[b, s]`, from 0.
+
+    Args:
+        segment_ids: where several samples are packed into a row, which of them each label belongs to; None if every row
+            is a sample.
+
+    Source: jisngprk/dsGPT2 `ds_trainer.py` (`_backward_step`), which takes the mean of a sequence first because sums
+    over a batch exceed what float16 holds.
+    """
+    rows, length = loss_mask.shape
+    numbers = np.zeros(loss_mask.shape, np.int64) if segment_ids is None else segment_ids
+    numbers = numbers + np.arange(rows)[:, None] * (length + 1)  # one for each sample of the micro-batch
+    totals = np.bincount(numbers.ravel(), loss_mask.ravel(), minlength=rows * (length + 1))
+    shares = np.divide(1.0, totals, out=np.zeros_like(totals), where=totals > 0)
+    return SampleMeans(shares[numbers].astype(np.float32), int((totals > 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -164,3 +201,39 @@ class LanguageModelObjective:
 
     def _sample_means(self, batch: Batch) -> SampleMeans:
         return sample_means(batch.loss_mask, batch.segment_ids if self.packs_samples else None)
+
+
+@dataclass(frozen=True)
+class PrefixObjective(LanguageModelObjective):
+    """Cross-entropy of the next token, divided by the number of tokens that prefixes leave on average.
+
+    Every target then counts the same, whether its micro-batch has long or short prefixes. What is logged and evaluated
+    stays the plain mean over the tokens that the loss mask keeps.
+
+    Args:
+        on_targets_only: whether the loss mask leaves out the prefixes; a sample of s tokens keeps (s + 1) / 2 labels on
+            average, since a prefix ends at each of its positions equally often.
+        reweights_positions: weigh the label of position t, counted from 0, by 2 (s - t) / (s + 1): a late position is a
+            target more often than an early one. The weights of s tokens sum to s; the weights of targets sum to
+            (s + 2) / 3 on average.
+
+    Source: bigscience Megatron-DeepSpeed `megatron/model/gpt_model.py` (`get_cross_entropy`) and `megatron/utils.py`
+    (`reweight_loss_mask_`).
+    """
+
+    on_targets_only: bool = False
+    reweights_positions: bool = False
+
+    def token_count(self, batch: Batch) -> float:
+        """What the loss sum of a micro-batch is divided by."""
+        samples, length = batch.loss_mask.shape
+        if not self.on_targets_only:
+            return float(samples * length)
+        return samples * ((length + 2) / 3 if self.reweights_positions else (length + 1) / 2)
+
+    def position_weights(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """The weight of each position. Shapes: mask `[b, s]`; result `[s]`."""
+        if not self.reweights_positions:
+            return None
+        length = mask.shape[1]
+        return torch.arange(length, 0, -1, dtype=torch.float32, device=mask.device) * (2 / (length + 1))

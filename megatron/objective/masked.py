@@ -20,7 +20,7 @@ _IS_PADDING = -1  # in place of the order of a sample that only fills up a micro
 
 @dataclass(frozen=True)
 class MaskedLanguageModelObjective(LanguageModelObjective):
-    """Cross-entropy of the masked tokens, over all masked tokens of the global batch, plus that of the sentence order.
+    """Cross-entropy of the masked tokens, over all masked tokens of the global batch, plus the sentence-order loss.
 
     The sentence-order loss is a mean over samples. It is a metric of its own and no part of the loss that is logged and
     evaluated.
@@ -37,7 +37,7 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
-        """Those of the language model; sum and number of the sentence-order losses."""
+        """The metrics of the language model; sum and number of the sentence-order losses."""
         return {**super().metric_sizes, **({ORDER_LOSS: 2} if self.has_sentence_order else {})}
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:

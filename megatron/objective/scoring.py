@@ -11,8 +11,7 @@ import torch
 
 from megatron.objective.base import ObjectiveResult
 from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
-from megatron.parallel.tensor.greedy import vocab_parallel_argmax
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_losses
 from megatron.parallel.tensor.head_loss import FactoredLogits
 
 LOGPROBS, PREDICTED = "logprobs", "predicted"
@@ -107,10 +106,10 @@ class ScoringObjective:
         """
         rows = targets["rows"]
         chosen = outputs.at(rows) if isinstance(outputs, FactoredLogits) else outputs.flatten(0, 1)[rows]  # [n, v/t]
-        found = score_targets(chosen, targets["labels"], self.axis, self.vocab_size)
+        scores = score_targets(chosen, targets["labels"], self.axis, self.vocab_size)
         metrics = {}
-        for name, values in ((LOGPROBS, found.logprobs), (PREDICTED, found.predicted)):
+        for name, values in ((LOGPROBS, scores.logprobs), (PREDICTED, scores.predicted)):
             places = torch.zeros(self.target_count, dtype=torch.float64, device=values.device)
             metrics[name] = places.index_copy_(0, targets["places"], values.double())
-        count = torch.tensor(float(len(found.logprobs)), device=rows.device)
-        return ObjectiveResult(-found.logprobs.sum(), count, metrics)
+        count = torch.tensor(float(len(scores.logprobs)), device=rows.device)
+        return ObjectiveResult(-scores.logprobs.sum(), count, metrics)

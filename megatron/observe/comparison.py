@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
-from megatron.observe.known_runs import check_run
-from megatron.observe.metrics_file import read_records, read_steps
+from megatron.observe.metrics_file import check_run, read_records, read_steps
 
 Steps = Mapping[int, Mapping[str, Any]]
 
@@ -21,8 +20,8 @@ class Pair:
 
     Attributes:
         iteration: the step.
-        losses: loss of the first and of the second run, in nats per token.
-        gradient_norms: the gradient norms of both before clipping.
+        losses: loss of the first and of the second run, in nats per token; NaN if no token counts.
+        gradient_norms: the gradient norms of both before clipping; NaN if unknown.
         same_schedule: whether learning rate, consumed samples and consumed tokens are exactly equal.
     """
 
@@ -130,7 +129,7 @@ def verdict(pairs: Sequence[Pair], tolerance: float, norm_tolerance: float) -> t
 def _pair(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Pair:
     return Pair(
         step,
-        (float(first["lm_loss"]), float(second["lm_loss"])),
+        (_number(first["lm_loss"]), _number(second["lm_loss"])),
         (_number(first["gradient_norm"]), _number(second["gradient_norm"])),
         all(first[name] == second[name] for name in ("learning_rate", "consumed_samples", "consumed_tokens")),
     )

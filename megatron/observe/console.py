@@ -34,6 +34,11 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 20.0))
 
 
+def shown_loss(loss: float | None, form: str) -> str:
+    """A loss in a number format, or "none" where no token counts."""
+    return "none" if loss is None else format(loss, form)
+
+
 def size_line(tp_rank: int, pp_rank: int, parameters: int, parameters_without_embeddings: int) -> str:
     """The size of the network in billions of parameters, with and without embeddings."""
     return f"[{tp_rank:03d}-{pp_rank:03d}] {parameters / 1e9:.4f}B / {parameters_without_embeddings / 1e9:.4f}B"

@@ -1,4 +1,4 @@
-"""What a style of --log-style consists of, and what it is told besides the metrics."""
+"""What a style of --log-style consists of, and what it is given besides the metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.checkpoint.saving import SaveLines
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,21 @@ class Moment:
 
 
 class LineStyle(Protocol):
-    """The lines of steps, evaluations and saves; no line where a sequence is empty."""
+    """The lines of steps, evaluations and saves; no line where a sequence is empty.
+
+    Attributes:
+        LOSS_TAGS: the TensorBoard tags under which its users look for the training and the validation loss, in
+            addition to upstream's.
+    """
 
     SAVE_LINES: SaveLines
+    LOSS_TAGS: tuple[str, str] | None
 
-    def iteration_lines(self, metrics: Metrics, moment: Moment) -> Sequence[str]:
+    def iteration_lines(self, metrics: StepMetrics, moment: Moment) -> Sequence[str]:
         """The lines of a log interval.
 
         Args:
-            metrics: the mean over the interval's steps.
+            metrics: the mean over the interval's steps; it has no loss if none of their tokens counts.
         """
 
     def evaluation_lines(self, group: str, prefix: str, loss: float, moment: Moment) -> Sequence[str]:

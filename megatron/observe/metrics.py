@@ -13,52 +13,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.checkpoint.record import Progress
+from megatron.engine.totals import StepResult
+from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, is_expert_tokens
+from megatron.model.blocks.router import Z_LOSS as ROUTER_Z_LOSS
 from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
-from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
-from megatron.observe.speed.waits import Waits
 from megatron.observe.speed.workload import Workload
-
-
-class StepOutcome(Protocol):
-    """The engine's result of a step; equal on all ranks."""
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per counted token, in nats."""
-
-    @property
-    def token_count(self) -> int:
-        """Tokens counted in the loss."""
-
-    @property
-    def gradient_norm(self) -> float:
-        """Global 2-norm of the gradient before clipping."""
-
-    @property
-    def sample_count(self) -> int:
-        """Samples of the global batch."""
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the loss scaler skipped the update."""
-
-    @property
-    def is_spike(self) -> bool:
-        """Whether the update was skipped because of --skip-spikes."""
-
-    @property
-    def bad_in_a_row(self) -> int:
-        """Number of consecutive bad steps, this one included; 0 if it is not one."""
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale."""
-
-    @property
-    def metrics(self) -> Mapping[str, Sequence[float]]:
-        """The objective's metrics summed over the global batch, by name."""
 
 
 class TaskOutcome(Protocol):
@@ -95,7 +56,60 @@ class SourceLoss:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class Waits:
+    """What a step waited for, and the memory it took, on one process; None where that was not measured.
+
+    Attributes:
+        data_seconds: how long the step waited until its batch was read.
+        communication_seconds: how long the messages to and from other ranks took, waiting for these ranks included:
+            the collectives of tensor-parallel layers and of the loss, and all that DeepSpeed sends. On a GPU this is
+            the time on the stream that waits for the message; what DeepSpeed sends during the computation then counts
+            although nothing waits for it.
+        transfer_seconds: of these, what stages of a pipeline send to each other and wait for from each other.
+        memory_bytes: the most memory the process has held so far.
+    """
+
+    data_seconds: float | None = None
+    communication_seconds: float | None = None
+    transfer_seconds: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RoutingFigures:
+    """Figures of a step or an interval of a network with experts, over all its routed layers.
+
+    Attributes:
+        load_balancing_loss: mean over layers and micro-batches, without its coefficient; 1 for an even load.
+        z_loss: the same of the router's z-loss.
+        entropy: mean entropy of a token's router probabilities, in nats; log(experts) for a router without preference.
+        largest_load: tokens of the busiest expert of any layer over a global batch, relative to an even load.
+        mean_largest_load: the same for the busiest expert of each layer, mean over the layers.
+        idle_experts: experts that no token of the global batch chose, all layers together.
+    """
+
+    load_balancing_loss: float
+    z_loss: float
+    entropy: float
+    largest_load: float
+    mean_largest_load: float
+    idle_experts: float
+
+    @property
+    def by_label(self) -> dict[str, float]:
+        """The figures by the names that logs show."""
+        return {
+            "load balancing loss": self.load_balancing_loss,
+            "router z loss": self.z_loss,
+            "router entropy": self.entropy,
+            "largest expert load": self.largest_load,
+            "mean largest expert load": self.mean_largest_load,
+            "idle experts": self.idle_experts,
+        }
+
+
+@dataclass(frozen=True)
+class StepMetrics:
     """The metrics of one training step, or their mean over several.
 
     Attributes:
@@ -106,9 +120,10 @@ class Metrics:
         seconds_per_iteration: wall time of a step, evaluation and saving excluded.
         learning_rate: learning rate of the last step.
         global_batch_size: global batch size of the last step.
-        lm_loss: mean loss per token in nats over the steps that were not skipped; NaN if there were none.
+        lm_loss: mean loss per counted token in nats over the steps that were not skipped, NaN if there were none; None
+            if no token of these steps counts.
         loss_scale: the loss scale in fp16; None otherwise.
-        gradient_norm: gradient norm of the last step before clipping; None if unknown.
+        gradient_norm: gradient norm of the last step before clipping; None if unknown, or if no token of it counts.
         skipped_iterations: number of covered steps whose update was skipped.
         nan_iterations: number of covered steps whose loss or, outside fp16, gradient norm was NaN or infinite.
         samples_per_second: over all replicas.
@@ -116,11 +131,13 @@ class Metrics:
         teraflops_per_device: TFLOPs per second and device.
         gigaflops_without_embeddings: GFLOPs of the run so far, without embeddings.
         source_losses: by source name, for sources with counted tokens; None unless requested.
+        empty_iterations: number of covered steps of which no token counts, so that they changed no weight and have no
+            losses; None if there were none.
         z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
         sample_loss: mean over samples of their mean losses per token, over the same steps as `lm_loss`; None unless
             that is what is minimized.
-        distillation_loss: mean divergence from a teacher per token, its weight included, over the same steps as
-            `lm_loss`; None without a teacher.
+        distillation_loss: mean divergence from a teacher, its weight included, over the same steps as `lm_loss`: per
+            token, or per sample if that is what is minimized; None without a teacher.
         order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
         model_flops_utilization_ratio: see `Workload.utilization_ratio`; None where the device's peak is not known.
@@ -139,7 +156,7 @@ class Metrics:
     seconds_per_iteration: float
     learning_rate: float
     global_batch_size: int
-    lm_loss: float
+    lm_loss: float | None
     loss_scale: float | None
     gradient_norm: float | None
     skipped_iterations: int
@@ -149,6 +166,7 @@ class Metrics:
     teraflops_per_device: float
     gigaflops_without_embeddings: float
     source_losses: Mapping[str, SourceLoss] | None = None
+    empty_iterations: int | None = None
     z_loss: float | None = None
     sample_loss: float | None = None
     order_loss: float | None = None
@@ -165,7 +183,7 @@ class Metrics:
 
 def measure(
     progress: Progress,
-    outcome: StepOutcome,
+    outcome: StepResult,
     workload: Workload,
     *,
     train_iterations: int,
@@ -175,7 +193,7 @@ def measure(
     source_names: Sequence[str] = (),
     waits: Waits | None = None,
     eta_seconds: float | None = None,
-) -> Metrics:
+) -> StepMetrics:
     """Builds the record of one step.
 
     Args:
@@ -183,8 +201,7 @@ def measure(
         outcome: what the engine returned.
         workload: converts samples into tokens and FLOPs.
         train_iterations: planned steps of the run.
-        learning_rate: the learning rate that was used.
-        seconds: wall time of the step.
+        learning_rate, seconds: the rate that was used, and the wall time of the step.
         loss_scale: the loss scale; fp16 only.
         source_names: names of the data sources in the outcome's metrics.
         waits: what the step waited for; None if that is not known.
@@ -192,7 +209,7 @@ def measure(
     """
     waits = waits or Waits()
     samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
-    return Metrics(
+    return StepMetrics(
         iteration=progress.step,
         train_iterations=train_iterations,
         consumed_samples=progress.consumed_samples,
@@ -202,16 +219,17 @@ def measure(
         global_batch_size=outcome.sample_count,
         lm_loss=outcome.loss,
         loss_scale=loss_scale,
-        gradient_norm=outcome.gradient_norm,
+        gradient_norm=None if outcome.loss is None else outcome.gradient_norm,
         skipped_iterations=int(outcome.skipped or outcome.bad_in_a_row > 0),
-        nan_iterations=int(not math.isfinite(outcome.loss) or (outcome.bad_in_a_row > 0 and not outcome.is_spike)),
+        nan_iterations=int(_is_not_finite(outcome)),
         samples_per_second=samples_per_second,
         tokens_per_second=samples_per_second * workload.tokens_per_sample,
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
+        empty_iterations=1 if outcome.loss is None else None,
         z_loss=_per_token(outcome, Z_LOSS),
-        distillation_loss=_per_token(outcome, DISTILLATION_LOSS),
+        distillation_loss=_mean(outcome.metrics.get(DISTILLATION_LOSS)),
         sample_loss=_mean(outcome.metrics.get(SAMPLE_LOSS)),
         order_loss=_mean(outcome.metrics.get(ORDER_LOSS)),
         routing=routing_figures(outcome.metrics),
@@ -231,20 +249,21 @@ def source_losses(metrics: Mapping[str, Sequence[float]], names: Sequence[str]) 
     return {name: SourceLoss(loss_sum / tokens, round(tokens)) for name, loss_sum, tokens in sums if tokens}
 
 
-def mean_of(steps: Sequence[Metrics]) -> Metrics:
+def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
     """Combines the records of consecutive steps, as the log line shows them.
 
-    The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN. Rates are totals divided by
-    total time. Learning rate, batch size, loss scale, norm and consumed counts are those of the last step, and so are
-    memory and remaining time; skipped and NaN steps are counted.
+    The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN; steps without a counted
+    token have none and are left out. Rates are totals divided by total time. Learning rate, batch size, loss scale,
+    norm, consumed counts, memory and remaining time are the last step's; skipped and NaN steps are
+    counted.
     """
     last = steps[-1]
     kept = [step for step in steps if not step.skipped_iterations]
-    losses = [step.lm_loss for step in kept]
+    losses = [step.lm_loss for step in kept if step.lm_loss is not None]
     last_ratio = last.model_flops_utilization_ratio
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
 
-    def mean(name: str, over: Sequence[Metrics] = kept) -> float | None:
+    def mean(name: str, over: Sequence[StepMetrics] = kept) -> float | None:
         """The mean of a figure that not every run has."""
         known = [value for value in (getattr(step, name) for step in over) if value is not None]
         return sum(known) / len(known) if known else None
@@ -258,13 +277,14 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     return dataclasses.replace(
         last,
         seconds_per_iteration=seconds / len(steps),
-        lm_loss=sum(losses) / len(losses) if losses else math.nan,
+        lm_loss=sum(losses) / len(losses) if losses else None if kept else math.nan,
         source_losses=_source_losses_of(kept),
+        empty_iterations=sum(step.empty_iterations or 0 for step in steps) or None,
         z_loss=mean("z_loss"),
         sample_loss=mean("sample_loss"),
         order_loss=mean("order_loss"),
         distillation_loss=mean("distillation_loss"),
-        routing=mean_routing([step.routing for step in kept if step.routing is not None]),
+        routing=_mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
         samples_per_second=rate("samples_per_second"),
@@ -277,39 +297,55 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     )
 
 
-def _source_losses_of(steps: Sequence[Metrics]) -> Mapping[str, SourceLoss] | None:
+def routing_figures(metrics: Mapping[str, Sequence[float]]) -> RoutingFigures | None:
+    """The figures of a step from the sums that its routers recorded; None without experts."""
+    if PASSES not in metrics:
+        return None
+    passes = max(metrics[PASSES][0], 1.0)
+    loads = [tokens for name, tokens in metrics.items() if is_expert_tokens(name)]
+    largest = [max(tokens) * len(tokens) / max(math.fsum(tokens), 1.0) for tokens in loads]
+    return RoutingFigures(
+        load_balancing_loss=metrics[BALANCE_LOSS][0] / passes,
+        z_loss=metrics[ROUTER_Z_LOSS][0] / passes,
+        entropy=metrics[ENTROPY][0] / passes,
+        largest_load=max(largest),
+        mean_largest_load=math.fsum(largest) / len(largest),
+        idle_experts=sum(count == 0 for tokens in loads for count in tokens),
+    )
+
+
+def _mean_routing(steps: Sequence[RoutingFigures]) -> RoutingFigures | None:
+    """The mean of every figure over several steps; None for no steps."""
+    if not steps:
+        return None
+    return RoutingFigures(
+        **{name: math.fsum(getattr(step, name) for step in steps) / len(steps) for name in vars(steps[0])}
+    )
+
+
+def _source_losses_of(steps: Sequence[StepMetrics]) -> Mapping[str, SourceLoss] | None:
     """The token-weighted mean loss of each source over several steps, in order of first appearance."""
     per_step = [step.source_losses for step in steps if step.source_losses is not None]
     names = dict.fromkeys(name for losses in per_step for name in losses)
-    found = {}
+    means = {}
     for name in names:
         parts = [losses[name] for losses in per_step if name in losses]
         tokens = sum(part.tokens for part in parts)
-        found[name] = SourceLoss(math.fsum(part.lm_loss * part.tokens for part in parts) / tokens, tokens)
-    return found if per_step else None
+        means[name] = SourceLoss(math.fsum(part.lm_loss * part.tokens for part in parts) / tokens, tokens)
+    return means if per_step else None
 
 
-class Interval:
-    """Collects the steps since the last log line."""
-
-    def __init__(self) -> None:
-        self._steps: list[Metrics] = []
-
-    def add(self, step: Metrics) -> None:
-        """Adds the record of one step."""
-        self._steps.append(step)
-
-    def close(self) -> Metrics | None:
-        """Returns the mean over the steps since the last call, None if there were none, and resets."""
-        steps, self._steps = self._steps, []
-        return mean_of(steps) if steps else None
+def _is_not_finite(outcome: StepResult) -> bool:
+    """Whether loss or, outside fp16, gradient norm were NaN or infinite."""
+    is_loss_finite = outcome.loss is None or math.isfinite(outcome.loss)
+    return not is_loss_finite or (outcome.bad_in_a_row > 0 and not outcome.is_spike)
 
 
-def _per_token(outcome: StepOutcome, name: str) -> float | None:
-    """The mean over tokens of a metric that is a sum over them; None if the step has none."""
-    return outcome.metrics[name][0] / max(outcome.token_count, 1) if name in outcome.metrics else None
+def _per_token(outcome: StepResult, name: str) -> float | None:
+    """The mean over tokens of a metric that is a sum over them; None if the step has none, or no token counts."""
+    return outcome.metrics[name][0] / outcome.token_count if name in outcome.metrics and outcome.token_count else None
 
 
 def _mean(pair: Sequence[float] | None) -> float | None:
-    """The mean of a metric that is a sum and a number of samples."""
-    return None if pair is None else pair[0] / max(pair[1], 1)
+    """The mean of a metric that is a sum and what it is divided by; None if nothing was summed."""
+    return None if pair is None or pair[1] == 0 else pair[0] / pair[1]

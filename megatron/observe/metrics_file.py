@@ -1,9 +1,9 @@
 """`metrics.jsonl`: one JSON object per line, written so that a kill loses at most the line being written.
 
-Every record has a `kind`: `start` (one per program start), `step`, `evaluation`, `task` (of --eval-tasks), or `passed`
-(a batch that was not trained on). Floats round-trip bit for bit; NaN and the infinities, which JSON lacks, are the
-strings "NaN", "Infinity", "-Infinity". A resumed run appends, so the steps after its checkpoint appear twice; the later
-record counts.
+Every record has a `kind`: `start` (one per program start), `step`, `evaluation`, `task` (of --eval-tasks), `passed`
+(a batch that was not trained on), or `failed_save`. Floats round-trip bit for bit; NaN and the infinities, which JSON
+lacks, are the strings "NaN", "Infinity", "-Infinity". A resumed run appends, so the steps after its checkpoint appear
+twice; the later record counts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.files.exact import write_all
+from megatron.files.plain import open_plain
+from megatron.files.replacing import sync_file
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import Metrics, TaskOutcome
+from megatron.observe.metrics import StepMetrics, TaskOutcome
+from megatron.secret_text import masked
 
 FILE_NAME = "metrics.jsonl"
+_SHOWN_RUNS = 5
 
 _START_ARGUMENTS = (
     "tensor_model_parallel_size",
@@ -86,9 +91,7 @@ class MetricsFile:
             if self._is_torn:
                 self._remove_torn_line()
             self._is_torn = True
-            written = os.write(self._descriptor, data)
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
+            write_all(lambda rest, _: os.write(self._descriptor, rest), data)
             self._is_torn = False
         except OSError as failure:
             with contextlib.suppress(OSError):
@@ -101,15 +104,15 @@ class MetricsFile:
         layout = {name: arguments[name] for name in _START_ARGUMENTS if name in arguments}
         self.write("start", {**progress.to_json(), "at": time.time(), **layout})
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         """Records one step."""
         self.write("step", dataclasses.asdict(metrics))
 
-    def interval(self, metrics: Metrics) -> None:
+    def interval(self, metrics: StepMetrics) -> None:
         """Records nothing: every step is already recorded."""
 
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        """Records a validation or test loss."""
+    def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
+        """Records a validation or test loss; null if no token counts."""
         self.write(
             "evaluation",
             {
@@ -118,7 +121,7 @@ class MetricsFile:
                 "consumed_tokens": progress.consumed_tokens,
                 "group": group,
                 "lm_loss": loss,
-                "perplexity": perplexity(loss),
+                "perplexity": None if loss is None else perplexity(loss),
             },
         )
 
@@ -141,12 +144,16 @@ class MetricsFile:
         """Records a batch that was not trained on."""
         self.write("passed", {"iteration": batch["step"], **batch, "passed_batches": number})
 
+    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
+        """Records a save that has failed."""
+        self.write("failed_save", {"iteration": step, "text": masked(reason), "failed_saves": number})
+
     def close(self) -> None:
         """Syncs and closes the file; idempotent."""
         if self._is_open:
             self._is_open = False
             try:
-                os.fsync(self._descriptor)
+                sync_file(self._descriptor)
             except OSError as failure:
                 log.warning(f"{self.path} may not have reached the disk: {failure.strerror}.")
             os.close(self._descriptor)
@@ -183,6 +190,31 @@ class MetricsFile:
             log.warning(f"{self.path}: removed an incomplete last line of an earlier run ({len(torn)} bytes).")
 
 
+def check_run(path: str | Path) -> None:
+    """Checks that a run directory or metrics file exists.
+
+    Raises:
+        DataError: it does not; the message names the newest runs under `runs/`, the trainer's default place.
+    """
+    if Path(path).exists():
+        return
+    newest = newest_runs(Path("runs"))
+    shown = f" The newest under runs/: {', '.join(map(str, newest))}." if newest else ""
+    raise DataError(f"{path} does not exist. Give a run directory or its {FILE_NAME}.{shown}")
+
+
+def newest_runs(folder: Path, count: int = _SHOWN_RUNS) -> list[Path]:
+    """Run directories in a folder that contain metrics, most recently written first."""
+    written_at = {}
+    for path in folder.glob(f"*/{FILE_NAME}"):
+        try:
+            if not path.parent.is_symlink():
+                written_at[path.parent] = path.stat().st_mtime_ns
+        except OSError:  # removed in the meantime
+            continue
+    return sorted(written_at, key=lambda run: (-written_at[run], run.name))[:count]
+
+
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """All records of a file in the order they were written, without an incomplete last line.
 
@@ -193,7 +225,8 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     if path.is_dir():
         path = path / FILE_NAME
     try:
-        lines = path.read_bytes().split(b"\n")
+        with open_plain(path) as stream:
+            lines = stream.read().split(b"\n")
     except OSError as failure:
         raise DataError(
             f"{path} cannot be read: {failure.strerror}. Give a run directory or its {FILE_NAME}."

@@ -1,4 +1,4 @@
-"""Reports one `Metrics` record per step to the console, `metrics.jsonl`, TensorBoard and W&B.
+"""Reports one `StepMetrics` record per step to the console, `metrics.jsonl`, TensorBoard and W&B.
 
 The last rank prints the console lines, as in upstream. A single process, chosen where the report is opened, writes all
 files, so that they are on one machine.
@@ -7,32 +7,82 @@ files, so that they are on one machine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron import log
 from megatron.checkpoint.record import Progress
-from megatron.config import ControlConfig, OptimConfig
+from megatron.config import OptimConfig, ReportConfig
 from megatron.config.schedule import planned_iterations
+from megatron.engine.totals import StepResult
 from megatron.errors import StorageError
 from megatron.observe.console import task_lines
 from megatron.observe.line_style import LineStyle, Moment
-from megatron.observe.metrics import Interval, Metrics, StepOutcome, TaskOutcome, measure
+from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits, mean_of, measure
 from megatron.observe.metrics_file import MetricsFile
-from megatron.observe.pace import Pace
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.safeguard import Destination, Safeguard
-from megatron.observe.speed.waits import Waits
 from megatron.observe.speed.workload import Workload
 from megatron.observe.tensorboard import TensorBoard, check_tensorboard
 from megatron.observe.weights_and_biases import WeightsAndBiases, check_wandb
+from megatron.secret_text import masked_values
+
+
+class Pace:
+    """Estimates when a run ends, from the wall time of all that it does: steps, evaluations, saves.
+
+    The first step holds one-off costs (compilation, memory, the first read of files), so it counts only until there is
+    another.
+
+    Args:
+        clock: seconds from any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._marks: list[tuple[int, float]] = []
+
+    def mark(self, step: int) -> None:
+        """Notes that this many steps are complete; called when training starts and after each step."""
+        now = self._clock()
+        if self._marks and self._marks[-1][0] == step:
+            return
+        # The first two marks bound the first step; of all later ones only the newest is needed.
+        del self._marks[2:]
+        self._marks.append((step, now))
+
+    def seconds_left(self, step: int, train_iterations: int) -> float | None:
+        """The estimated time from the last mark to the last step; None before two marks."""
+        if len(self._marks) < 2:
+            return None
+        (first, begun_at), (last, now) = self._marks[-2:] if len(self._marks) == 2 else self._marks[1:]
+        return max(0, train_iterations - step) * (now - begun_at) / (last - first)
 
 
 class Bar(Protocol):
     """What draws the progress on a terminal."""
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         """Called after every step."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the events of a run go on this rank.
+
+    Attributes:
+        style: what the lines of steps and evaluations look like.
+        destinations: the destinations besides the console; empty on ranks that write nothing.
+        bar: the bar that this process draws; None for none.
+        hides_lines: whether the lines of steps are kept in log.txt alone, since rank 0 draws a bar in their place.
+    """
+
+    style: LineStyle
+    destinations: Sequence[Destination] = ()
+    bar: Bar | None = None
+    hides_lines: bool = False
 
 
 class Report:
@@ -41,48 +91,42 @@ class Report:
     A destination that fails does not end the run: see `Safeguard`.
 
     Args:
-        control: provides the log interval.
+        config: provides the log interval.
         optim: determines the length of the run.
         workload: what turns samples into tokens and operations.
-        style: how the lines of steps and evaluations look.
+        outputs: where events go.
         samples_per_epoch: training samples of a pass over all data; None without training data.
         pace: estimates when the run ends.
         shows_loss_scale: whether to report the loss scale (fp16).
         arguments: every argument by name, for destinations that show them.
-        destinations: the destinations besides the console; empty on ranks that write nothing.
         source_names: names of the data sources whose losses are reported; empty for none.
-        bar: the bar that this process draws; None for none.
-        hides_lines: whether the lines of steps are kept in log.txt alone, since rank 0 draws a bar in their place.
     """
 
     def __init__(
         self,
-        control: ControlConfig,
+        config: ReportConfig,
         optim: OptimConfig,
         workload: Workload,
-        style: LineStyle,
+        outputs: Outputs,
         *,
         samples_per_epoch: int | None = None,
         pace: Pace | None = None,
         shows_loss_scale: bool = False,
         arguments: Mapping[str, Any] | None = None,
-        destinations: Sequence[Destination] = (),
         source_names: Sequence[str] = (),
-        bar: Bar | None = None,
-        hides_lines: bool = False,
     ) -> None:
-        self.control = control
+        self.config = config
         self.optim = optim
         self.workload = workload
-        self.style = style
+        self.style = outputs.style
         self.samples_per_epoch = samples_per_epoch
         self.shows_loss_scale = shows_loss_scale
-        self.arguments = dict(arguments or {})
-        self.destinations = tuple(Safeguard(destination) for destination in destinations)
+        self.arguments = masked_values(arguments or {})
+        self.destinations = tuple(Safeguard(destination) for destination in outputs.destinations)
         self.source_names = tuple(source_names)
-        self._bar = bar
-        self._hides_lines = hides_lines
-        self._interval = Interval()
+        self._bar = outputs.bar
+        self._hides_lines = outputs.hides_lines
+        self._unreported: list[StepMetrics] = []
         self._pace = pace or Pace()
         self._train_iterations = planned_iterations(optim)
 
@@ -92,18 +136,16 @@ class Report:
             self.optim, progress.step, progress.consumed_samples, progress.consumed_tokens
         )
         self._pace.mark(progress.step)
-        for destination in self.destinations:
-            destination.start(progress, self.arguments)
+        self._record("start", progress.step, lambda destination: destination.start(progress, self.arguments))
 
     def step(
         self,
         progress: Progress,
-        outcome: StepOutcome,
+        outcome: StepResult,
         learning_rate: float,
         seconds: float,
         waits: Waits | None = None,
-        sample_tokens: int | None = None,
-    ) -> Metrics:
+    ) -> StepMetrics:
         """Reports one step, and prints a line at the end of each --log-interval.
 
         Args:
@@ -112,7 +154,6 @@ class Report:
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
             waits: what it waited for; None if that is not known.
-            sample_tokens: tokens of each sample, which a curriculum shortens; None for those of the workload.
         """
         self._pace.mark(progress.step)
         metrics = measure(
@@ -127,30 +168,28 @@ class Report:
             waits=waits,
             eta_seconds=self._pace.seconds_left(progress.step, self._train_iterations),
         )
-        for destination in self.destinations:
-            destination.step(metrics)
+        self._record("step", progress.step, lambda destination: destination.step(metrics))
         if self._bar is not None:
             self._bar.step(metrics)
-        self._interval.add(metrics)
-        if self.control.log_interval and progress.step % self.control.log_interval == 0:
+        self._unreported.append(metrics)
+        if self.config.log_interval and progress.step % self.config.log_interval == 0:
             self.flush()
         return metrics
 
-    def evaluation(self, progress: Progress, group: str, prefix: str, loss: float) -> None:
+    def evaluation(self, progress: Progress, group: str, prefix: str, loss: float | None) -> None:
         """Reports the loss of one data group.
 
         Args:
             progress: the point in training.
             group: the group's name.
             prefix: the same as text, such as "iteration 100".
-            loss: mean loss per token, in nats.
+            loss: mean loss per counted token, in nats; None if no token counts.
         """
-        for text in self.style.evaluation_lines(
-            group, prefix, loss, self._moment(progress.step, progress.consumed_samples)
-        ):
+        moment = self._moment(progress.step, progress.consumed_samples)
+        lines = self.style.evaluation_lines(group, prefix, loss, moment) if loss is not None else ()
+        for text in lines:
             log.line(text)
-        for destination in self.destinations:
-            destination.evaluation(progress, group, loss)
+        self._record("evaluation", progress.step, lambda destination: destination.evaluation(progress, group, loss))
 
     def task(self, progress: Progress, prefix: str, task: TaskOutcome) -> None:
         """Reports the figures of one task of --eval-tasks.
@@ -162,8 +201,7 @@ class Report:
         """
         for text in task_lines(task, prefix):
             log.line(text)
-        for destination in self.destinations:
-            destination.task(progress, task)
+        self._record("task", progress.step, lambda destination: destination.task(progress, task))
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         """Reports a batch that was not trained on.
@@ -177,20 +215,30 @@ class Report:
             f"passed over the batch of iteration {batch['step']} (samples {batch['first_sample']} to "
             f"{batch['last_sample']}), on which starts of this run ended in NaN | passed batches: {number:3d}"
         )
-        for destination in self.destinations:
-            destination.passed(progress, batch, number)
+        self._record("passed", batch["step"], lambda destination: destination.passed(progress, batch, number))
+
+    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
+        """Reports a save that the file system refused.
+
+        Args:
+            progress: when that was learned.
+            step: what was to be saved.
+            number: how many have failed in a row, this one included.
+        """
+        self._record(
+            "failed_save", progress.step, lambda destination: destination.failed_save(progress, step, reason, number)
+        )
 
     def flush(self) -> None:
         """Prints the line for the steps since the last one, if any; also called when a run ends within a log
         interval.
         """
-        metrics = self._interval.close()
-        if metrics is None:
+        if not self._unreported:
             return
+        metrics, self._unreported = mean_of(self._unreported), []
         for text in self.style.iteration_lines(metrics, self._moment(metrics.iteration, metrics.consumed_samples)):
             (log.record if self._hides_lines else log.line)(text)
-        for destination in self.destinations:
-            destination.interval(metrics)
+        self._record("interval", metrics.iteration, lambda destination: destination.interval(metrics))
 
     def close(self) -> None:
         """Prints remaining steps, closes every destination, and says what is missing in them."""
@@ -201,25 +249,34 @@ class Report:
         self.destinations = ()
         log.warn_of_lost_output()
 
+    def _record(self, call: str, step: int, write: Callable[[Destination], None]) -> None:
+        for destination in self.destinations:
+            destination.record(call, step, write)
+
     def _moment(self, step: int, consumed_samples: int) -> Moment:
         epoch = 0 if self.samples_per_epoch is None else max(0, consumed_samples - 1) // self.samples_per_epoch
         return Moment(step, self._train_iterations, epoch, self._pace.seconds_left(step, self._train_iterations))
 
 
-def check_packages(control: ControlConfig) -> None:
+def check_packages(config: ReportConfig) -> None:
     """Checks that the packages of the requested destinations are installed, before anything heavy is built.
 
     Raises:
         ConfigError: one is missing.
     """
-    if control.tensorboard_dir:
-        check_tensorboard(control.tensorboard_dir)
-    if control.wandb_project:
-        check_wandb(control.wandb_project)
+    if config.tensorboard_dir:
+        check_tensorboard(config.tensorboard_dir)
+    if config.wandb_project:
+        check_wandb(config.wandb_project)
 
 
 def open_destinations(
-    control: ControlConfig, workload: Workload, run_directory: RunDirectory, *, is_resume: bool = False
+    config: ReportConfig,
+    workload: Workload,
+    run_directory: RunDirectory,
+    *,
+    is_resume: bool = False,
+    loss_tags: tuple[str, str] | None = None,
 ) -> list[Destination]:
     """Opens all requested destinations; called only on the process that writes files.
 
@@ -231,6 +288,7 @@ def open_destinations(
         workload: sizes for the rates per replica.
         run_directory: the folder of the run, where `metrics.jsonl` goes.
         is_resume: whether the run continues from a checkpoint.
+        loss_tags: further TensorBoard tags of the training and the validation loss.
 
     Raises:
         ConfigError: an optional package is missing, or another run is writing the same file.
@@ -238,16 +296,16 @@ def open_destinations(
     """
     opened: list[Destination] = []
     with contextlib.ExitStack() as closing:
-        opened.append(MetricsFile(control.metrics_file or run_directory.metrics_path))
+        opened.append(MetricsFile(config.metrics_file or run_directory.metrics_path))
         closing.callback(opened[0].close)
-        if control.tensorboard_dir:
-            opened.append(TensorBoard(control.tensorboard_dir, control, workload))
+        if config.tensorboard_dir:
+            opened.append(TensorBoard(config.tensorboard_dir, config, workload, loss_tags))
             closing.callback(opened[-1].close)
-        if control.wandb_project:
-            folder = control.wandb_save_dir or str(run_directory.path)
+        if config.wandb_project:
+            folder = config.wandb_save_dir or str(run_directory.path)
             try:
                 opened.append(
-                    WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder, control.wandb_entity)
+                    WeightsAndBiases(config.wandb_project, config.wandb_exp_name, folder, config.wandb_entity)
                 )
             except StorageError as failure:
                 if not is_resume:

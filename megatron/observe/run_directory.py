@@ -6,8 +6,7 @@
         metrics.jsonl  one record per step (see metrics_file.py)
         log.txt        log output of rank 0
 
-With --run-files hello_deepspeed, the commit alone is in githash.log, the changes are in gitdiff.log, and hparams.json
-holds the flags of the program that started the run.
+A program may name git.txt and git.diff otherwise (--run-files), and have its own flags in one more file.
 
 Only rank 0 writes here. If a run is resumed in its folder, the files of earlier starts are kept as config.1.json,
 config.2.json, ...
@@ -20,40 +19,19 @@ import os
 import re
 import subprocess
 import time
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.flags.program import RunFileNames
 from megatron.errors import ConfigError, StorageError
+from megatron.files.replacing import move, replace_file
 from megatron.observe.metrics_file import FILE_NAME
+from megatron.secret_text import masked, masked_values
 
 _GIT_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class FileNames:
-    """Names of the files that describe a start, besides config.json.
-
-    Attributes:
-        commit: the commit, and what has changed since unless it is to stand alone.
-        changes: the changes as a patch.
-        flags: the flags of the program that started the run; None for no such file.
-    """
-
-    commit: str
-    changes: str
-    flags: str | None = None
-    commit_is_alone: bool = False
-
-
-_FILE_NAMES: Mapping[str, FileNames] = types.MappingProxyType(
-    {
-        "megatron": FileNames("git.txt", "git.diff"),
-        "hello_deepspeed": FileNames("githash.log", "gitdiff.log", "hparams.json", commit_is_alone=True),
-    }
-)
+MEGATRON_FILES = RunFileNames("git.txt", "git.diff")
 
 
 @dataclass(frozen=True)
@@ -61,11 +39,6 @@ class RunDirectory:
     """The paths in a run directory."""
 
     path: Path
-
-    @property
-    def config_path(self) -> Path:
-        """The configuration of the most recent start."""
-        return self.path / "config.json"
 
     @property
     def metrics_path(self) -> Path:
@@ -85,7 +58,7 @@ def open_run_directory(
     name: str = "gpt",
     is_resume: bool = False,
     source: Path | None = None,
-    files: str = "megatron",
+    names: RunFileNames = MEGATRON_FILES,
     program_flags: str | None = None,
 ) -> RunDirectory:
     """Creates the run directory and describes the run in it; called on rank 0 only.
@@ -96,7 +69,7 @@ def open_run_directory(
         name: prefix of a new folder's name.
         is_resume: whether the run continues from a checkpoint (--load), so that the folder may already hold a run.
         source: a file of the checkout whose state is recorded; by default the running program's.
-        files: how the files are named (--run-files).
+        names: how the files are named (--run-files).
         program_flags: the JSON of the program's own flags (--program-flags).
 
     Raises:
@@ -105,11 +78,10 @@ def open_run_directory(
     """
     try:
         path = _new_folder(Path("runs"), name) if run_dir is None else _given_folder(Path(run_dir), is_resume)
-        names = _FILE_NAMES[files]
         _keep_earlier(path, names)
-        _write(path / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        _write(path / "config.json", json.dumps(masked_values(config), indent=2, default=str) + "\n")
         if names.flags is not None:
-            _write(path / names.flags, json.dumps(json.loads(program_flags or "{}"), indent=2) + "\n")
+            _write(path / names.flags, json.dumps(masked_values(json.loads(program_flags or "{}")), indent=2) + "\n")
         _describe_source(path, names, source or Path(__file__))
     except OSError as failure:
         place = run_dir or "runs/"
@@ -130,7 +102,7 @@ def write_arguments(log_path: str, lines: Sequence[str]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"args_{time.strftime('%Y-%m-%dT%H:%M:%S')}.txt"
-        _write(path, "\n".join(lines) + "\n")
+        _write(path, "\n".join(map(masked, lines)) + "\n")
     except OSError as failure:
         raise StorageError(
             f"--log-path {log_path} cannot be written: {failure.strerror}. Choose another folder."
@@ -164,7 +136,7 @@ def _given_folder(path: Path, is_resume: bool) -> Path:
     return path
 
 
-def _keep_earlier(path: Path, names: FileNames) -> None:
+def _keep_earlier(path: Path, names: RunFileNames) -> None:
     """Renames the files of the previous start."""
     if not (path / "config.json").exists():
         return
@@ -174,17 +146,14 @@ def _keep_earlier(path: Path, names: FileNames) -> None:
     for name in ("config.json", names.commit, names.changes, *filter(None, [names.flags])):
         stem, _, ending = name.rpartition(".")
         if (path / name).exists():
-            os.rename(path / name, path / f"{stem}.{number}.{ending}")
+            move(path / name, path / f"{stem}.{number}.{ending}", durable=False)
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    replace_file(path, content.encode() if isinstance(content, str) else content)
 
 
-def _describe_source(path: Path, names: FileNames, source: Path) -> None:
+def _describe_source(path: Path, names: RunFileNames, source: Path) -> None:
     """Records commit, changed files and diff of the checkout that `source` belongs to."""
     folder = source.resolve().parent
     if _git(folder, "ls-files", "--error-unmatch", "--", str(source.resolve())) is None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.checkpoint.record import Progress
-from megatron.observe.metrics import Metrics, TaskOutcome
+from megatron.observe.metrics import StepMetrics, TaskOutcome
 
 _UNFLUSHED = ("step", "passed")
 
@@ -32,13 +32,13 @@ class Destination(Protocol):
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
         """Called when training starts or resumes."""
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         """Called after every step."""
 
-    def interval(self, metrics: Metrics) -> None:
+    def interval(self, metrics: StepMetrics) -> None:
         """Called after every log interval."""
 
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+    def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
         """Called after a data group was evaluated."""
 
     def task(self, progress: Progress, task: TaskOutcome) -> None:
@@ -46,6 +46,9 @@ class Destination(Protocol):
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         """Called after a batch was passed over."""
+
+    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
+        """Called when a save has failed."""
 
     def close(self) -> None:
         """Called at the end of the run."""
@@ -66,45 +69,19 @@ class Safeguard:
         self._lost: tuple[int, int] | None = None
         self._reason = ""
 
-    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """Passes on that training starts or resumes."""
-        self._record("start", progress.step, lambda: self.destination.start(progress, arguments))
+    def record(self, call: str, step: int, write: Callable[[Destination], None]) -> None:
+        """Has the destination write a record.
 
-    def step(self, metrics: Metrics) -> None:
-        """Passes on a step."""
-        self._record("step", metrics.iteration, lambda: self.destination.step(metrics))
-
-    def interval(self, metrics: Metrics) -> None:
-        """Passes on a log interval."""
-        self._record("interval", metrics.iteration, lambda: self.destination.interval(metrics))
-
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        """Passes on an evaluation."""
-        self._record("evaluation", progress.step, lambda: self.destination.evaluation(progress, group, loss))
-
-    def task(self, progress: Progress, task: TaskOutcome) -> None:
-        """Passes on what was measured in a task."""
-        self._record("task", progress.step, lambda: self.destination.task(progress, task))
-
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        """Passes on that a batch was passed over."""
-        self._record("passed", batch["step"], lambda: self.destination.passed(progress, batch, number))
-
-    def close(self) -> None:
-        """Closes the destination, and warns of what it lacks."""
-        if not self._is_off:
-            self._attempt("close", self.destination.close)
-        if self._lost is not None:
-            first, last = self._lost
-            log.warning(f"{self.destination.name} lacks records of steps {first} to {last} ({self._reason}).")
-
-    def _record(self, call: str, step: int, act: Callable[[], None]) -> None:
+        Args:
+            call: the name of the method that `write` calls.
+            step: the step that the record is about.
+        """
         self._step = step
         if self._is_off:
             self._lose(step)
             return
         self._unsure = step if self._unsure is None else self._unsure
-        if not self._attempt(call, act):
+        if not self._attempt(call, write):
             return
         if call not in _UNFLUSHED or not self.destination.is_buffered:
             self._unsure = None
@@ -113,9 +90,17 @@ class Safeguard:
             first, last = self._lost
             log.warning(f"{self.destination.name} is written again; it lacks records of steps {first} to {last}.")
 
-    def _attempt(self, call: str, act: Callable[[], None]) -> bool:
+    def close(self) -> None:
+        """Closes the destination, and warns of what it lacks."""
+        if not self._is_off:
+            self._attempt("close", lambda destination: destination.close())
+        if self._lost is not None:
+            first, last = self._lost
+            log.warning(f"{self.destination.name} lacks records of steps {first} to {last} ({self._reason}).")
+
+    def _attempt(self, call: str, write: Callable[[Destination], None]) -> bool:
         try:
-            act()
+            write(self.destination)
         except (Exception, SystemExit) as failure:  # a client library may raise anything, even this
             self._reason = _reason(failure)
             self._is_off = self.destination.is_buffered

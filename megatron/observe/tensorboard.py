@@ -8,19 +8,15 @@ Source: tags of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py.
 from __future__ import annotations
 
 import importlib.util
-import types
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.record import Progress
-from megatron.config import ControlConfig
+from megatron.config import ReportConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import Metrics, TaskOutcome
+from megatron.observe.metrics import StepMetrics, TaskOutcome
 from megatron.observe.speed.workload import Workload
-
-# By --log-style: the tags under which its users look for the training and the validation loss, beside upstream's.
-_OTHER_TAGS: Mapping[str, tuple[str, str]] = types.MappingProxyType({"all_in_one": ("loss_train", "loss_valid")})
 
 
 class TensorBoard:
@@ -30,6 +26,7 @@ class TensorBoard:
         directory: folder of the events file (--tensorboard-dir).
         control: which optional tags to write, how often, and how many events may be queued.
         workload: provides the number of replicas, for rates per replica.
+        loss_tags: further tags of the training and the validation loss.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -38,16 +35,19 @@ class TensorBoard:
 
     is_buffered = True
 
-    def __init__(self, directory: str, control: ControlConfig, workload: Workload) -> None:
+    def __init__(
+        self, directory: str, config: ReportConfig, workload: Workload, loss_tags: tuple[str, str] | None = None
+    ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as failure:
             raise _missing(directory, f"cannot be imported ({failure})") from failure
         self.name = f"TensorBoard in {directory}"
-        self.control = control
+        self.config = config
         self.workload = workload
+        self.loss_tags = loss_tags
         try:
-            self._writer: Any = SummaryWriter(log_dir=directory, max_queue=control.tensorboard_queue_size)
+            self._writer: Any = SummaryWriter(log_dir=directory, max_queue=config.tensorboard_queue_size)
         except OSError as failure:
             reason = failure.strerror or failure
             raise StorageError(
@@ -62,18 +62,19 @@ class TensorBoard:
         self._writer.add_scalar("iteration-time/world_size", 0, progress.step + 1)
         self._writer.flush()
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         """Writes a step's scalars every --tensorboard-log-interval steps."""
-        if metrics.iteration % max(1, self.control.tensorboard_log_interval) == 0:
-            self._write(step_scalars(metrics, self.control, self.workload))
+        if metrics.iteration % max(1, self.config.tensorboard_log_interval) == 0:
+            self._write(step_scalars(metrics, self.config, self.workload, self.loss_tags))
 
-    def interval(self, metrics: Metrics) -> None:
+    def interval(self, metrics: StepMetrics) -> None:
         """Flushes, so that a kill loses nothing that the console has shown."""
         self._writer.flush()
 
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        """Writes a validation or test loss."""
-        self._write(evaluation_scalars(progress, group, loss, self.control, self.workload))
+    def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
+        """Writes a validation or test loss, if there is one."""
+        if loss is not None:
+            self._write(evaluation_scalars(progress, group, loss, self.config, self.workload, self.loss_tags))
         self._writer.flush()
 
     def task(self, progress: Progress, task: TaskOutcome) -> None:
@@ -85,6 +86,10 @@ class TensorBoard:
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         """Writes how many batches were passed over."""
         self._write({"passed-batches": (number, batch["step"])})
+
+    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
+        """Writes how many saves in a row have failed."""
+        self._write({"failed-saves": (number, step)})
 
     def close(self) -> None:
         """Closes the events file."""
@@ -112,35 +117,37 @@ def _missing(directory: str, what: str) -> ConfigError:
     )
 
 
-def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -> dict[str, tuple[float, int]]:
+def step_scalars(
+    metrics: StepMetrics, config: ReportConfig, workload: Workload, loss_tags: tuple[str, str] | None = None
+) -> dict[str, tuple[float, int]]:
     """Tag -> (value, x) of one step."""
     progress = Progress(metrics.iteration, metrics.consumed_samples, metrics.consumed_tokens)
-    found: dict[str, tuple[float, int]] = {
+    scalars: dict[str, tuple[float, int]] = {
         "steps-vs-samples/y=steps,x=samples": (progress.step, progress.consumed_samples),
         "steps-vs-samples/y=samples,x=steps": (progress.consumed_samples, progress.step),
         "steps-vs-tokens/y=steps,x=tokens": (progress.step, progress.consumed_tokens),
         "steps-vs-tokens/y=tokens,x=steps": (progress.consumed_tokens, progress.step),
     }
     families: dict[str, float | None] = {
-        "learning-rate/learning-rate": metrics.learning_rate if control.log_learning_rate_to_tensorboard else None,
-        "batch-size/batch-size": metrics.global_batch_size if control.log_batch_size_to_tensorboard else None,
+        "learning-rate/learning-rate": metrics.learning_rate if config.log_learning_rate_to_tensorboard else None,
+        "batch-size/batch-size": metrics.global_batch_size if config.log_batch_size_to_tensorboard else None,
         "lm-loss-training/lm loss": metrics.lm_loss,
         "lm-loss-training/sop loss": metrics.order_loss,
         "lm-loss-training/loss per sample": metrics.sample_loss,
         "lm-loss-training/kd loss": metrics.distillation_loss,
         "lm-loss-training/z loss": metrics.z_loss,
-        "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,
+        "loss-scale/loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
         "grad-norm/grad-norm": metrics.gradient_norm,
-        "iteration-time/iteration-time": metrics.seconds_per_iteration if control.log_timers_to_tensorboard else None,
+        "iteration-time/iteration-time": metrics.seconds_per_iteration if config.log_timers_to_tensorboard else None,
     }
     for tag, value in families.items():
         if value is not None:
-            found |= _on_axes(tag, value, progress, workload)
+            scalars |= _on_axes(tag, value, progress, workload)
     for name, source in (metrics.source_losses or {}).items():
-        found |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
+        scalars |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
     for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():
-        found |= _on_axes(f"routing/{name}", value, progress, workload)
-    if control.log_timers_to_tensorboard:
+        scalars |= _on_axes(f"routing/{name}", value, progress, workload)
+    if config.log_timers_to_tensorboard:
         rates: dict[str, float | None] = {
             "samples per second": metrics.samples_per_second,
             "samples per second per replica": metrics.samples_per_second / workload.replica_count,
@@ -155,30 +162,35 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
             "memory (GiB)": None if metrics.memory_bytes is None else metrics.memory_bytes / 2**30,
         }
         known = {name: value for name, value in rates.items() if value is not None}
-        found |= {f"iteration-time/{name}": (value, progress.step) for name, value in known.items()}
-    if control.log_style in _OTHER_TAGS:
-        found[_OTHER_TAGS[control.log_style][0]] = (metrics.lm_loss, progress.step)
-    return found
+        scalars |= {f"iteration-time/{name}": (value, progress.step) for name, value in known.items()}
+    if loss_tags is not None and metrics.lm_loss is not None:
+        scalars[loss_tags[0]] = (metrics.lm_loss, progress.step)
+    return scalars
 
 
 def evaluation_scalars(
-    progress: Progress, group: str, loss: float, control: ControlConfig, workload: Workload
+    progress: Progress,
+    group: str,
+    loss: float,
+    config: ReportConfig,
+    workload: Workload,
+    loss_tags: tuple[str, str] | None = None,
 ) -> dict[str, tuple[float, int]]:
     """Tag -> (value, x) of one evaluation."""
-    found = _on_axes(f"lm-loss-validation/{group}/lm loss validation", loss, progress, workload)
-    if control.log_validation_ppl_to_tensorboard:
-        found |= _on_axes(f"lm-loss-validation/{group}/lm loss validation ppl", perplexity(loss), progress, workload)
-    if control.log_style in _OTHER_TAGS and group == "valid":
-        found[_OTHER_TAGS[control.log_style][1]] = (loss, progress.step)
-    return found
+    scalars = _on_axes(f"lm-loss-validation/{group}/lm loss validation", loss, progress, workload)
+    if config.log_validation_ppl_to_tensorboard:
+        scalars |= _on_axes(f"lm-loss-validation/{group}/lm loss validation ppl", perplexity(loss), progress, workload)
+    if loss_tags is not None and group == "valid":
+        scalars[loss_tags[1]] = (loss, progress.step)
+    return scalars
 
 
 def _on_axes(tag: str, value: float, progress: Progress, workload: Workload) -> dict[str, tuple[float, int]]:
     """One value over every x axis that upstream uses for its tag."""
-    found = {tag: (value, progress.step), f"{tag} vs samples": (value, progress.consumed_samples)}
+    scalars = {tag: (value, progress.step), f"{tag} vs samples": (value, progress.consumed_samples)}
     if not tag.startswith("batch-size/"):
-        found[f"{tag} vs tokens"] = (value, progress.consumed_tokens)
+        scalars[f"{tag} vs tokens"] = (value, progress.consumed_tokens)
     if tag.startswith("lm-loss-"):
         gigaflops = int(workload.gigaflops_without_embeddings(progress.consumed_tokens))
-        found[f"{tag} vs gigaflos (without embeddings)"] = (value, gigaflops)
-    return found
+        scalars[f"{tag} vs gigaflos (without embeddings)"] = (value, gigaflops)
+    return scalars

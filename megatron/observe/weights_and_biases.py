@@ -13,7 +13,7 @@ from typing import Any
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import Metrics, TaskOutcome
+from megatron.observe.metrics import StepMetrics, TaskOutcome
 
 
 class WeightsAndBiases:
@@ -53,15 +53,17 @@ class WeightsAndBiases:
         """Uploads the arguments as the run's config."""
         self._run.config.update(dict(arguments), allow_val_change=True)
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         """Sends nothing: one point per log interval is enough for a remote service."""
 
-    def interval(self, metrics: Metrics) -> None:
+    def interval(self, metrics: StepMetrics) -> None:
         """Sends the metrics of a log interval."""
         self._run.log(interval_values(metrics), step=metrics.iteration)
 
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        """Sends a validation or test loss."""
+    def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
+        """Sends a validation or test loss, if there is one."""
+        if loss is None:
+            return
         values = {f"lm-loss-validation/{group}": loss, f"lm-loss-validation/{group} ppl": perplexity(loss)}
         self._run.log(values, step=progress.step)
 
@@ -73,6 +75,10 @@ class WeightsAndBiases:
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         """Sends how many batches were passed over."""
         self._run.log({"passed batches": number}, step=progress.step)
+
+    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
+        """Sends how many saves in a row have failed."""
+        self._run.log({"failed saves": number}, step=progress.step)
 
     def close(self) -> None:
         """Ends the W&B run."""
@@ -95,7 +101,7 @@ def _missing(project: str, what: str) -> ConfigError:
     )
 
 
-def interval_values(metrics: Metrics) -> dict[str, float]:
+def interval_values(metrics: StepMetrics) -> dict[str, float]:
     """The values sent for one log interval, without unknown ones."""
     values: dict[str, float | None] = {
         "lm-loss-training": metrics.lm_loss,

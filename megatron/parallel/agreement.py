@@ -108,7 +108,7 @@ def _raise_everywhere(mesh: ParallelMesh, failure: Exception | None) -> None:
 
 
 def _precedence(failure: Exception) -> int:
-    """The precedence of a failure; unknown types have that of the fallback."""
+    """The precedence of a failure; unknown types rank as the fallback does."""
     kind = describe_failure(failure, _KINDS).kind
     names = [known.__name__ for known in _KINDS]
     return names.index(kind if kind in names else _FALLBACK.__name__)

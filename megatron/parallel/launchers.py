@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.errors import LaunchError
-from megatron.launch.hostlist import expand_hostlist
 from megatron.launch.node import LAUNCH_VARIABLE
+from megatron.launch.slurm import expand_hostlist
 
 _DEFAULT_PORT = 29500  # torch's own
 _LOWEST_JOB_PORT, _JOB_PORTS = 10_000, 20_000  # below Linux's ephemeral ports (32768 and up)
@@ -63,8 +63,8 @@ class Ranks:
 def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
     """Reads the launcher's variables; the result depends on the arguments only.
 
-    RANK wins (an srun that starts one torchrun per node sets both kinds), then MPI's variables, then those of an srun
-    step. Slurm's variables outside a step (salloc, sbatch script) mean one process.
+    RANK wins (an srun that starts one torchrun per node sets both kinds), then MPI's variables, then an srun step's.
+    Slurm's variables outside a step (salloc, sbatch script) mean one process.
 
     Args:
         local_rank: the value of `--local_rank`, used where no variable gives it.
@@ -210,8 +210,8 @@ def _port(environ: Mapping[str, str], job: str | None = None) -> int:
 def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> None:
     if world_size < 1:
         raise LaunchError(
-            f"{size_name}={world_size} is no number of ranks. It must be at least 1; unset {rank_name} and {size_name} "
-            f"for a single process."
+            f"{size_name}={world_size} is not a number of ranks. It must be at least 1; unset {rank_name} and "
+            f"{size_name} for a single process."
         )
     if not 0 <= rank < world_size:
         advice = "set both variables, or use torchrun, which does"

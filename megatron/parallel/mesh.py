@@ -86,7 +86,7 @@ class Axis:
 
 
 def _spans(*roles: Role, without: Collection[str] = ()) -> dict[str, Collection[str]]:
-    """Says which axes a derived group spans: those of these roles, less some named ones."""
+    """Says which axes a derived group spans: the axes with these roles, less some named ones."""
     return {"roles": roles, "without": without}
 
 
@@ -102,7 +102,7 @@ class ParallelMesh:
         axes: this rank's place on each of them.
         world: all ranks.
         control: all ranks; its group carries CPU tensors.
-        background: the same with a group of its own, for the one thread that communicates beside the training loop.
+        background: the same with a group of its own, for the one thread that communicates while training goes on.
         embedding: the first and the last pipeline stage of this rank's column, which share the word embeddings; the
             ranks between them are alone on it.
         batch: ranks that read different samples.
@@ -158,11 +158,11 @@ class ParallelMesh:
         return cls.at(standard_axes(1), 0, device)
 
     def timed_by(self, stopwatch: Stopwatch) -> ParallelMesh:
-        """The same mesh, whose messages are timed, but for those of all ranks that steer the run."""
+        """The same mesh, which times its messages, except the control messages between all ranks."""
         names = [name for name, *_ in _derived_groups()]
-        found: dict[str, Any] = {name: dataclasses.replace(getattr(self, name), stopwatch=stopwatch) for name in names}
+        timed: dict[str, Any] = {name: dataclasses.replace(getattr(self, name), stopwatch=stopwatch) for name in names}
         axes = tuple(dataclasses.replace(axis, stopwatch=stopwatch) for axis in self.axes)
-        return dataclasses.replace(self, axes=axes, **found)
+        return dataclasses.replace(self, axes=axes, **timed)
 
     @property
     def stopwatch(self) -> Stopwatch | None:
@@ -176,11 +176,6 @@ class ParallelMesh:
     def axes_of(self, *roles: Role) -> tuple[Axis, ...]:
         """The axes that have one of these roles, in order."""
         return tuple(axis for size, axis in zip(self.sizes, self.axes, strict=True) if size.role in roles)
-
-    @property
-    def model_axes(self) -> tuple[Axis, ...]:
-        """The axes that one copy of the model is spread over."""
-        return self.axes_of("stage", "tensor")
 
     @property
     def tp(self) -> Axis:
@@ -282,10 +277,10 @@ def build_mesh(
     # Every rank goes through the same list in the same order, and at each entry all ranks of a group create it or all
     # have it already, so none waits for a rank that waits for another. Only `embedding` leaves ranks out: it is last.
     axes = tuple(groups.give(axis) for axis in mesh.axes)
-    found: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _, _ in _derived_groups()}
-    found["embedding"] = groups.give(mesh.embedding)
-    found.update(world=groups.give(mesh.world), control=groups.control, background=groups.background)
-    return dataclasses.replace(mesh, axes=axes, **found)
+    derived: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _, _ in _derived_groups()}
+    derived["embedding"] = groups.give(mesh.embedding)
+    derived.update(world=groups.give(mesh.world), control=groups.control, background=groups.background)
+    return dataclasses.replace(mesh, axes=axes, **derived)
 
 
 class _Groups:
@@ -299,14 +294,14 @@ class _Groups:
             control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
         self.control = dataclasses.replace(world, name="control", group=control)
         self._even_out()
-        beside = dist.new_group(
+        background = dist.new_group(
             list(world.ranks),
             timeout=_BACKGROUND_TIMEOUT,
             backend="gloo" if dist.get_backend() == "nccl" else None,
             use_local_synchronization=True,
             group_desc="background",
         )
-        self.background = dataclasses.replace(world, name="background", group=beside)
+        self.background = dataclasses.replace(world, name="background", group=background)
         self.give(Axis.single("self", world.rank))
 
     def give(self, axis: Axis) -> Axis:

@@ -24,6 +24,28 @@ _LOST_PEER_TEXTS = (
 )
 
 
+class PendingMaximum:
+    """An all-reduce in flight: the maximum of the ranks' integers; collective over the axis.
+
+    Args:
+        value: this rank's integer, from 0 to 2^31 - 1.
+        axis: the participating ranks; its group must support CPU tensors, as `ParallelMesh.control` does.
+    """
+
+    def __init__(self, value: int, axis: Axis) -> None:
+        self._word = torch.tensor([value], dtype=torch.int32)
+        self._work: dist.Work | None = None
+        if axis.size > 1:
+            self._work = dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=axis.group, async_op=True)
+
+    def wait(self) -> int:
+        """Waits for all ranks and returns the maximum."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._word)
+
+
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sums `tensor` over the axis, in place, and returns it."""
     if axis.size > 1:
@@ -41,7 +63,7 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Overwrites `tensor` with that of rank `source` of the axis, and returns it."""
+    """Overwrites `tensor` with the tensor of rank `source` of the axis, and returns it."""
     if axis.size > 1:
         with axis.timed():
             dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)

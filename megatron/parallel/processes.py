@@ -1,4 +1,4 @@
-"""Which process is meant, told so that a number that is used again, or another container's, is not mistaken for it."""
+"""Identifies a process so that one with the same number, later or in another container, is not mistaken for it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def born_at(process_id: int) -> str:
         text = Path(f"/proc/{process_id}/stat").read_text()
     except OSError:
         return ""
-    fields = text.rpartition(")")[2].split()  # field 22 of proc(5), counted from behind the name; Z is dead already
+    fields = text.rpartition(")")[2].split()  # field 22 of proc(5), counted from after the name; Z is dead already
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
 
 

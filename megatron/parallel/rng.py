@@ -19,7 +19,7 @@ from megatron.device import default_generator
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.hashing import counters, mix, mix_64, signed
-from megatron.kernels.initial_values import Draw, draw_
+from megatron.kernels.initial_values import WeightDraw, draw_
 from megatron.parallel.shard_spec import ShardSpec
 
 _STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION, _STREAM_ATTENTION_ROW, _STREAM_KEY = 1, 2, 3, 4, 5, 6
@@ -44,7 +44,7 @@ def draw_weights_(
     """
     count = max(0, min(target.numel(), spec.box_numel - first))
     base = mix(_STREAM_WEIGHT, seed, zlib.crc32(global_name.encode()), len(global_name))
-    draw = Draw(spec.shape, spec.start, spec.box_shape, base, spec.init_std, spec.init_distribution)
+    draw = WeightDraw(spec.shape, spec.start, spec.box_shape, base, spec.init_std, spec.init_distribution)
     with torch.no_grad():
         target[count:].zero_()
         draw_(target[:count], draw, first, implementation=implementation)

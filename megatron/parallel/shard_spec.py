@@ -154,7 +154,7 @@ def place(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
     """Attaches a spec to a parameter.
 
     Raises:
-        ConfigError: the number of elements is not that of this rank's shard.
+        ConfigError: the number of elements does not fit this rank's shard.
     """
     if parameter.numel() != math.prod(spec.local_shape):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """GPT-2's byte-level BPE from its two files.
 
-Source: openai/gpt-2 `src/encoder.py`; the files are those of Hugging Face (`vocab.json`, `merges.txt`).
+Source: openai/gpt-2 `src/encoder.py`; the files are Hugging Face's (`vocab.json`, `merges.txt`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.files import canonical, parse_json, read_tokenizer_file
-from megatron.tokenizers.library import LibraryTokenizer, rust_tokenizer
+from megatron.tokenizers.library import LibraryTokenizer, TokenizerProperties, rust_tokenizer
 from megatron.tokenizers.package import require_tokenizers
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_file, read_tokenizer_json
 
 GPT2_END_OF_DOCUMENT = "<|endoftext|>"
 _END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_DOCUMENT, "</s>")
@@ -42,16 +42,15 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None, known_library
             f"{vocab_file} has no {' or '.join(_END_OF_DOCUMENT_TOKENS)} entry, so documents could not be ended. Use "
             "GPT-2's vocabulary, or one written by tools/train_tokenizer.py."
         )
-    return rust_tokenizer(
+    facts = TokenizerProperties(
         "GPT2BPETokenizer",
-        byte_level_bpe(vocabulary, merges),
-        known_library,
         eod_id=eod_id,
-        identity=lambda: canonical({"vocab": vocabulary, "merges": merges}),
         vocab_size=1 + max(vocabulary.values()),
-        is_exact=True,
+        identity=lambda: canonical({"vocab": vocabulary, "merges": merges}),
         special_ids=lambda: _unreachable(vocabulary, merges),
+        is_exact=True,
     )
+    return rust_tokenizer(facts, byte_level_bpe(vocabulary, merges), known_library)
 
 
 def _unreachable(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> dict[str, int]:
@@ -73,7 +72,7 @@ def byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]]) ->
 
 
 def _gpt2_vocabulary(path: str) -> dict[str, int]:
-    vocabulary = parse_json(read_tokenizer_file(path, "--vocab-file"), path)
+    vocabulary = read_tokenizer_json(path, "--vocab-file")
     if not isinstance(vocabulary, dict) or not vocabulary:
         raise DataError(f"{path} (--vocab-file) must hold one JSON object of token to id, as GPT-2's vocab.json does.")
     for token, number in vocabulary.items():

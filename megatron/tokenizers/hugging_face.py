@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.fast_encoder import without_panics
-from megatron.tokenizers.files import canonical, parse_json, read_tokenizer_file
-from megatron.tokenizers.library import LibraryTokenizer, rust_tokenizer
+from megatron.tokenizers.encoders.fast_encoder import without_panics
+from megatron.tokenizers.library import LibraryTokenizer, TokenizerProperties, called_special, rust_tokenizer
 from megatron.tokenizers.package import require_tokenizers
 from megatron.tokenizers.roles import ROLES
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_json
 
 _END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
+TOKENIZER_FOLDER = "tokenizer"  # of an imported model's tokenizer, next to its checkpoints
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -32,44 +33,49 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
         )
     files = _hugging_face_files(source)
     if "tokenizer.json" in files:
-        description = parse_json(
-            read_tokenizer_file(files["tokenizer.json"], "tokenizer.json"), files["tokenizer.json"]
-        )
+        description = read_tokenizer_json(files["tokenizer.json"], "tokenizer.json")
         where = str(files["tokenizer.json"])
     else:
         description = _converted_by_transformers(source)
         where = source
     reference = _reference_from_json(description, where)
-    return rust_tokenizer(
+    facts = TokenizerProperties(
         f"{kind}:{source}",
-        reference,
-        known_library,
         eod_id=_hugging_face_eod(reference, files),
+        vocab_size=1 + max(reference.get_vocab(with_added_tokens=True).values()),
         identity=lambda: canonical(description),
+        special_ids=lambda: called_special(reference),
         is_exact=_is_exact(description),
         unknown_id=_unknown_id(reference, description),
         roles=_named_roles(reference, files),
     )
+    return rust_tokenizer(facts, reference, known_library)
 
 
 def _hugging_face_files(source: str) -> dict[str, Path]:
-    """Paths of the tokenizer's files that exist, by name: from a folder, beside a tokenizer.json, or from the hub."""
-    found = local_files(source)
-    return _hub_files(source) if found is None else found
+    """Paths of the tokenizer's files that exist, by name: from a folder, next to a tokenizer.json, or the hub."""
+    files = local_files(source)
+    return _hub_files(source) if files is None else files
 
 
 def local_files(source: str) -> dict[str, Path] | None:
     """Paths of the tokenizer's files that exist here, by name; None if only the hub can have them.
 
     Raises:
-        ConfigError: they are not here, and the source is no name of the hub.
+        ConfigError: they are not here, and the source is not a name of the hub.
     """
     path = Path(source)
     if path.is_file():
-        beside = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).is_file()}
+        beside = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).exists()}
         return {"tokenizer.json": path, **beside}
     if path.is_dir():
-        return {name: path / name for name in _HF_FILES if (path / name).is_file()}
+        return {name: path / name for name in _HF_FILES if (path / name).exists()}
+    if path.name == TOKENIZER_FOLDER and (path.parent / "model.yaml").is_file():
+        raise ConfigError(
+            f"--tokenizer-name-or-path {source} does not exist: the weights in {path.parent} were imported without a "
+            "tokenizer (--no-tokenizer), and text and training need one. Put the files of their tokenizer into that "
+            "folder, or name another tokenizer."
+        )
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".json", ".model")):
         raise ConfigError(f"--tokenizer-name-or-path {source} is neither a file nor a folder here, and not a hub name.")
     return None
@@ -79,10 +85,10 @@ def _hub_files(source: str) -> dict[str, Path]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    found = {}
+    files = {}
     for name in _HF_FILES:
         try:
-            found[name] = Path(hf_hub_download(source, name))
+            files[name] = Path(hf_hub_download(source, name))
         except EntryNotFoundError:
             continue
         except Exception as failure:
@@ -91,7 +97,7 @@ def _hub_files(source: str) -> dict[str, Path]:
                 f"({type(failure).__name__}: {str(failure).splitlines()[0][:200]}). Check the name and "
                 "the network, or give a local folder."
             ) from failure
-    return found
+    return files
 
 
 def _converted_by_transformers(source: str) -> Any:
@@ -133,14 +139,14 @@ def _hugging_face_eod(reference: Any, files: Mapping[str, Path]) -> int | None:
     named = _named_token("eos_token", reference, files)
     if named is not None:
         return named
-    found = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
-    return next((int(number) for number in found if number is not None), None)
+    ids = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
+    return next((int(number) for number in ids if number is not None), None)
 
 
 def _named_roles(reference: Any, files: Mapping[str, Path]) -> dict[str, int]:
     """The tokens of masked samples that the files name."""
-    found = {role: _named_token(f"{role}_token", reference, files) for role in ROLES}
-    return {role: number for role, number in found.items() if number is not None}
+    roles = {role: _named_token(f"{role}_token", reference, files) for role in ROLES}
+    return {role: number for role, number in roles.items() if number is not None}
 
 
 def _named_token(what: str, reference: Any, files: Mapping[str, Path]) -> int | None:
@@ -152,7 +158,7 @@ def _named_token(what: str, reference: Any, files: Mapping[str, Path]) -> int | 
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if name not in files:
             continue
-        named = parse_json(read_tokenizer_file(files[name], name), files[name])
+        named = read_tokenizer_json(files[name], name)
         token = named.get(what) if isinstance(named, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,10 +14,11 @@ import numpy.typing as npt
 
 from megatron import log
 from megatron.errors import ConfigError
-from megatron.tokenizers.fast_encoder import FastEncoder, added_ids, fast_encoder
-from megatron.tokenizers.files import sha256
-from megatron.tokenizers.long_text import can_cut_before_spaces
+from megatron.tokenizers.behaviour import Parts, parts_of, summaries
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, added_ids, fast_encoder
+from megatron.tokenizers.encoders.long_text import can_cut_before_spaces
 from megatron.tokenizers.roles import CLS, MASK, PAD, SEP, role_ids
+from megatron.tokenizers.tokenizer_files import sha256
 
 _ANY_LETTER = "a"
 _BROKEN = "\ufffd"
@@ -45,53 +48,72 @@ class Encoder(Protocol):
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
 
 
+@dataclass(frozen=True)
+class TokenizerProperties:
+    """What is known of a tokenizer besides how it encodes.
+
+    Args:
+        eod_id: ends a document; None where the tokenizer has no such token.
+        vocab_size: one more than the largest id.
+        identity: what the fingerprint is taken over; computed when the fingerprint is first asked for.
+        special_ids: finds the special tokens: id by text.
+        is_exact: whether decoding gives back every text byte for byte.
+        unknown_id: the id for text outside the vocabulary; None where there is none.
+        roles: special tokens whose roles in masked samples its files name; the others are known by what they are
+            written as, see `roles.py`.
+    """
+
+    name: str
+    eod_id: int | None
+    vocab_size: int
+    identity: Callable[[], str]
+    special_ids: Callable[[], Mapping[str, int]] = dict
+    is_exact: bool = False
+    unknown_id: int | None = None
+    roles: Mapping[str, int] = field(default_factory=dict)
+
+
 class LibraryTokenizer:
     """A reference library and, where possible, a faster one that does the encoding.
 
     Args:
         fast: gives the ids of the reference faster; None where nothing does.
+        parts: gives what the tokenizer does, see `behaviour.parts_of`.
         added: ids that the reference adds before and after every text.
-        eod_id: ends a document; None where the tokenizer has no such token.
-        identity: what the fingerprint is taken over; computed when the fingerprint is first asked for.
-        vocab_size: one more than the largest id.
-        is_exact: whether decoding gives back every text byte for byte.
-        unknown_id: the id for text outside the vocabulary; None where there is none.
-        special_ids: finds the special tokens: id by text.
-        roles: special tokens whose roles in masked samples its files name; the others are known by what they are
-            written as, see `roles.py`.
     """
 
     def __init__(
         self,
-        name: str,
+        facts: TokenizerProperties,
         reference: ReferenceLibrary,
         fast: Encoder | None,
-        *,
-        eod_id: int | None,
-        identity: Callable[[], str],
-        vocab_size: int,
+        parts: Callable[[], Parts],
         added: tuple[list[int], list[int]] = ([], []),
-        is_exact: bool = False,
-        unknown_id: int | None = None,
-        special_ids: Callable[[], Mapping[str, int]] = dict,
-        roles: Mapping[str, int] | None = None,
     ) -> None:
-        self.name = name
-        self.vocab_size = vocab_size
-        self.is_exact = is_exact
-        self.unknown_id = unknown_id
-        self._identity = identity
-        self._special_ids = special_ids
-        self._named_roles = roles or {}
+        self.name = facts.name
+        self.vocab_size = facts.vocab_size
+        self.is_exact = facts.is_exact
+        self.unknown_id = facts.unknown_id
+        self._facts = facts
+        self._parts = parts
         self._reference = reference
         self._fast = fast
-        self._eod_id = eod_id
         self.added = added
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the tokenizer's files in a normal form."""
-        return sha256(self._identity())
+        return sha256(self._facts.identity())
+
+    @property
+    def parts(self) -> Parts:
+        """What decides its ids, entry by entry; built again at each call, since it is large."""
+        return self._parts()
+
+    @cached_property
+    def behaviour(self) -> Mapping[str, str]:
+        """What decides its ids, as it is stored, see `behaviour.summaries`."""
+        return summaries(self._parts())
 
     @property
     def library(self) -> str:
@@ -115,24 +137,24 @@ class LibraryTokenizer:
         Raises:
             ConfigError: the tokenizer has none.
         """
-        if self._eod_id is None:
+        if self._facts.eod_id is None:
             raise ConfigError(
                 f"The tokenizer {self.name} names no end-of-document token. Give it an eos_token (in "
                 "tokenizer_config.json, or when a SentencePiece model is trained), or leave out --append-eod."
             )
-        return self._eod_id
+        return self._facts.eod_id
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
         """Tokens that control the model rather than being text, by what they are written as; end-of-document is one."""
-        found = {text: number for text, number in self._special_ids().items() if number != self.unknown_id}
-        if self._eod_id is not None and self._eod_id not in found.values():
-            found[self.decode([self._eod_id])] = self._eod_id
-        return found
+        ids = {text: number for text, number in self._facts.special_ids().items() if number != self.unknown_id}
+        if self._facts.eod_id is not None and self._facts.eod_id not in ids.values():
+            ids[self.decode([self._facts.eod_id])] = self._facts.eod_id
+        return ids
 
     @cached_property
     def _roles(self) -> Mapping[str, int]:
-        return {**role_ids(self.special_ids), **self._named_roles}
+        return {**role_ids(self.special_ids), **self._facts.roles}
 
     @property
     def cls_id(self) -> int | None:
@@ -155,7 +177,7 @@ class LibraryTokenizer:
         return self._roles.get(PAD)
 
     def written(self, token: int) -> str | None:
-        """A token as it stands in the vocabulary; None where there is no such id."""
+        """A token as the vocabulary has it; None where there is no such id."""
         return self._reference.written(token)
 
     @property
@@ -163,8 +185,13 @@ class LibraryTokenizer:
         """Ids that are put before every text, such as a beginning of sequence."""
         return self.added[0]
 
+    @property
+    def ids_after(self) -> Sequence[int]:
+        """Ids that are put after every text, such as an end of sequence."""
+        return self.added[1]
+
     def encode_bare(self, text: str) -> list[int]:
-        """Ids of a text that stands inside of another one: nothing is put before or after it."""
+        """Ids of a text that is part of another one: nothing is put before or after it."""
         ids, (before, after) = self.encode(text), self.added
         return ids[len(before) : len(ids) - len(after)]
 
@@ -201,8 +228,8 @@ class LibraryTokenizer:
         text = self.decode([token])
         if _BROKEN not in text:
             return text.encode()
-        found = _bytes_of(self._reference.written(token) or "")
-        return found if found is not None and found.decode(errors="replace") == text else None
+        content = _bytes_of(self._reference.written(token) or "")
+        return content if content is not None and content.decode(errors="replace") == text else None
 
 
 class RustReference:
@@ -234,66 +261,47 @@ class RustReference:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def written(self, token: int) -> str | None:
-        """A token as it stands in the vocabulary."""
-        found: str | None = self._tokenizer.id_to_token(token)
-        return found
+        """A token as the vocabulary has it."""
+        text: str | None = self._tokenizer.id_to_token(token)
+        return text
 
 
 def rust_tokenizer(
-    name: str,
-    tokenizer: Any,
-    known_library: str | None,
-    *,
-    eod_id: int | None,
-    identity: Callable[[], str],
-    vocab_size: int | None = None,
-    is_exact: bool = False,
-    unknown_id: int | None = None,
-    reference: ReferenceLibrary | None = None,
-    special_ids: Callable[[], Mapping[str, int]] | None = None,
-    roles: Mapping[str, int] | None = None,
+    facts: TokenizerProperties, tokenizer: Any, known_library: str | None, reference: ReferenceLibrary | None = None
 ) -> LibraryTokenizer:
     """A tokenizer whose reference is a `tokenizers.Tokenizer`; says in one line if no faster library can encode.
 
     Args:
         known_library: see `build_tokenizer`.
-        vocab_size: asked of the tokenizer if left out.
         reference: gives the ids of `tokenizer` in a better way than asking it for each text.
-        special_ids: see `LibraryTokenizer`; what the tokenizer itself calls special if left out.
-        roles: see `LibraryTokenizer`.
     """
-    fast = _checked_fast_encoder(tokenizer, name, known_library)
+    fast = _checked_fast_encoder(tokenizer, facts.name, known_library)
+    added = added_ids(tokenizer)
     return LibraryTokenizer(
-        name,
+        facts,
         reference or RustReference(tokenizer),
         fast,
-        eod_id=eod_id,
-        identity=identity,
-        vocab_size=vocab_size or 1 + max(tokenizer.get_vocab(with_added_tokens=True).values()),
-        added=added_ids(tokenizer),
-        is_exact=is_exact,
-        unknown_id=unknown_id,
-        special_ids=special_ids or (lambda: _called_special(tokenizer)),
-        roles=roles,
+        lambda: parts_of(json.loads(tokenizer.to_str()), added),
+        added,
     )
 
 
 def _bytes_of(written: str) -> bytes | None:
-    """The bytes of a token that stands in its vocabulary as `<0xE2>` or in GPT-2's printable stand-ins for bytes.
+    """The bytes of a token that is written in its vocabulary as `<0xE2>` or in GPT-2's printable stand-ins for bytes.
 
-    Source: GPT-2 `encoder.py` `bytes_to_unicode`: bytes that Latin-1 prints stand for themselves, and the others, in
-    their order, are the letters from U+0100 on.
+    Source: GPT-2 `encoder.py` `bytes_to_unicode`: bytes that Latin-1 prints are written as themselves, the others, in
+    their order, as the letters from U+0100 on.
     """
-    found = _BYTE_TOKEN.fullmatch(written)
-    if found is not None:
-        return bytes([int(found.group(1), 16)])
+    matched = _BYTE_TOKEN.fullmatch(written)
+    if matched is not None:
+        return bytes([int(matched.group(1), 16)])
     hidden = [byte for byte in range(256) if not (0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xFF) or byte == 0xAD]
     stand_ins = {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
     numbers = [stand_ins.get(letter, ord(letter)) for letter in written]
     return bytes(numbers) if written and max(numbers) < 0x100 else None
 
 
-def _called_special(tokenizer: Any) -> dict[str, int]:
+def called_special(tokenizer: Any) -> dict[str, int]:
     """The added tokens of a `tokenizers.Tokenizer` that are marked as special."""
     added = tokenizer.get_added_tokens_decoder()
     return {str(token.content): int(number) for number, token in added.items() if token.special}
@@ -312,7 +320,7 @@ def surround(
         ids [total], lengths [rows] -> ids [total + rows * (prefix + suffix)], lengths [rows].
 
     Args:
-        dtype: of the result, that of `ids` if left out; converting here saves a copy.
+        dtype: of the result, as `ids` if left out; converting here saves a copy.
     """
     extra = len(prefix) + len(suffix)
     longer = lengths + extra

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, DataError, MegatronError, printable
+from megatron.tokenizers.behaviour import Parts, differences
 
 if TYPE_CHECKING:
     from megatron.tokenizers.tokenizer import Tokenizer
+
+NO_TOKENIZER = "none"  # the name in the record of weights that were imported without one
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,14 @@ class TokenizerRecord:
     Args:
         fingerprint: hash of its files, None when unknown.
         eod_id: its end-of-document id, None when it has none or it is not known.
+        behaviour: what it does, see `behaviour.summaries`; empty when not known, as in records of older versions.
     """
 
     name: str
     fingerprint: str | None
     vocab_size: int
     eod_id: int | None = None
+    behaviour: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> TokenizerRecord:
@@ -33,7 +38,9 @@ class TokenizerRecord:
             eod_id: int | None = tokenizer.eod_id
         except ConfigError:  # it has none
             eod_id = None
-        return TokenizerRecord(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, eod_id)
+        return TokenizerRecord(
+            tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, eod_id, dict(tokenizer.behaviour)
+        )
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> TokenizerRecord:
@@ -48,11 +55,39 @@ class TokenizerRecord:
             None if fingerprint is None else str(fingerprint),
             int(value["vocab_size"]),
             None if eod_id is None else int(eod_id),
+            {str(part): str(summary) for part, summary in dict(value.get("behaviour") or {}).items()},
         )
 
-    def is_of(self, tokenizer: TokenizerRecord | Tokenizer) -> bool:
-        """Whether a tokenizer gives the ids that were recorded, as far as the record tells."""
-        return self.fingerprint in (None, tokenizer.fingerprint) and self.vocab_size == tokenizer.vocab_size
+    def is_of(self, tokenizer: TokenizerRecord | Tokenizer, *, ends_matter: bool = True) -> bool:
+        """Whether a tokenizer gives the ids that were recorded, as far as the record tells.
+
+        It does if its files are the same, or if it does the same in every part; a record of an older version tells
+        only of the files.
+
+        Args:
+            ends_matter: whether documents must end with the same id.
+        """
+        other = _record_of(tokenizer)
+        if self.name == NO_TOKENIZER:
+            return other.vocab_size <= self.vocab_size
+        if self.vocab_size != other.vocab_size or (ends_matter and not self._ends_like(other)):
+            return False
+        does_the_same = bool(self.behaviour) and self.behaviour == other.behaviour
+        return self.fingerprint in (None, other.fingerprint) or does_the_same
+
+    def differences(self, tokenizer: TokenizerRecord | Tokenizer) -> str:
+        """What a tokenizer does differently, in words; empty where the record does not tell."""
+        other = _record_of(tokenizer)
+        parts: Parts = {} if isinstance(tokenizer, TokenizerRecord) else tokenizer.parts
+        texts: list[str] = []
+        if self.behaviour and other.behaviour and self.fingerprint != other.fingerprint:
+            texts += differences(self.behaviour, other.behaviour, parts)
+        if not self._ends_like(other):
+            texts.append(f"documents end with {other.eod_id}, not with {self.eod_id} (eos_token)")
+        return "; ".join(texts)
+
+    def _ends_like(self, other: TokenizerRecord) -> bool:
+        return None in (self.eod_id, other.eod_id) or self.eod_id == other.eod_id
 
 
 def check_same_tokenizer(
@@ -61,6 +96,8 @@ def check_same_tokenizer(
     tokenizer: TokenizerRecord | Tokenizer,
     error: type[MegatronError] = DataError,
     advice: str = "",
+    *,
+    ends_matter: bool = True,
 ) -> None:
     """Checks that ids mean the same words to a tokenizer as to the one that was recorded.
 
@@ -68,16 +105,22 @@ def check_same_tokenizer(
         made: what was made with the recorded one, for example "the checkpoint in out was trained".
         error: the type that is raised.
         advice: what else the user may do, appended to the text.
+        ends_matter: whether documents must end with the same id.
 
     Raises:
         MegatronError: `error`, if they do not.
     """
-    if record.is_of(tokenizer):
+    if record.is_of(tokenizer, ends_matter=ends_matter):
         return
+    differing = record.differences(tokenizer)
     raise error(
         f"{made} with another tokenizer ({printable(record.name, quoted=False)}, fingerprint "
         f"{printable(str(record.fingerprint)[:12], quoted=False)}, "
         f"{record.vocab_size} tokens) than this run's ({tokenizer.name}, {str(tokenizer.fingerprint)[:12]}, "
-        f"{tokenizer.vocab_size} tokens): its ids would mean other words. Give the same --tokenizer-type, "
-        f"--vocab-file, --merge-file or --tokenizer-name-or-path{advice}."
+        f"{tokenizer.vocab_size} tokens): {f'{differing}, so ' if differing else ''}its ids would mean other words. "
+        f"Give the same --tokenizer-type, --vocab-file, --merge-file or --tokenizer-name-or-path{advice}."
     )
+
+
+def _record_of(tokenizer: TokenizerRecord | Tokenizer) -> TokenizerRecord:
+    return tokenizer if isinstance(tokenizer, TokenizerRecord) else TokenizerRecord.of(tokenizer)

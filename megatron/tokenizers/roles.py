@@ -1,6 +1,6 @@
 """Special tokens of masked language models, by what vocabularies write them as.
 
-BERT's vocabularies name their own; those of RoBERTa begin and end a sample with the tokens that begin and end a text.
+BERT's vocabularies name their own; RoBERTa's begin and end a sample with the tokens that begin and end a text.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ROLES = tuple(_WRITTEN)
 
 def role_ids(special_ids: Mapping[str, int]) -> dict[str, int]:
     """The id of each role that one of the special tokens is known for."""
-    found = {}
+    ids = {}
     for role, texts in _WRITTEN.items():
         known = [special_ids[text] for text in texts if text in special_ids]
         if known:
-            found[role] = known[0]
-    return found
+            ids[role] = known[0]
+    return ids

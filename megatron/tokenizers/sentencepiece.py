@@ -20,9 +20,9 @@ import numpy as np
 
 from megatron import log
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.fast_encoder import FastEncoder, agreeing_encoder, hard_texts
-from megatron.tokenizers.files import canonical, read_tokenizer_bytes
-from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, surround
+from megatron.tokenizers.behaviour import VOCABULARY, Parts
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, agreeing_encoder, hard_texts
+from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, TokenizerProperties, surround
 from megatron.tokenizers.sentencepiece_model import (
     SPACE,
     can_cut_before_spaces,
@@ -31,6 +31,7 @@ from megatron.tokenizers.sentencepiece_model import (
     read_model,
     tokenizer_json,
 )
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_bytes
 
 _ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 _OWN_SPACES = ("  a", "a  ", " \n a", f"{SPACE}a", f"a{SPACE}{SPACE}b {SPACE}", "\t\ta  b   c    d", "\u3000a\u00a0b")
@@ -59,27 +60,40 @@ def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: st
     name = f"{kind}:{model_file}"
     reference = SentencePieceReference(processor, prefix, added_tokens)
     unknown_id = processor.unk_id()
-    return LibraryTokenizer(
+    facts = TokenizerProperties(
         name,
+        eod_id=eod_id if eod_id is not None and eod_id >= 0 else None,
+        vocab_size=len(processor) + len(added_tokens),
+        identity=lambda: canonical({"type": kind, "model_sha256": hashlib.sha256(content).hexdigest()}),
+        special_ids=lambda: _special_ids(processor, added_tokens),
+        unknown_id=None if unknown_id < 0 else unknown_id,
+    )
+    return LibraryTokenizer(
+        facts,
         reference,
         _fast(name, processor, content, known_library),
-        eod_id=eod_id if eod_id is not None and eod_id >= 0 else None,
-        identity=lambda: canonical({"type": kind, "model_sha256": hashlib.sha256(content).hexdigest()}),
-        vocab_size=len(processor) + len(added_tokens),
-        added=(prefix, []),
-        unknown_id=None if unknown_id < 0 else unknown_id,
-        special_ids=lambda: _special_ids(processor, added_tokens),
+        lambda: _parts(processor, hashlib.sha256(content).hexdigest(), prefix, added_tokens),
+        (prefix, []),
     )
 
 
+def _parts(processor: Any, model_sha256: str, prefix: Sequence[int], added_tokens: Sequence[str]) -> Parts:
+    """See `behaviour.parts_of`; how the model cuts texts is not taken apart."""
+    return {
+        "algorithm": [f"sentencepiece {model_sha256}"],
+        VOCABULARY: [*processor.id_to_piece(list(range(len(processor)))), *added_tokens],
+        "ids around a text": [" ".join(map(str, prefix)), ""],
+    }
+
+
 def _special_ids(processor: Any, added_tokens: Sequence[str]) -> dict[str, int]:
-    """The control pieces, and those that stand for a text which the model never cuts, and the added tokens."""
+    """The control pieces, the pieces for texts that the model never splits, and the added tokens."""
     try:
         pieces = read_model(processor.serialized_model_proto()).pieces
     except ValueError:
         pieces = ()
-    found = {piece.text: number for number, piece in enumerate(pieces) if is_special(piece)}
-    return {**found, **{token: len(processor) + place for place, token in enumerate(added_tokens)}}
+    ids = {piece.text: number for number, piece in enumerate(pieces) if is_special(piece)}
+    return {**ids, **{token: len(processor) + place for place, token in enumerate(added_tokens)}}
 
 
 class SentencePieceReference:
@@ -87,7 +101,7 @@ class SentencePieceReference:
 
     Args:
         prefix: ids before every text.
-        added_tokens: strings of the ids after those of the model.
+        added_tokens: strings of the ids that follow the model's.
     """
 
     name = "sentencepiece"
@@ -129,7 +143,7 @@ class SentencePieceReference:
         return "".join([*parts, self._processor.decode(run)] if run else parts)
 
     def written(self, token: int) -> str | None:
-        """A token as it stands in the vocabulary."""
+        """A token as the vocabulary has it."""
         size = len(self._processor)
         return str(self._processor.id_to_piece(token)) if token < size else self._added_tokens[token - size]
 

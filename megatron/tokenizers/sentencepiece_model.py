@@ -23,7 +23,7 @@ _KINDS = {1: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     """One entry of the vocabulary; its place is its id."""
 
     text: str
@@ -41,7 +41,7 @@ class SentencePieceModel:
         changes_letters: whether the normalizer has rules for characters; `rules` is their name.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     kind: str
     byte_fallback: bool
     unknown: str
@@ -65,12 +65,12 @@ def read_model(content: bytes) -> SentencePieceModel:
         raise ValueError(f"its file cannot be read here ({type(failure).__name__}: {failure})") from failure
 
 
-def is_ordinary(piece: Piece) -> bool:
+def is_ordinary(piece: VocabularyPiece) -> bool:
     """Whether texts are cut into such pieces; the others are bytes, control tokens and the unknown one."""
     return piece.kind == _NORMAL
 
 
-def is_special(piece: Piece) -> bool:
+def is_special(piece: VocabularyPiece) -> bool:
     """Whether a piece controls the model rather than being text: by its kind, or a mark in brackets of the user's."""
     return piece.kind in (_UNKNOWN, _CONTROL) or (
         piece.kind == _USER_DEFINED and _BRACKETED.fullmatch(piece.text) is not None
@@ -144,7 +144,7 @@ def _read(content: bytes) -> SentencePieceModel:
         if number == 1:
             fields = dict(_fields(value))
             score = struct.unpack("<f", fields[2])[0] if 2 in fields else 0.0
-            pieces.append(Piece(fields.get(1, b"").decode(), score, fields.get(3, _NORMAL)))
+            pieces.append(VocabularyPiece(fields.get(1, b"").decode(), score, fields.get(3, _NORMAL)))
         elif number == 2:
             trainer = dict(_fields(value))
         elif number == 3:

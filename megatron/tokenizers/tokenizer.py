@@ -23,14 +23,16 @@ from typing import Protocol
 
 from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS
 from megatron.errors import ConfigError
+from megatron.tokenizers.behaviour import Parts
 from megatron.tokenizers.gpt2 import GPT2_END_OF_DOCUMENT, gpt2_tokenizer
-from megatron.tokenizers.hugging_face import hugging_face_tokenizer
+from megatron.tokenizers.hugging_face import TOKENIZER_FOLDER, hugging_face_tokenizer
 from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, surround
 from megatron.tokenizers.sentencepiece import sentencepiece_tokenizer
 from megatron.tokenizers.wordpiece import wordpiece_tokenizer
 
 __all__ = [
     "GPT2_END_OF_DOCUMENT",
+    "TOKENIZER_FOLDER",
     "Ids",
     "Lengths",
     "LibraryTokenizer",
@@ -40,8 +42,6 @@ __all__ = [
     "build_tokenizer",
     "surround",
 ]
-
-TOKENIZER_FOLDER = "tokenizer"  # of an imported model's tokenizer, beside its checkpoints
 
 
 class TokenizerFlags(Protocol):
@@ -76,7 +76,7 @@ class TokenizerChoice:
         return TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
 
     def beside(self, checkpoint: Path) -> TokenizerChoice:
-        """The same choice; of a folder that is gone, the copy that an import laid beside the checkpoint."""
+        """The same choice; if its folder is gone, the copy that an import put next to the checkpoint."""
         recorded, copy = self.tokenizer_name_or_path, checkpoint.parent / TOKENIZER_FOLDER
         if recorded is None or Path(recorded).exists() or not copy.is_dir():
             return self
@@ -95,9 +95,15 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str: ...
     @property
+    def parts(self) -> Parts: ...
+    @property
+    def behaviour(self) -> Mapping[str, str]: ...
+    @property
     def special_ids(self) -> Mapping[str, int]: ...
     @property
     def ids_before(self) -> Sequence[int]: ...
+    @property
+    def ids_after(self) -> Sequence[int]: ...
     @property
     def cls_id(self) -> int | None: ...
     @property

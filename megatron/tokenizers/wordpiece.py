@@ -1,4 +1,4 @@
-"""BERT's WordPiece from a `vocab.txt`: one token a line, the line's number is its id.
+"""BERT's WordPiece from a `vocab.txt`: one token per line, the line's number is its id.
 
 Source: google-research/bert `tokenization.py` (`FullTokenizer`); Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`
 (`_BertWordPieceTokenizer`), which appends `[BOS]` and `[EOS]` to the vocabulary.
@@ -15,9 +15,16 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.files import canonical, read_tokenizer_file
-from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, RustReference, rust_tokenizer
+from megatron.tokenizers.library import (
+    Ids,
+    Lengths,
+    LibraryTokenizer,
+    RustReference,
+    TokenizerProperties,
+    rust_tokenizer,
+)
 from megatron.tokenizers.package import require_tokenizers
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_file
 
 UNKNOWN_TOKEN = "[UNK]"
 ADDED_TOKENS = ("[BOS]", "[EOS]")
@@ -44,17 +51,15 @@ def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | 
     vocabulary = _vocabulary(vocab_file)
     lower_case = kind == "BertWordPieceLowerCase"
     tokenizer = wordpiece(vocabulary, lower_case)
-    return rust_tokenizer(
+    facts = TokenizerProperties(
         kind,
-        tokenizer,
-        known_library,
         eod_id=vocabulary["[EOS]"],
-        identity=lambda: canonical({"wordpiece": vocabulary, "lower_case": lower_case}),
         vocab_size=len(vocabulary),
-        unknown_id=vocabulary[UNKNOWN_TOKEN],
-        reference=WordByWord(tokenizer),
+        identity=lambda: canonical({"wordpiece": vocabulary, "lower_case": lower_case}),
         special_ids=lambda: {token: number for token, number in vocabulary.items() if _SPECIAL.fullmatch(token)},
+        unknown_id=vocabulary[UNKNOWN_TOKEN],
     )
+    return rust_tokenizer(facts, tokenizer, known_library, WordByWord(tokenizer))
 
 
 def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:

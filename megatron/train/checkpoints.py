@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron import __version__, log
-from megatron.checkpoint import CheckpointLock, save
-from megatron.checkpoint.background.host_memory import available_memory_bytes, memory_problem
-from megatron.checkpoint.background.writer import BackgroundWriter
+from megatron.checkpoint import CheckpointLock, SaveOptions
+from megatron.checkpoint import save as save_checkpoint
+from megatron.checkpoint.background_writer import BackgroundWriter, memory_problem
 from megatron.checkpoint.record import Record
-from megatron.config import ControlConfig, SavingConfig
-from megatron.data.datasets.build import data_fingerprint
+from megatron.checkpoint.saving import AfterCommit
+from megatron.config import RunConfig
+from megatron.data.build import data_fingerprint
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_bytes, owned_pieces
 from megatron.errors import ConfigError, StorageError
+from megatron.host_memory import available_memory_bytes
 from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_gather_json
 from megatron.parallel.pieces import PieceKey
 from megatron.tokenizers.record import TokenizerRecord
-from megatron.train.numerics import check_before_save
+from megatron.train.restarts.identity import RunIdentity
 from megatron.train.run import Run
 
+# What parts keep outside of the entry `parts`, where older versions look for it.
+_RECORD_FIELDS_OF_PARTS = ("recent", "passed_batches")
 
-def open_writer(
-    control: ControlConfig,
-    saving: SavingConfig,
-    engine: Engine,
-    lock: CheckpointLock | None,
-    *,
-    is_required: bool = False,
-) -> BackgroundWriter | None:
+
+def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) -> BackgroundWriter | None:
     """What saves a run in the background; None for a run that saves at once, or not at all; collective.
 
-    Args:
-        is_required: whether the user asked for it. Otherwise a run saves at once where memory is short.
+    Unless the user asked for it, a run saves at once where memory is short.
 
     Raises:
-        ConfigError: it is required, and a copy of the state does not fit into host memory.
+        ConfigError: the user did, and a copy of the state does not fit into host memory.
     """
-    if control.save is None or control.eval_only or not saving.async_save:
+    saving = config.saving
+    if saving.save is None or config.evaluation.eval_only or not saving.async_save:
         return None
-    size_bytes = owned_bytes(engine, with_optimizer=not control.no_save_optim)
+    options = SaveOptions(lock=lock, lines=style_named(config.report.log_style, config.program).SAVE_LINES)
+    writer = BackgroundWriter(Path(saving.save), engine.mesh, options)
+    size_bytes = owned_bytes(engine, with_optimizer=not saving.no_save_optim)
     problem = memory_problem(size_bytes, engine.mesh, available_memory_bytes())
+    if problem is None:
+        problem = _reserve(writer, size_bytes, engine.mesh)
     if problem is not None:
-        if is_required:
+        if config.was_given("saving.async_save"):
             raise ConfigError(
                 f"--async-save: {problem}. Give --no-async-save, start fewer ranks on a machine, or use machines with "
                 "more memory."
@@ -57,149 +60,203 @@ def open_writer(
         if engine.mesh.control.rank == 0:
             log.warning(f"{problem}: each save will hold up training until it is written, as with --no-async-save.")
         return None
-    lines = style_named(control.log_style).SAVE_LINES
-    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock, lines=lines)
-    writer.reserve(size_bytes)
     engine.before_update(writer.wait_for_copy)
     return writer
 
 
-def save_run(run: Run, *, must_succeed: bool = False) -> None:
-    """Saves the run at its current step, unless `--save` is not given or that step has been saved; collective.
+def _reserve(writer: BackgroundWriter, size_bytes: int, mesh: ParallelMesh) -> str | None:
+    """Takes the memory for the copies of this rank; why some rank does not get it, if so; collective."""
+    try:
+        writer.reserve(size_bytes)
+        refused = ""
+    except MemoryError as failure:
+        refused = str(failure)
+    answers: list[str] = all_gather_json(refused, mesh.control)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(answers) if text), None)
 
-    A save in the background only begins here, after the one before it has ended.
+
+class Saves:
+    """The saves of a run, and what became of them.
 
     Args:
-        run: its `saved_step`, `failed_saves` and `save_failure` are updated.
-        must_succeed: save at once, and raise on the first storage failure. Otherwise one failed save is reported and
-            training continues; a second consecutive failure is raised.
+        identity: which run the checkpoints belong to.
+        writer: saves in the background; None if each save holds up training until it is written.
+        saved_step: step of the last checkpoint that is committed.
+        after_commit: what follows each save, on every rank: in the writer's thread, or in this one without a writer.
+        beat: called while a save makes progress.
 
-    Raises:
-        StorageError: the file system failed; earlier checkpoints are intact.
-        NumericsError: see `check_before_save`.
-        MegatronError: an earlier save in the background failed for another reason.
+    Attributes:
+        failed: consecutive failures of the file system.
+        failure: why no more checkpoints can be saved in the background; this rank may know before others do.
     """
-    if run.config.control.save is None:
-        return
-    if run.writer is None:
-        if run.saved_step != run.progress.step:
-            _save_at_once(run, must_succeed=must_succeed)
-        return
-    began_at, waited_seconds = time.monotonic(), run.writer.stall_seconds
-    record = run_on_all(run.mesh, lambda: _record_to_save(run, must_succeed=must_succeed))
-    if record is not None:
-        check_before_save(run)
-        run.writer.begin(run.progress.step, _pieces(run), record)
-    elif run.saved_step != run.progress.step:
-        _save_at_once(run, must_succeed=True)
-    run.writer.stall_seconds = waited_seconds + time.monotonic() - began_at
 
+    def __init__(
+        self,
+        identity: RunIdentity,
+        *,
+        lock: CheckpointLock | None = None,
+        writer: BackgroundWriter | None = None,
+        saved_step: int | None = None,
+        after_commit: AfterCommit | None = None,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.identity = identity
+        self.writer = writer
+        self.saved_step = saved_step
+        self.failed = 0
+        self.failure: Exception | None = None
+        self._lock = lock
+        self._after_commit = after_commit
+        self._beat = beat
+        if writer is not None:
+            writer.after_commit, writer.beat = after_commit, beat
 
-def hear_of_save(run: Run) -> None:
-    """Notes how the save in the background ended, if it has ended since the last call; not collective.
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self.writer is not None and self.writer.is_writing
 
-    The first storage failure is reported, as a warning; after any other the run must stop, see `Run.should_stop`.
-    """
-    outcome = None if run.writer is None else run.writer.take_outcome()
-    if outcome is None:
-        return
-    log.debug(
-        f"the save of iteration {outcome.step} took {outcome.seconds:.2f} s in the background; saves have held up "
-        f"training for {run.writer.stall_seconds if run.writer else 0.0:.3f} s so far"
-    )
-    if outcome.failure is None:
-        run.saved_step, run.failed_saves = outcome.step, 0
-    elif isinstance(outcome.failure, StorageError) and run.failed_saves == 0:
-        _report_failure(run, outcome.failure)
-    else:
-        run.save_failure = outcome.failure
+    def save(self, run: Run, *, must_succeed: bool = False) -> None:
+        """Saves the run at its current step, unless `--save` is not given or that step has been saved; collective.
 
+        A save in the background only begins here, after the one before it has ended.
 
-def raise_failed_save(run: Run) -> None:
-    """Raises what made saving in the background impossible, on all ranks; collective.
+        Args:
+            must_succeed: save at once, and raise the first storage failure. Otherwise a failed save is reported, and
+                training continues until --max-failed-saves in a row have failed.
 
-    Raises:
-        MegatronError: as the save did.
-    """
-    run_on_all(run.mesh, lambda: _wait_for_writer(run))
+        Raises:
+            StorageError: the file system failed; earlier checkpoints are intact.
+            MegatronError: a part of the run refuses, or an earlier save in the background failed for another reason.
+        """
+        run.parts.entering(run, "save")
+        if run.config.saving.save is None:
+            return
+        log.doing(f"saving step {run.progress.step}")
+        writer = self.writer
+        if writer is None:
+            if self.saved_step != run.progress.step:
+                self._save_at_once(run, must_succeed=must_succeed)
+            return
+        began_at, waited_seconds = time.monotonic(), writer.stall_seconds
+        record = run_on_all(run.mesh, lambda: self._record_to_save(run, must_succeed=must_succeed))
+        if record is not None:
+            run.parts.before_save(run)
+            writer.begin(run.progress.step, _pieces(run), record)
+        elif self.saved_step != run.progress.step:
+            self._save_at_once(run, must_succeed=True)
+        writer.stall_seconds = waited_seconds + time.monotonic() - began_at
+
+    def note_outcome(self, run: Run) -> None:
+        """Notes how the save in the background ended, if it has ended since the last call; not collective.
+
+        A storage failure is reported; after the last one that is tolerated in a row, or any other failure, the run must
+        stop, see `Stopping.decide`.
+        """
+        outcome = None if self.writer is None else self.writer.take_outcome()
+        if outcome is None:
+            return
+        log.debug(
+            f"the save of iteration {outcome.step} took {outcome.seconds:.2f} s in the background; saves have held up "
+            f"training for {self.writer.stall_seconds if self.writer else 0.0:.3f} s so far"
+        )
+        if outcome.failure is None:
+            self.saved_step, self.failed = outcome.step, 0
+        elif isinstance(outcome.failure, StorageError):
+            self.failure = self._noted(run, outcome.step, outcome.failure)
+        else:
+            self.failure = outcome.failure
+
+    def raise_failure(self, run: Run) -> None:
+        """Raises what made saving in the background impossible, on all ranks; collective.
+
+        Raises:
+            MegatronError: as the save did.
+        """
+        run_on_all(run.mesh, lambda: self._wait_for_writer(run))
+
+    def _record_to_save(self, run: Run, *, must_succeed: bool) -> dict[str, Any] | None:
+        """Waits for the save that is being written; then makes the record of the next one, unless that is to be made at
+        once, or there is none to make.
+
+        Raises:
+            MegatronError: saving in the background has failed, and not for a reason that the next attempt may overcome.
+        """
+        self._wait_for_writer(run, may_try_again=must_succeed)
+        if must_succeed or self.saved_step == run.progress.step:
+            return None
+        return run_record(run).to_json()
+
+    def _wait_for_writer(self, run: Run, *, may_try_again: bool = False) -> None:
+        if self.writer is not None:
+            self.writer.wait()
+        self.note_outcome(run)
+        if self.failure is not None and not (may_try_again and isinstance(self.failure, StorageError)):
+            raise self.failure
+
+    def _save_at_once(self, run: Run, *, must_succeed: bool) -> None:
+        directory, record = Path(str(run.config.saving.save)), run_record(run).to_json()
+        run.parts.before_save(run)
+        try:
+            options = SaveOptions(self._lock, self._after_commit, self._beat, run.report.style.SAVE_LINES)
+            save_checkpoint(directory, run.progress.step, _pieces(run), record, run.mesh, options)
+        except StorageError as failure:
+            last = self._noted(run, run.progress.step, failure, must_succeed=must_succeed)
+            if last is not None:
+                raise last from failure
+            return
+        self.failed = 0
+        self.saved_step = run.progress.step
+
+    def _noted(self, run: Run, step: int, failure: StorageError, *, must_succeed: bool = False) -> StorageError | None:
+        """Records a save that the file system refused; what the run ends with, or None if training continues.
+
+        All ranks take the same decision, since a save fails on all of them.
+        """
+        self.failed += 1
+        run.report.failed_save(run.progress, step, str(failure), self.failed)
+        run.parts.failed_save(run, step, str(failure))
+        saving = run.config.saving
+        if must_succeed:
+            return failure
+        left = saving.tolerated_failures - self.failed
+        if left < 0 and saving.exit_on_failed_save:
+            return StorageError(f"{failure} The run ends because --exit-on-failed-save is given.")
+        if left < 0:
+            return StorageError(
+                f"{failure} The run ends because {self.failed} saves in a row failed (--max-failed-saves "
+                f"{saving.max_failed_saves})."
+            )
+        if run.mesh.control.rank == 0:
+            log.warning(
+                f"the checkpoint of iteration {step} was not saved: {failure} Training continues; the next attempt to "
+                f"save is at the next --save-interval. The run ends if {left + 1} more in a row fail "
+                f"(--max-failed-saves {saving.max_failed_saves})."
+            )
+        return None
 
 
 def run_record(run: Run) -> Record:
     """The state of a run without its tensors."""
+    identity, state = run.saves.identity, dict(run.parts.state(run))
+    fields = {name: state.pop(name) for name in _RECORD_FIELDS_OF_PARTS if name in state}
     return Record(
         progress=run.progress,
         optimizer_updates=run.engine.update_count,
         loss_scale=run.engine.loss_scale_state,
         config=run.config.to_json(),
-        data_plan=run.plan,
+        data_plan=run.data.plan,
         data=data_fingerprint(run.config.data) if run.mesh.control.rank == 0 else {},
-        tokenizer=TokenizerRecord.of(run.tokenizer),
+        tokenizer=TokenizerRecord.of(run.data.tokenizer),
         program_version=__version__,
-        run_id=run.identity.run_id,
-        finetuned_from=run.identity.finetuned_from,
-        passed_batches=run.passed_batches,
-        recent=run.engine.gate.to_json(),
-        validation_loss=_validation_loss(run),
+        run_id=identity.run_id,
+        finetuned_from=identity.finetuned_from,
+        validation_loss=run.evaluator.validation_loss(run.progress.step),
         began_at=run.engine.freezing.began_at,
+        parts=state,
+        **fields,
     )
 
 
-def _validation_loss(run: Run) -> float | None:
-    """The validation loss at the present step; None if it was not evaluated there, or is not finite."""
-    step, loss = run.validation or (None, math.nan)
-    return loss if step == run.progress.step and math.isfinite(loss) else None
-
-
-def _record_to_save(run: Run, *, must_succeed: bool) -> dict[str, Any] | None:
-    """Waits for the save that is being written; then makes the record of the next one, unless that is to be made at
-    once, or there is none to make.
-
-    Raises:
-        MegatronError: saving in the background has failed, and not for a reason that the next attempt may overcome.
-    """
-    _wait_for_writer(run, may_try_again=must_succeed)
-    if must_succeed or run.writer is None or run.saved_step == run.progress.step:
-        return None
-    return run_record(run).to_json()
-
-
-def _wait_for_writer(run: Run, *, may_try_again: bool = False) -> None:
-    if run.writer is not None:
-        run.writer.wait()
-    hear_of_save(run)
-    if run.save_failure is not None and not (may_try_again and isinstance(run.save_failure, StorageError)):
-        raise run.save_failure
-
-
-def _save_at_once(run: Run, *, must_succeed: bool) -> None:
-    directory, record = Path(str(run.config.control.save)), run_record(run).to_json()
-    check_before_save(run)
-    try:
-        save(
-            directory,
-            run.progress.step,
-            _pieces(run),
-            record,
-            run.mesh,
-            lock=run.lock,
-            after_commit=run.after_commit,
-            beat=run.watch.beat,
-            lines=run.report.style.SAVE_LINES,
-        )
-    except StorageError as failure:
-        if must_succeed or run.failed_saves > 0:
-            raise
-        _report_failure(run, failure)
-        return
-    run.failed_saves = 0
-    run.saved_step = run.progress.step
-
-
-def _report_failure(run: Run, failure: StorageError) -> None:
-    run.failed_saves += 1
-    if run.mesh.control.rank == 0:
-        log.error(f"{failure} Training continues; the next attempt to save is at the next --save-interval.")
-
-
 def _pieces(run: Run) -> Iterator[tuple[PieceKey, torch.Tensor]]:
-    return owned_pieces(run.engine, with_optimizer=not run.config.control.no_save_optim)
+    return owned_pieces(run.engine, with_optimizer=not run.config.saving.no_save_optim)

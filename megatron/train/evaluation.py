@@ -1,4 +1,4 @@
-"""Validation and test losses, and the tasks of --eval-tasks.
+"""Validation and test losses.
 
 Every evaluation uses the same first samples, weights losses by tokens, and leaves the training state unchanged.
 """
@@ -7,69 +7,96 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from megatron import log
 from megatron.data.datasets.sample import SampleDataset
-from megatron.errors import printable
 from megatron.train.run import Run
+from megatron.train.steps import EMPTY_ADVICE
 
-_SHOWN_CHARACTERS = 120
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
 
-def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float]:
-    """Evaluates every named group of a split and reports its loss; runs the tasks with the validation split.
-
-    Args:
-        run: the run; its progress and data position stay as they are. Its `validation` is the mean over the groups.
-        prefix: the point in training, for the log ("iteration 100").
+    Attributes:
         split: "valid" or "test".
-
-    Returns:
-        Mean loss per counted token, in nats, by group name; empty if the split is empty.
+        prefix: the point in training, for the log ("iteration 100").
+        losses: mean loss per counted token, in nats, by group name, None for a group of which no token counts; empty if
+            the split is empty.
     """
-    losses = {}
-    for name, dataset in run.evaluation_datasets(split).items():
-        count = run.evaluation_samples(split, name)
-        if count == 0:  # a resumed plan may hold samples that --eval-iters 0 does not ask for
-            continue
-        run.watch.enter("evaluation", run.progress.step)
-        losses[name] = mean_loss(run, dataset, count)
-        run.report.evaluation(run.progress, name, prefix, losses[name])
-    if split == "valid":
-        evaluate_tasks(run, prefix)
-        write_samples(run, prefix)
-    if losses and split == "valid":
-        run.validation = (run.progress.step, math.fsum(losses.values()) / len(losses))
-    return losses
+
+    split: str
+    prefix: str
+    losses: Mapping[str, float | None]
 
 
-def evaluate_tasks(run: Run, prefix: str) -> None:
-    """Runs the tasks of --eval-tasks on the network as it is, and reports their figures."""
-    for task in run.tasks:
-        run.watch.enter("evaluation", run.progress.step)
-        run.report.task(run.progress, prefix, task.run(run.scorer()))
+class Evaluator:
+    """Evaluates a run, and remembers what its last evaluation gave."""
+
+    def __init__(self) -> None:
+        self._validated_step: int | None = None
+        self._validation_loss = math.nan
+        self._empty: set[tuple[str, str]] = set()
+
+    def evaluate(self, run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float | None]:
+        """Evaluates every named group of a split and reports its loss; the parts of the run follow.
+
+        Args:
+            run: its progress and data position stay as they are.
+            prefix, split: as in `Evaluation`.
+
+        Returns:
+            the losses of the `Evaluation`.
+        """
+        losses: dict[str, float | None] = {}
+        for name, dataset in run.data.evaluation_datasets(split).items():
+            count = run.data.evaluation_samples(split, name)
+            if count == 0:  # a resumed plan may hold samples that --eval-iters 0 does not ask for
+                continue
+            run.parts.entering(run, "evaluation")
+            log.doing(f"evaluating the {name} data after step {run.progress.step}")
+            losses[name] = mean_loss(run, dataset, count)
+            run.report.evaluation(run.progress, name, prefix, losses[name])
+            if losses[name] is None:
+                self._warn_of_empty(run, split, name, count)
+        run.parts.at_evaluation(run, Evaluation(split, prefix, losses))
+        known = [loss for loss in losses.values() if loss is not None]
+        if known and split == "valid":
+            self._validated_step, self._validation_loss = run.progress.step, math.fsum(known) / len(known)
+        return losses
+
+    def has_validated(self, step: int) -> bool:
+        """Whether the last validation that had a loss was after this step."""
+        return self._validated_step == step
+
+    def validation_loss(self, step: int) -> float | None:
+        """The mean over the groups after a step; None if it was not evaluated there, or is not finite."""
+        return self._validation_loss if self.has_validated(step) and math.isfinite(self._validation_loss) else None
+
+    def _warn_of_empty(self, run: Run, split: str, name: str, count: int) -> None:
+        """Says that an evaluation has no loss, once for each group."""
+        if (split, name) in self._empty:
+            return
+        self._empty.add((split, name))
+        if run.mesh.world.rank == 0:
+            log.warning(
+                f"the evaluation on {name} has no loss: none of the tokens of its {count} samples counts. "
+                f"{EMPTY_ADVICE}"
+            )
 
 
-def write_samples(run: Run, prefix: str) -> None:
-    """Continues the prompts of --sample-prompts with the network as it is, and shows and records the texts."""
-    if run.prompts is None:
-        return
-    run.watch.enter("evaluation", run.progress.step)
-    texts = run.prompts.complete(run.scorer(), run.tokenizer)
-    for prompt, text in zip(run.prompts.texts, texts, strict=True):
-        log.info(f"sample at {prefix}: {printable(prompt, _SHOWN_CHARACTERS)} -> {printable(text, _SHOWN_CHARACTERS)}")
-    run.activity.sampled(run.progress.step, run.prompts.texts, texts)
-
-
-def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float:
-    """Mean loss per token over the first `count` samples; the last global batch may be incomplete."""
-    loss_sum, token_count = 0.0, 0
+def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float | None:
+    """Mean loss per counted token over the first `count` samples, None if no token counts; the last global batch may be
+    incomplete.
+    """
+    loss_sum, token_count = 0.0, 0.0
     batch_size = run.config.optim.global_batch_size
     run.engine.expect_length(run.config.data.seq_length)
-    with run.loader(dataset) as loader:
+    with run.data.loader(dataset) as loader:
         for first in range(0, count, batch_size):
-            run.watch.beat()
+            run.parts.entering(run, "evaluation")
             batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, count))
             loss_sum += batch_sum
             token_count += batch_tokens
-    return loss_sum / max(token_count, 1)
+    return loss_sum / token_count if token_count else None

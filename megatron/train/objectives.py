@@ -7,16 +7,15 @@ import torch
 from megatron.config import RunConfig
 from megatron.config.objective.loss import MASKED, MULTITASK, PREFIX, SAMPLES
 from megatron.config.objective.masking import SENTENCES
-from megatron.data.datasets.build import SplitDatasets
-from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import SampleDataset
+from megatron.data.datasets.shortened import ShortenedDataset
 from megatron.data.loader import BatchOptions
 from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
-from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.language_model import LanguageModelObjective, PrefixObjective
 from megatron.objective.masked import MaskedLanguageModelObjective
-from megatron.objective.prefix import PrefixObjective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -54,7 +53,7 @@ def step_settings(config: RunConfig) -> StepSettings:
     """The settings shared by all micro-batches of a run."""
     recompute = Recompute.NONE
     if config.recompute.checkpoint_activations:
-        recompute = Recompute.BLOCKS
+        recompute = Recompute.SPLIT_BLOCKS if config.recompute.distributes_saved else Recompute.BLOCKS
     elif config.recompute.recomputes_attention:
         recompute = Recompute.ATTENTION
     packed, masked = packs_examples(config), config.loss.objective == MASKED
@@ -70,7 +69,7 @@ def step_settings(config: RunConfig) -> StepSettings:
         dtype=getattr(torch, config.precision.dtype_name),
         explicit_attention=not config.kernels.fused_attention,
         # ZeRO-3 takes the weight of the head apart again before the losses are computed; a teacher's logits are
-        # compared with those of the network, which then have to be there.
+        # compared with the network's logits, which then have to be materialized.
         factored_logits=not (masked or config.distillation.is_on or config.parallel.effective_zero_stage == 3),
     )
 
@@ -93,20 +92,20 @@ def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
     )
 
 
-def with_prefixes(datasets: SplitDatasets, config: RunConfig, tokenizer: Tokenizer) -> SplitDatasets:
-    """The data sets with random prefixes if the objective is to have them; otherwise as they are."""
+def samples_to_learn(
+    dataset: SampleDataset, config: RunConfig, tokenizer: Tokenizer, length: int | None = None
+) -> SampleDataset:
+    """A data set as the objective wants it: with random prefixes, or as it is.
+
+    Args:
+        length: how many tokens of each sample a curriculum uses; prefixes are drawn within them. None for all.
+    """
+    if length is not None and length < config.data.seq_length:
+        dataset = ShortenedDataset(dataset, length)
     if config.loss.objective != PREFIX:
-        return datasets
+        return dataset
     eod_id = tokenizer.eod_id if config.documents.reset_attention_mask else None
-
-    def prefixed(dataset: SampleDataset) -> SampleDataset:
-        return PrefixDataset(dataset, config.random.seed, eod_id, config.loss.loss_on_targets_only)
-
-    return SplitDatasets(
-        train=None if datasets.train is None else prefixed(datasets.train),
-        valid={name: prefixed(dataset) for name, dataset in datasets.valid.items()},
-        test={name: prefixed(dataset) for name, dataset in datasets.test.items()},
-    )
+    return PrefixDataset(dataset, config.random.seed, eod_id, config.loss.loss_on_targets_only)
 
 
 def packs_examples(config: RunConfig) -> bool:

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from megatron.checkpoint.record import Progress
-from megatron.config import ControlConfig, DataConfig, OptimConfig, OptimRequest
+from megatron.config import DataConfig, EvaluationConfig, OptimConfig, OptimRequest
 from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import StepRange, planned_samples, samples_after, samples_before_step
-from megatron.data.datasets.build import build_split_datasets
-from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.build import build_split_datasets
+from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.sample import DocumentSpan, SampleDataset
 from megatron.data.order.plan import DataPlan
+from megatron.data.sources.request import DataRequest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -54,10 +55,13 @@ class SampleOrder:
         sequence_length: int,
         seed: int,
         optim: OptimRequest,
-        control: ControlConfig,
+        ranges: Sequence[StepRange],
         masked: MaskedOptions | None = None,
     ) -> SampleOrder:
         """The order of a new run with these flags.
+
+        Args:
+            ranges: steps to skip, whose data is consumed.
 
         Raises:
             ConfigError: the flags do not determine the number of planned samples.
@@ -69,7 +73,8 @@ class SampleOrder:
             )
         if optim.train_samples is None:
             counted = "--train-iters" if optim.train_tokens is None else "--train-tokens"
-            samples = planned_samples(with_known_batch(optim, counted, sequence_length), control)[0]
+            known = with_known_batch(optim, counted, sequence_length)
+            samples = planned_samples(known, EvaluationConfig(), ranges=ranges)[0]
         else:
             samples = optim.train_samples
         return SampleOrder(data, sequence_length, seed, samples, masked=masked)
@@ -140,7 +145,9 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
     )
     wanted = (order.planned_samples, 0, 0)
     datasets, plan = build_split_datasets(
-        data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer, masked=order.masked
+        DataRequest(
+            data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer, masked=order.masked
+        )
     )
     if datasets.train is None or plan.train is None:
         raise DataError("The stored data plan has no training data, so there are no samples to show.")

@@ -35,13 +35,17 @@ class Reach(Protocol):
     def longest_seconds(self) -> float:
         """The longest that this rank went without progress so far and made some again."""
 
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written, by the main thread or in the background."""
+
 
 class StopSignals:
     """Notes that SIGTERM or SIGUSR1 has arrived.
 
     In the training loop that is all, and the loop stops after the step. Elsewhere, in start-up and in the evaluation at
     the end of a run, nothing would be saved by waiting, so the process ends; it also ends if the loop is stuck, because
-    another rank does not answer or the step takes several times longer than any before.
+    another rank does not answer or the step takes several times longer than any before. A checkpoint that is being
+    written is waited for in any case.
 
     Python runs signal handlers in the main thread and between two of its bytecodes, which a rank that waits in a
     collective does not reach. So a thread reads the numbers of arriving signals from a pipe that the interpreter fills
@@ -140,8 +144,9 @@ class StopSignals:
                     return
 
     def _obstacle(self, waited_seconds: float) -> str | None:
-        """Why no further step is worth waiting for, or can be reached; None while one can."""
-        if not self._in_loop:
+        """Why neither a further step nor a save is worth waiting for, or can be reached; None while one can."""
+        is_saving = self._reach is not None and self._reach.is_saving()
+        if not self._in_loop and not is_saving:
             return "no step was in progress, so nothing is lost. Run the same command again."
         if self._reach is None or waited_seconds < _PATIENCE_SECONDS:
             return None
@@ -150,6 +155,8 @@ class StopSignals:
                 "another rank does not answer, so the current step cannot be finished. Saved checkpoints are intact; "
                 "run the same command again."
             )
+        if is_saving:
+            return None  # a file system may take its time; --hang-timeout-seconds says how much
         stuck_seconds, usual_seconds = self._reach.seconds_without_progress(), self._reach.longest_seconds()
         if stuck_seconds > max(_PATIENCE_SECONDS, 3.0 * usual_seconds):
             return (

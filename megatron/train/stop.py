@@ -8,17 +8,21 @@ handling.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 
-from megatron.config import ControlConfig
+from megatron.config import StoppingConfig
 from megatron.errors import ExitCode
-from megatron.train.signals import StopSignals
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import PendingMaximum
+from megatron.train.signals import Reach, StopSignals
 
 
-class Verdict(IntEnum):
+class StopVerdict(IntEnum):
     """Whether and why to stop after a step; the maximum over all ranks applies.
 
     Only a signal means that the job should be requeued (exit code 75). The other reasons are the user's requests and
@@ -36,14 +40,14 @@ class Verdict(IntEnum):
     @property
     def exit_code(self) -> ExitCode:
         """The exit code of a run that stopped for this reason."""
-        return ExitCode.REQUEUE if self is Verdict.SIGNAL else ExitCode.DONE
+        return ExitCode.REQUEUE if self is StopVerdict.SIGNAL else ExitCode.DONE
 
 
 class StopRules:
     """One rank's view of when to stop.
 
     Args:
-        control: the user's limits.
+        stopping: the user's limits.
         signals: records signals; without --exit-on-signal it is not installed and stays empty.
         started_at: `clock()` at program start, from which the time limit counts.
         watches_file: whether this rank checks for the kill-switch file; one rank is enough, since verdicts are
@@ -53,14 +57,14 @@ class StopRules:
 
     def __init__(
         self,
-        control: ControlConfig,
+        stopping: StoppingConfig,
         signals: StopSignals,
         *,
         started_at: float | None = None,
         watches_file: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.control = control
+        self.stopping = stopping
         self.signals = signals
         self.watches_file = watches_file
         self._clock = clock
@@ -71,33 +75,92 @@ class StopRules:
         """Minutes since the program started."""
         return (self._clock() - self._started_at) / 60.0
 
-    def verdict(self, step: int) -> Verdict:
+    def verdict(self, step: int) -> StopVerdict:
         """This rank's verdict after a step; the caller takes the maximum over all ranks."""
-        if self.watches_file and kill_switch_is_on(self.control.kill_switch_path):
-            return Verdict.KILL_SWITCH
+        if self.watches_file and kill_switch_is_on(self.stopping.kill_switch_path):
+            return StopVerdict.KILL_SWITCH
         if self.signals.received:
-            return Verdict.SIGNAL
-        limit = self.control.exit_duration_in_mins
+            return StopVerdict.SIGNAL
+        limit = self.stopping.exit_duration_in_mins
         if limit is not None and self.elapsed_minutes > limit:
-            return Verdict.DURATION
-        return Verdict.INTERVAL if self.is_interval_over(step) else Verdict.CONTINUE
+            return StopVerdict.DURATION
+        return StopVerdict.INTERVAL if self.is_interval_over(step) else StopVerdict.CONTINUE
 
     def is_interval_over(self, step: int) -> bool:
         """Whether --exit-interval ends the run after this step; every rank gets the same answer without
         communication.
         """
-        return bool(self.control.exit_interval) and step % (self.control.exit_interval or 1) == 0
+        return bool(self.stopping.exit_interval) and step % (self.stopping.exit_interval or 1) == 0
 
-    def message(self, verdict: Verdict, step: int) -> str:
+    def message(self, verdict: StopVerdict, step: int) -> str:
         """The log line with the reason for stopping; upstream's text where upstream has one."""
-        if verdict is Verdict.KILL_SWITCH:
-            return kill_switch_message(self.control.kill_switch_path)
-        if verdict is Verdict.DURATION:
+        if verdict is StopVerdict.KILL_SWITCH:
+            return kill_switch_message(self.stopping.kill_switch_path)
+        if verdict is StopVerdict.DURATION:
             return f"exiting program after {self.elapsed_minutes:.2f} minutes"
-        if verdict is Verdict.SIGNAL:
+        if verdict is StopVerdict.SIGNAL:
             name = self.signals.received or "a signal to another rank"
             return f"exiting program at iteration {step} because of {name}; restart with --load to continue"
         return f"exiting program at iteration {step}"
+
+
+class Stopping:
+    """When a run ends: at the same step on all ranks.
+
+    Args:
+        rules: this rank's view.
+        mesh: all ranks, which agree.
+        reach: tells whether a step still gets anywhere after a signal.
+
+    Attributes:
+        verdict: the verdict of all ranks so far.
+        reason: why the run stopped early; empty while it has not.
+        steps_in_flight: number of steps after which a verdict may take effect only later: one on a GPU, so that the
+            host does not wait for the other ranks, and none on a CPU, where it would not help.
+    """
+
+    def __init__(self, rules: StopRules, mesh: ParallelMesh, reach: Reach | None = None) -> None:
+        self.verdict = StopVerdict.CONTINUE
+        self.reason = ""
+        self.steps_in_flight = 1 if mesh.device.type == "cuda" else 0
+        self._rules = rules
+        self._mesh = mesh
+        self._reach = reach
+        self._pending: deque[PendingMaximum] = deque()
+
+    def after_steps(self) -> contextlib.AbstractContextManager[None]:
+        """While the context is open, a signal is left to the loop, which stops after a step."""
+        return self._rules.signals.steps_follow(self._reach)
+
+    def decide(self, step: int, *, has_failed_save: bool) -> StopVerdict:
+        """The verdict, common to all ranks, on whether the run ends after this step.
+
+        It takes effect at the same step on all ranks, at most `steps_in_flight` steps after a rank reached it;
+        --exit-interval, which every rank evaluates identically, takes effect at once.
+
+        Args:
+            has_failed_save: whether no more checkpoints can be saved; this rank may know before others do.
+        """
+        own = self._rules.verdict(step)
+        if has_failed_save:
+            own = max(own, StopVerdict.FAILED_SAVE)
+        self._pending.append(PendingMaximum(int(own), self._mesh.control))
+        keep = 0 if self._rules.is_interval_over(step) else self.steps_in_flight
+        self.verdict = StopVerdict.CONTINUE
+        while len(self._pending) > keep:
+            self.verdict = max(self.verdict, StopVerdict(self._pending.popleft().wait()))
+        if self.verdict is not StopVerdict.CONTINUE:
+            self._rules.signals.settle()
+        return self.verdict
+
+    def explain(self, step: int) -> str:
+        """The log line with the reason for stopping after this step."""
+        self.reason = self._rules.message(self.verdict, step)
+        return self.reason
+
+    def close(self) -> None:
+        """Forgets verdicts that are pending, before the groups of the ranks are closed."""
+        self._pending.clear()
 
 
 def kill_switch_is_on(path: str | None) -> bool:

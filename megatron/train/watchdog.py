@@ -19,12 +19,12 @@ from megatron import log
 from megatron.errors import ExitCode
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.watch.channel import Channel
-from megatron.parallel.watch.hub import Failure, Hub
-from megatron.parallel.watch.limits import Limits
-from megatron.parallel.watch.link import Link
+from megatron.parallel.watch.hub_link import Link
+from megatron.parallel.watch.hub_state import Failure, Hub
+from megatron.parallel.watch.limits import WatchLimits
 from megatron.parallel.watch.opening import Meeting, meet
 from megatron.parallel.watch.position import END, START, Position, first_position
-from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.verdict import RunEnd
 from megatron.parallel.watch.wire import TEXT_CHARACTERS
 
 # Ending may block, for example on a file system that hangs; then the process ends without the rest.
@@ -43,10 +43,12 @@ class Watch:
 
     Attributes:
         report_folder: where the stacks of all ranks are written when the run hangs, if the folder exists.
+        writes_beside: whether a checkpoint is being written in the background.
     """
 
     def __init__(self) -> None:
         self.report_folder: Path | None = None
+        self.writes_beside: Callable[[], bool] = lambda: False
         self._position = first_position()
         self._longest_seconds = 0.0
         self._is_starting = True
@@ -56,7 +58,7 @@ class Watch:
         self._own_error = ""
         self._forget: Callable[[], None] | None = None
 
-    def open(self, mesh: ParallelMesh, meeting_at: tuple[str, int], limits: Limits) -> None:
+    def open(self, mesh: ParallelMesh, meeting_at: tuple[str, int], limits: WatchLimits) -> None:
         """Connects the ranks and starts to watch them; collective over the mesh.
 
         Args:
@@ -100,7 +102,7 @@ class Watch:
         """Says that the main thread enters a phase, one of `position.PHASES`; that is progress.
 
         Args:
-            step: the step it belongs to; that of the previous phase if left out.
+            step: the step it belongs to; the previous phase's if left out.
         """
         before, now = self._position, time.monotonic()
         if now - before.at_seconds > self._longest_seconds and before.phase != START:
@@ -113,7 +115,7 @@ class Watch:
         """Says that long work makes progress.
 
         Args:
-            phase: counts only if the main thread is in this phase; a thread that works beside it must say which.
+            phase: counts only if the main thread is in this phase; a thread that works alongside it must say which.
         """
         if phase is None or phase == self._position.phase:
             self.enter(self._position.phase)
@@ -148,17 +150,26 @@ class Watch:
 
     def ranks(self) -> list[dict[str, Any]]:
         """Where each rank was when it last said so; for rank 0, which without a channel knows only itself."""
-        found = [] if self._channel is None else self._channel.ranks()
-        if found:
-            return found
+        known = [] if self._channel is None else self._channel.ranks()
+        if known:
+            return known
         position = self._position
         idle_seconds = round(time.monotonic() - position.at_seconds, 3)
         own = {"phase": position.phase, "step": position.step, "idle_seconds": idle_seconds}
         return [{"rank": 0, "state": "here", "heard_seconds": 0.0, **own}]
 
+    def ask_ranks(self) -> None:
+        """Asks all ranks where they are, so that `ranks` knows; waits for at most two seconds; on a rank with a hub."""
+        if self._channel is not None:
+            self._channel.count_silent()
+
     def longest_seconds(self) -> float:
         """The longest that this rank went without progress after start-up before it made some again, in seconds."""
         return self._longest_seconds
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written, by the main thread or in the background."""
+        return self._position.phase == "save" or self.writes_beside()
 
     def position(self) -> Position:
         """Where the main thread of this rank is."""
@@ -168,7 +179,7 @@ class Watch:
         """Whether this rank has not finished its first step."""
         return self._is_starting
 
-    def speak(self, verdict: Verdict) -> None:
+    def speak(self, verdict: RunEnd) -> None:
         """Shows why the run ends; called on the one rank that decides it, before any of them ends."""
         self._end_later(verdict.code)
         path = self._write_stacks(verdict.stacks) if verdict.stacks else None
@@ -176,7 +187,7 @@ class Watch:
         log.record_failure(verdict.code, verdict.text + more)
         log.error(verdict.text + more, rank=verdict.rank)
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: RunEnd) -> None:
         """Ends this rank, and those on this machine that do not answer."""
         self._end_later(verdict.code)
         for rank in verdict.silent:
@@ -188,11 +199,11 @@ class Watch:
         """Leaves the run with an error, when everything else is closed.
 
         If another rank will show the error, this one ends at once, so that ranks that communicate with it notice it;
-        but one whose error may be the result of another's learns first with which code the run ends.
+        but a rank whose error may be the result of another's first learns with which code the run ends.
         """
         code, channel, text = log.show_failure(error), self._channel, self._own_error
         if not text:
-            return  # the others could not be told, and this rank has shown it
+            return  # the others could not be notified, and this rank has shown it
         if self._tell(code, text, is_ready=True) and channel is not None:
             if channel.has_first_hub and code != ExitCode.REQUEUE:
                 log.record_failure(code, text)
@@ -208,7 +219,7 @@ class Watch:
         return channel.fail(Failure(code, text[:TEXT_CHARACTERS], is_ready))
 
     def _on_failure(self, code: int, text: str) -> bool:
-        """Hears of the error that ends this process; the main thread first closes what it has open."""
+        """Tells the other ranks of the error that ends this process; the main thread first closes what it has open."""
         if threading.current_thread() is threading.main_thread():
             self._own_error = text if self._tell(code, text, is_ready=False) else ""
             return bool(self._own_error)

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.config import ConfigSection, flag
+from megatron.config import ConfigSection, PathUse, flag
 from megatron.config.overlay import ToolRequest, parse_over
 
 
@@ -31,15 +31,21 @@ from megatron.config.overlay import ToolRequest, parse_over
 class HarnessFlags(ConfigSection):
     """Upstream's flags of this program, in addition to the trainer's."""
 
-    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    load: str = flag(
+        help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
+    )
     task_list: str = flag("all", "names of tasks with commas between them", spelled=("--task_list",))
-    results_path: str = flag("./results.json", "file for the results, JSON", spelled=("--results_path",))
+    results_path: str = flag(
+        "./results.json", "file for the results, JSON", spelled=("--results_path",), path=PathUse.NEW_FILE
+    )
     adaptive_seq_len: bool = flag(
         False,
         "pad a batch to its longest text only; accepted, as batches never have more padding",
         spelled=("--adaptive_seq_len",),
     )
-    eval_fp32: bool = flag(False, "compute in float32, whatever the network was trained in", spelled=("--eval_fp32",))
+    eval_fp32: bool = flag(
+        False, "compute in float32, regardless of the dtype the network was trained in", spelled=("--eval_fp32",)
+    )
     intermed_results: bool = flag(False, "write the results after every task", spelled=("--intermed_results",))
     bootstrap_iters: int = flag(
         100_000,
@@ -60,7 +66,9 @@ class HarnessFlags(ConfigSection):
         spelled=("--num_fewshot",),
     )
     limit: int | None = flag(None, "take only the first N items of each task", at_least=1)
-    include_path: str | None = flag(None, "folder of further tasks, YAML files", spelled=("--include_path",))
+    include_path: str | None = flag(
+        None, "folder of further tasks, YAML files", spelled=("--include_path",), path=PathUse.FOLDER
+    )
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -75,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program on the command line's flags."""
     request = parse_over(HarnessFlags, sys.argv[1:] if argv is None else argv, "evaluate.py", description=__doc__ or "")
 
-    from megatron.data.formats.atomic_files import check_writable
+    from megatron.files.replacing import check_writable
     from megatron.parallel.agreement import run_on_first
     from megatron.parallel.joining import close_mesh, open_mesh
 
@@ -90,8 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
     """Opens the checkpoint, runs the tasks, and writes and prints what rank 0 found."""
-    from megatron.inference.harness.adapter import harness_model
-    from megatron.inference.harness.running import run_harness
+    from megatron.inference.harness import harness_model, run_harness
     from megatron.inference.loading import open_checkpoint
     from megatron.parallel.agreement import run_on_first
 
@@ -121,10 +128,10 @@ def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
 
 def _write(path: Path, results: dict[str, Any]) -> None:
     """Writes the results, over an older file."""
-    from megatron.data.formats.atomic_files import write_atomically
+    from megatron.files.replacing import write_atomically
 
     text = json.dumps(results, indent=4) + "\n"
-    write_atomically(path, lambda stream: stream.write(text.encode()))
+    write_atomically(path, text.encode())
 
 
 if __name__ == "__main__":

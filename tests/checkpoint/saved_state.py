@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint import save
+from megatron.checkpoint import SaveOptions, save
 from megatron.checkpoint.storage import Storage
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.fake_pieces import cut_for_ranks, make_state
@@ -28,4 +28,4 @@ class CountingStorage(Storage):
 def save_state(directory: Path, step: int = 3, seed: int = 0, chunk_bytes: int = 256) -> Path:
     """Saves the random state of a seed."""
     pieces = cut_for_ranks(make_state(seed=seed), 1, seed)[0]
-    return save(directory, step, pieces, RECORD, MESH, chunk_bytes=chunk_bytes)
+    return save(directory, step, pieces, RECORD, MESH, SaveOptions(chunk_bytes=chunk_bytes))

@@ -14,7 +14,17 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import DamagedError, Found, load, load_newest, read_record, read_tensors, save, verify
+from megatron.checkpoint import (
+    DamagedError,
+    Found,
+    SaveOptions,
+    load,
+    load_newest,
+    read_record,
+    read_tensors,
+    save,
+    verify,
+)
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
@@ -29,7 +39,7 @@ STATE = make_state({**SHAPES, "large": (64, 40)})
 
 def save_step(directory: Path, step: int, seed: int = 0) -> Path:
     pieces = cut_for_ranks(STATE, 1, seed)[0]
-    return save(directory, step, pieces, {"progress": {"step": step}}, MESH, chunk_bytes=CHUNK_BYTES)
+    return save(directory, step, pieces, {"progress": {"step": step}}, MESH, SaveOptions(chunk_bytes=CHUNK_BYTES))
 
 
 def flip_bit(path: Path, random_numbers: random.Random) -> None:
@@ -212,9 +222,9 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("step", True), "step is True"),
     (put("chunk_bytes", 0), "chunk_bytes is 0"),
     (put("chunk_bytes", 2**40), "chunk_bytes is 1099511627776"),
-    (put("record", [1]), "record is no object"),
-    (put("files", "x"), "files is no list of rows"),
-    (put("files", 0, [1]), "files is no list of rows of 4"),
+    (put("record", [1]), "record is not an object"),
+    (put("files", "x"), "files is not a list of rows"),
+    (put("files", 0, [1]), "files is not a list of rows of 4"),
     (put("files", 0, 0, "../../etc/passwd"), "file name '../../etc/passwd' is not of the form"),
     (put("files", 0, 0, "/etc/passwd"), "file name '/etc/passwd' is not of the form"),
     (put("files", 0, 0, "pieces_00000.safetensors\n"), "is not of the form"),
@@ -223,10 +233,10 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("files", 0, 3, 0, 5), "5 is not a SHA-256 digest"),
     (lambda values: values["files"].append(values["files"][0]), "a file appears twice"),
     (lambda values: values["tensors"].append(values["tensors"][0]), "a tensor appears twice"),
-    (put("tensors", 0, 0, 5), "tensor name 5 is no text"),
+    (put("tensors", 0, 0, 5), "tensor name 5 is not a text"),
     (put("tensors", 0, 1, [2**40, 2**40]), "shape of .* is too large"),
-    (put("tensors", 0, 1, "x"), "shape of .* is no list of numbers"),
-    (put("tensors", 0, 1, [1] * 17), "shape of .* is no list of numbers"),
+    (put("tensors", 0, 1, "x"), "shape of .* is not a list of numbers"),
+    (put("tensors", 0, 1, [1] * 17), "shape of .* is not a list of numbers"),
     (put("pieces", 0, 0, 99), "index 99 points beyond its table"),
     (put("pieces", 0, 1, 1.5), "an index is 1.5"),
     (put("pieces", 0, 2, 0), "have different element types|ends at byte"),
@@ -241,11 +251,11 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("format_version", True), "has format_version True; this program reads 1"),
     (
         put("tensors", 0, 0, "a\x1b]0;b\x07"),
-        r"tensor name 'a\\x1b\]0;b\\x07' is no text of up to 500 printable letters",
+        r"tensor name 'a\\x1b\]0;b\\x07' is not a text of up to 500 printable letters",
     ),
-    (put("tensors", 0, 0, "a\nb"), r"tensor name 'a\\nb' is no text"),
-    (put("tensors", 0, 0, "\ud800"), r"tensor name '\\ud800' is no text"),
-    (put("tensors", 0, 0, "x" * 501), "is no text of up to 500 printable letters"),
+    (put("tensors", 0, 0, "a\nb"), r"tensor name 'a\\nb' is not a text"),
+    (put("tensors", 0, 0, "\ud800"), r"tensor name '\\ud800' is not a text"),
+    (put("tensors", 0, 0, "x" * 501), "is not a text of up to 500 printable letters"),
     (lambda values: values["tensors"].append(["more", [1]]), "no piece of tensor more is in any file"),
     (put("pieces", []), "no piece lies in pieces_00000.safetensors"),
     (lambda values: values.update(pieces=[], files=[], tensors=[]), "it lists no pieces"),

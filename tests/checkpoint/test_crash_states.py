@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import load_newest, save
+from megatron.checkpoint import SaveOptions, load_newest, save
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.fake_pieces import cut_for_ranks, make_state, whole_sink
@@ -105,7 +105,7 @@ def record_saves(root: Path) -> tuple[list[Operation], list[tuple[int, int]]]:
     storage, committed = RecordingStorage(root), []
     for seed, step in enumerate((1, 2, 2, 3)):
         pieces = cut_for_ranks(make_state(SHAPES, ("weight",), seed), 1, seed)[0]
-        save(root, step, pieces, {"seed": seed}, MESH, chunk_bytes=256, storage=storage)
+        save(root, step, pieces, {"seed": seed}, MESH, SaveOptions(chunk_bytes=256, storage=storage))
         committed.append((len(storage.log), seed))
     return storage.log, committed
 
@@ -150,7 +150,7 @@ def test_the_next_save_works_from_every_crash_state(tmp_path: Path, capsys: pyte
     for end in range(0, len(operations) + 1, 3):
         disk = after_crash(replay(operations[:end], end % 4), "torn", random_numbers)
         lay_out(disk, tmp_path / "crash")
-        save(tmp_path / "crash", 4, pieces, {"seed": 9}, MESH, chunk_bytes=256)
+        save(tmp_path / "crash", 4, pieces, {"seed": 9}, MESH, SaveOptions(chunk_bytes=256))
         sink = whole_sink(make_state(SHAPES, ("weight",), 9))
         assert load_newest(tmp_path / "crash", sink.wanted, MESH) is not None
         sink.check()

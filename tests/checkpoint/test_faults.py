@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint import load_newest, save
+from megatron.checkpoint import SaveOptions, load_newest, save
 from megatron.checkpoint.storage import Storage
 from megatron.errors import StorageError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.fake_pieces import cut_for_ranks, make_state, whole_sink
+from tests.helpers.ranks import run_ranks
 
 MESH = ParallelMesh.single()
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -91,7 +92,9 @@ class FaultyStorage(Storage):
 
 def save_seed(directory: Path, step: int, seed: int, storage: Storage | None = None) -> None:
     pieces = cut_for_ranks(make_state(seed=seed), 1, seed)[0]
-    save(directory, step, pieces, {"seed": seed}, MESH, chunk_bytes=512, storage=storage or FaultyStorage())
+    save(
+        directory, step, pieces, {"seed": seed}, MESH, SaveOptions(chunk_bytes=512, storage=storage or FaultyStorage())
+    )
 
 
 def loaded_seed(directory: Path) -> int:
@@ -223,15 +226,21 @@ def in_child(work: object) -> int:
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "same step"])
 def test_a_kill_at_any_operation_keeps_a_valid_checkpoint(tmp_path: Path, again: bool) -> None:
+    # In another process: a fork of the one that runs the tests takes longer than a save.
+    run_ranks(kill_at_every_operation, 1, tmp_path, again)
+
+
+def kill_at_every_operation(rank: int, folder: Path, again: bool) -> None:
+    """Saves, killed at one operation after another, and loads."""
     step = 1 if again else 2
-    save_seed(tmp_path / "start", 1, 1)
-    save_seed(tmp_path / "count", 1, 1)
+    save_seed(folder / "start", 1, 1)
+    save_seed(folder / "count", 1, 1)
     counted = FaultyStorage()
-    save_seed(tmp_path / "count", step, 2, counted)
+    save_seed(folder / "count", step, 2, counted)
     seeds = []
     for place in range(len(counted.operations)):
-        directory = tmp_path / f"kill{place}"
-        shutil.copytree(tmp_path / "start", directory)
+        directory = folder / f"kill{place}"
+        shutil.copytree(folder / "start", directory)
 
         def die(directory: Path = directory, place: int = place) -> None:
             save_seed(directory, step, 2, FaultyStorage(place, kill=True))
@@ -258,7 +267,7 @@ def save_forever(directory: Path, step: int) -> None:
     while True:
         step += 1
         tensor = torch.from_numpy(np.full(2**21, step, dtype=np.float32))
-        save(directory, step, [(KEY, tensor)], {"step": step}, MESH, chunk_bytes=2**20)
+        save(directory, step, [(KEY, tensor)], {"step": step}, MESH, SaveOptions(chunk_bytes=2**20))
         for old in sorted(directory.glob("iter_*"))[:-2]:
             shutil.rmtree(old)
 

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint import load, read_tensors, save
+from megatron.checkpoint import DamagedError, SaveOptions, load, read_record, read_tensors, save, verify
+from megatron.checkpoint.manifest import read_manifest
+from megatron.errors import CheckpointError
 from tests.checkpoint.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
-from tests.checkpoint.saved_state import MESH, save_state
+from tests.checkpoint.saved_state import MESH, RECORD, save_state
 
 
 @settings(max_examples=40, deadline=None)
@@ -28,7 +30,7 @@ def test_any_layout_reads_any_layout(
     named = {f"layer.{number}": tuple(shape) for number, shape in enumerate(shapes)}
     state = make_state(named, ("weight", "exp_avg"), seed % 1000, dtype)
     directory = tmp_path_factory.mktemp("reshape")
-    path = save(directory, 1, cut_for_ranks(state, 1, seed)[0], {}, MESH, chunk_bytes=chunk_bytes)
+    path = save(directory, 1, cut_for_ranks(state, 1, seed)[0], {}, MESH, SaveOptions(chunk_bytes=chunk_bytes))
     for reader_pieces in cut_for_ranks(state, 3, seed + 1):
         sink = Sink(reader_pieces)
         load(path, sink.wanted(), MESH)
@@ -67,3 +69,32 @@ def test_an_error_in_accept_is_propagated(tmp_path: Path) -> None:
     accept: Callable[[torch.Tensor], None] = refuse
     with pytest.raises(RuntimeError, match="shape"):
         load(path, [(key, accept) for key, _ in whole_sink(make_state()).wanted()], MESH)
+
+
+def test_tools_read_named_tensors(tmp_path: Path) -> None:
+    path = save_state(tmp_path)
+    state = make_state()
+    assert torch.equal(dict(read_tensors(path, ["scale"], "exp_avg"))["scale"], state["scale", "exp_avg"])
+    with pytest.raises(CheckpointError, match="tensor nowhere is not in .*decoder.layers.0"):
+        list(read_tensors(path, ["nowhere"]))
+    assert len(read_manifest(path).files) == 1
+
+
+def test_a_tensor_can_be_read_with_merged_or_split_dimensions(tmp_path: Path) -> None:
+    path = save_state(tmp_path)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    expected = make_state()[name, "master"]
+    for shape in [(2, 3, 20), (6, 2, 10), (120,), (6, 20)]:
+        ((_, tensor),) = read_tensors(path, [name], shapes={name: shape})
+        assert torch.equal(tensor, expected.reshape(shape))
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[6, 20\] in the checkpoint.* needs \[20, 6\]"):
+        list(read_tensors(path, [name], shapes={name: (20, 6)}))
+
+
+def test_a_record_is_read_without_opening_tensor_files(tmp_path: Path) -> None:
+    path = save_state(tmp_path)
+    for file in path.glob("pieces_*"):
+        file.unlink()
+    assert read_record(path) == RECORD
+    with pytest.raises(DamagedError, match=r"cannot read .*pieces_00000.safetensors"):
+        verify(path)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import CheckpointLock, save
+from megatron.checkpoint import CheckpointLock, SaveOptions, save
 from megatron.checkpoint.lock import LOCK_NAME, Holder
 from megatron.errors import CheckpointError, LaunchError, StorageError
 from megatron.parallel.mesh import ParallelMesh
@@ -223,7 +223,7 @@ def test_a_lost_lock_is_detected_and_nothing_is_published(
     held.acquire()
     take_away()
     with pytest.raises(CheckpointError, match=text):
-        save(tmp_path, 1, pieces, {}, MESH, lock=held)
+        save(tmp_path, 1, pieces, {}, MESH, SaveOptions(lock=held))
     assert not list(tmp_path.glob("iter_*"))
     assert not list(tmp_path.glob(".tmp-*"))
     time.sleep(0.2)
@@ -235,7 +235,7 @@ def test_a_lost_lock_is_detected_and_nothing_is_published(
 def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        StorageError, match=r"cannot lock .*file/.run.lock: .*It must lie in a directory in which this user can write"
+        StorageError, match=r"cannot lock .*file/.run.lock: .*It must be in a directory that this user can write to"
     ):
         lock(tmp_path / "file").acquire()
 

@@ -106,4 +106,4 @@ def test_what_has_the_name_already_is_left_alone(tmp_path: Path, capsys: pytest.
     (tmp_path / "mine").write_text("notes")
     link_checkpoint(save_state(tmp_path, 3), "mine", Storage())
     assert (tmp_path / "mine").read_text() == "notes"
-    assert "mine exists and is no link, so iter_0000003 does not get this name" in capsys.readouterr().err
+    assert "mine exists and is not a link, so iter_0000003 does not get this name" in capsys.readouterr().err

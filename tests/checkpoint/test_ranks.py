@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import CheckpointLock, load, load_newest, newest_record, save, verify
+from megatron.checkpoint import CheckpointLock, SaveOptions, load, load_newest, newest_record, save, verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import ParallelRequest
 from megatron.errors import CheckpointError, LaunchError, MegatronError
@@ -23,9 +23,9 @@ def save_part(rank: int, directory: str, step: int, ranks: int, with_lock: bool 
     mesh = open_mesh(ParallelRequest())
     pieces = cut_for_ranks(make_state(seed=step), ranks, step)[rank]
     if not with_lock:
-        return str(save(Path(directory), step, pieces, {"rank": rank}, mesh, chunk_bytes=128))
+        return str(save(Path(directory), step, pieces, {"rank": rank}, mesh, SaveOptions(chunk_bytes=128)))
     with CheckpointLock(Path(directory), mesh) as lock:
-        return str(save(Path(directory), step, pieces, {"rank": rank}, mesh, chunk_bytes=128, lock=lock))
+        return str(save(Path(directory), step, pieces, {"rank": rank}, mesh, SaveOptions(chunk_bytes=128, lock=lock)))
 
 
 def load_part(rank: int, directory: str, step: int, ranks: int) -> tuple[dict, str]:
@@ -60,16 +60,14 @@ class FullDisk(Storage):
 def fail_on_one(rank: int, directory: str, how: str) -> tuple[str, str]:
     mesh = open_mesh(ParallelRequest())
     pieces = cut_for_ranks(make_state(), 3, 0)[rank]
-    storage: Storage | None = None
-    if how == "disk" and rank == 2:
-        storage = FullDisk()
+    storage = FullDisk() if how == "disk" and rank == 2 else Storage()
     if how == "gap" and rank == 1:
         pieces = pieces[1:]
     if how == "type" and rank == 1:
         key, tensor = pieces[0]
         pieces[0] = (key, tensor.to(torch.complex64))
     try:
-        save(Path(directory), 9, pieces, {}, mesh, storage=storage)
+        save(Path(directory), 9, pieces, {}, mesh, SaveOptions(storage=storage))
     except MegatronError as failure:
         return type(failure).__name__, str(failure)
     return "", ""
@@ -99,7 +97,9 @@ def two_checkpoints_one_damaged(rank: int, directory: str) -> tuple[str, list[in
     mesh = open_mesh(ParallelRequest())
     key = PieceKey(f"t{rank}", "weight", (64,), (0,), (64,), 0, 64)
     for step in (1, 2):
-        save(Path(directory), step, [(key, torch.full((64,), step + 10.0 * rank))], {}, mesh, chunk_bytes=64)
+        save(
+            Path(directory), step, [(key, torch.full((64,), step + 10.0 * rank))], {}, mesh, SaveOptions(chunk_bytes=64)
+        )
     if rank == 1:
         file = Path(directory) / "iter_0000002" / "pieces_00001.safetensors"
         content = bytearray(file.read_bytes())

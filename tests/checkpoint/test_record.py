@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress, Record
-from megatron.data.order.plan import GroupPlan, Member, Phase, SourcePlan
+from megatron.data.order.plan import GroupPlan, Phase, PhaseMember, SourcePlan
 from megatron.errors import CheckpointError, DataError
 from tests.checkpoint.records import PLAN, make_record
 
@@ -146,7 +146,7 @@ def test_an_invalid_plan_or_progress_is_rejected_by_its_own_type() -> None:
 
 def test_more_samples_than_the_plan_has_cannot_have_been_consumed() -> None:
     source = SourcePlan("corpus", "f" * 64, 0, 100, 1000)
-    train = GroupPlan("train", (source,), (Phase(0, (Member(0, 1.0),), blended=False),))
+    train = GroupPlan("train", (source,), (Phase(0, (PhaseMember(0, 1.0),), blended=False),))
     plan = dataclasses.replace(PLAN, train=train).extended((40, 0, 0))
     assert plan.train is not None and plan.train.available == 62
     assert Record.from_json(make_record(7, data_plan=plan).to_json(), PATH).progress.consumed_samples == 56

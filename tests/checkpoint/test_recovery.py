@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint import (
     DamagedError,
     Found,
+    SaveOptions,
     find,
     load,
     load_newest,
@@ -238,7 +239,8 @@ def test_a_checkpoint_with_values_that_are_not_finite_is_passed_over(
     save_state(tmp_path, 1, seed=1)
     state = make_state(seed=2)
     state["decoder.layers.0.mlp.linear_fc2.weight", kind][3, 7] = value
-    path = save(tmp_path, 2, cut_for_ranks(state, 1, 2)[0], RECORD, MESH, chunk_bytes=256, check_finite=False)
+    options = SaveOptions(chunk_bytes=256, check_finite=False)
+    path = save(tmp_path, 2, cut_for_ranks(state, 1, 2)[0], RECORD, MESH, options)
     touched: list[torch.Tensor] = []
     with pytest.raises(
         DamagedError,

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatron.checkpoint import load, read_tensors, save
+from megatron.checkpoint import SaveOptions, load, read_tensors, save
 from megatron.checkpoint.snapshot import take_snapshot
 from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.writer import write_pieces
@@ -27,7 +27,7 @@ def test_the_safetensors_library_reads_the_pieces(tmp_path: Path) -> None:
         (PieceKey("narrow", "weight", (3,), (0,), (3,), 0, 3), narrow),
         (PieceKey("wide", "weight", (5,), (0,), (5,), 0, 5), wide),
     ]
-    path = save(tmp_path, 1, pieces, {}, MESH, chunk_bytes=64)
+    path = save(tmp_path, 1, pieces, {}, MESH, SaveOptions(chunk_bytes=64))
     tensors = safetensors.torch.load_file(path / "pieces_00000.safetensors")
     assert torch.equal(tensors["narrow|weight|3|0:3|0:3"], narrow)
     assert torch.equal(tensors["wide|weight|5|0:5|0:5"], wide)
@@ -59,7 +59,7 @@ def test_tensors_on_a_gpu_are_saved_in_chunks(tmp_path: Path) -> None:
         pytest.skip("needs a GPU")
     values = torch.randn(10_000, device="cuda")
     key = PieceKey("a", "master", (10_000,), (0,), (10_000,), 0, 10_000)
-    path = save(tmp_path, 1, [(key, values)], {}, ParallelMesh.single("cuda"), chunk_bytes=4096)
+    path = save(tmp_path, 1, [(key, values)], {}, ParallelMesh.single("cuda"), SaveOptions(chunk_bytes=4096))
     target = torch.empty_like(values)
     load(path, [(key, target.copy_)], ParallelMesh.single("cuda"))
     assert torch.equal(target, values)

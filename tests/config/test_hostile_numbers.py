@@ -52,7 +52,7 @@ def use(argv: list[str]) -> None:
         weight_decay(config.optim, consumed)
         global_batch_size(config.optim, consumed)
     planned_iterations(config.optim)
-    planned_samples(config.optim, config.control)
+    planned_samples(config.optim, config.evaluation)
     text = json.dumps(config.to_json(), allow_nan=False)
     assert RunConfig.from_json(json.loads(text)) == config or config.notices
 
@@ -100,7 +100,7 @@ def test_hostile_numbers_are_refused_or_harmless(pytestconfig: pytest.Config) ->
             r"could take 2305843009213693952 steps\. Give at most 2000000 ",
         ),
         (["--distributed-timeout-minutes", str(2**40)], r"--distributed-timeout-minutes .* at most 525600"),
-        (["--hidden-dropout", "1e-6"], r"--hidden-dropout 1e-06 cannot be had"),
+        (["--hidden-dropout", "1e-6"], r"--hidden-dropout 1e-06 is not possible"),
     ],
 )
 def test_numbers_that_used_to_pass_or_break(words: list[str], sentence: str) -> None:

@@ -102,6 +102,7 @@ MIXTRAL = """
     --use-distributed-optimizer --sequence-parallel --log-interval 100 --save-interval 10000 --eval-interval 1000
     --eval-iters 10 --save out --load out --tensorboard-dir tb --no-load-optim --no-load-rng
 """
+ONE_STAGE = MIXTRAL.replace("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 1")
 # bigscience's tests of training: variants of one small run
 SMALL = f"""
     {DATA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 64
@@ -132,12 +133,12 @@ LLAMA_FIELDS = {
         ),
         (FINETUNE_LLAMA, 8, {**LLAMA_FIELDS, "normalization": "RMSNorm", "ffn_hidden_size": 11008}),
         (
-            LLAMA_3,
+            LLAMA_3.replace("--grad-reduce-in-bf16", "") + "--checkpoint-activations",
             8,
             {**LLAMA_FIELDS, "normalization": "LayerNorm", "apply_layernorm_1p": True, "num_query_groups": 8,
              "rotary_base": 1e6, "vocab_size": 128256},
         ),
-        (MIXTRAL, 8, {**LLAMA_FIELDS, "num_experts": 8, "moe_ffn_hidden_size": 14336, "moe_aux_loss_coeff": 0.01}),
+        (ONE_STAGE, 8, {**LLAMA_FIELDS, "num_experts": 8, "moe_ffn_hidden_size": 14336, "moe_aux_loss_coeff": 0.01}),
         (
             MOE + "--num-experts 1 --moe-expert-parallel-size 1",
             64,
@@ -173,8 +174,10 @@ def test_the_network_of_a_published_command(text: str, world: int, fields: dict[
 
 
 def test_what_is_said_of_a_published_command() -> None:
-    assert [notice.split()[0] for notice in run(LLAMA_2).notices] == ["--no-query-key-layer-scaling", "--zero-stage"]
-    assert [notice.split()[0] for notice in run(TOKEN_SCHEDULE).notices] == [
+    config = run(LLAMA_2)
+    assert [text.split()[0] for text in config.notices] == ["--zero-stage"]
+    assert [text.split()[0] for text in config.ignored] == ["--no-query-key-layer-scaling"]
+    assert [text.split()[0] for text in run(TOKEN_SCHEDULE).ignored] == [
         "--no-async-tensor-model-parallel-allreduce", "--log-optimizer-states-to-tensorboard",
     ]  # fmt: skip
 
@@ -190,5 +193,19 @@ def test_what_published_commands_cannot_have_yet() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(shlex.split(LLAMA_3 + "--fp8-format hybrid --decoupled-lr 5e-4 --mock-data --context-parallel-size 2"))
     assert [problem.split()[0] for problem in caught.value.problems] == [
-        "--decoupled-lr", "--fp8-format", "--context-parallel-size", "--mock-data",
+        "--decoupled-lr", "--fp8-format", "--grad-reduce-in-bf16", "--context-parallel-size", "--mock-data",
+        "--sequence-parallel",
     ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--expert-model-parallel-size 8 does not go with --pipeline-model-parallel"):
+        parse(shlex.split(MIXTRAL))
+
+
+def test_experts_on_several_ranks_are_divided_by_zero() -> None:
+    config = run(ONE_STAGE, 8)
+    assert config.parallel.effective_zero_stage == 3
+    assert "experts are divided over the ranks by ZeRO stage 3" in " ".join(config.notices)
+    with pytest.raises(ConfigError, match="--expert-model-parallel-size 8 asks for experts on 8 ranks, and 4 were"):
+        run(ONE_STAGE, 4)
+    split = ONE_STAGE.replace("--tensor-model-parallel-size 1", "--tensor-model-parallel-size 8")
+    config = run(split + "--checkpoint-activations", 8)
+    assert config.parallel.effective_zero_stage == 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import RunRequest, parse
+from megatron.config import Program, RunRequest, parse
 from megatron.config.parse import field_flags
 from megatron.errors import ConfigError
 from tests.config.command_lines import small, words
@@ -19,7 +19,7 @@ def test_values_and_provenance() -> None:
     config = small("--bf16 --clip-grad 0.5")
     assert (config.model.num_layers, config.optim.clip_grad, config.precision.dtype_name) == (4, 0.5, "bfloat16")
     assert (config.model.ffn_hidden_size, config.model.kv_channels) == (256, 16)
-    assert config.parallel.zero_stage == 1 and config.data.split == "969, 30, 1" and config.control.exit_on_signal
+    assert config.parallel.zero_stage == 1 and config.data.split == "969, 30, 1" and config.stopping.exit_on_signal
     assert config.was_given("optim.clip_grad") and not config.was_given("optim.weight_decay")
     assert config.notices == ()
 
@@ -32,15 +32,15 @@ def test_a_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("text", "section", "field", "value"),
     [
-        ("--kill-switch-file stop", "control", "kill_switch_path", "stop"),
-        ("--no-log-learnig-rate-to-tensorboard", "control", "log_learning_rate_to_tensorboard", False),
-        ("--no-log-learning-rate-to-tensorboard", "control", "log_learning_rate_to_tensorboard", False),
+        ("--kill-switch-file stop", "stopping", "kill_switch_path", "stop"),
+        ("--no-log-learnig-rate-to-tensorboard", "report", "log_learning_rate_to_tensorboard", False),
+        ("--no-log-learning-rate-to-tensorboard", "report", "log_learning_rate_to_tensorboard", False),
         ("--override-opt_param-scheduler", "optim", "override_lr_scheduler", True),
         ("--use-checkpoint-opt_param-scheduler", "optim", "use_checkpoint_lr_scheduler", True),
         ("--local_rank=3", "parallel", "local_rank", 3),
         ("--local-rank 3", "parallel", "local_rank", 3),
-        ("--exit-signal-handler", "control", "exit_on_signal", True),
-        ("--no-exit-on-signal", "control", "exit_on_signal", False),
+        ("--exit-signal-handler", "stopping", "exit_on_signal", True),
+        ("--no-exit-on-signal", "stopping", "exit_on_signal", False),
         ("--no-masked-softmax-fusion", "kernels", "masked_softmax_fusion", False),
         ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),
         ("--recompute-granularity full", "recompute", "checkpoint_activations", True),
@@ -48,9 +48,9 @@ def test_a_config_is_frozen() -> None:
         ("--deepspeed", "parallel", "deepspeed", True),
         ("--split 90,10", "data", "split_shares", (0.9, 0.1, 0.0)),
         ("--split 1/1/2", "data", "split_shares", (0.25, 0.25, 0.5)),
-        ("--skip-train-iteration-range 4-7 2-2 6-9", "control", "skip_ranges", ((2, 2), (4, 9))),
-        ("--skip-train-iteration-range 1-2 3-4", "control", "skip_ranges", ((1, 2), (3, 4))),
-        ("--eval-only False", "control", "eval_only", False),
+        ("--skip-train-iteration-range 4-7 2-2 6-9", "safety", "skip_ranges", ((2, 2), (4, 9))),
+        ("--skip-train-iteration-range 1-2 3-4", "safety", "skip_ranges", ((1, 2), (3, 4))),
+        ("--eval-only False", "evaluation", "eval_only", False),
     ],
 )
 def test_spellings_and_structured_values(text: str, section: str, field: str, value: object) -> None:
@@ -285,7 +285,7 @@ def test_groups_that_the_ranks_do_not_divide_are_replicated() -> None:
 
 
 def test_evaluation_needs_neither_length_nor_rate() -> None:
-    assert small("--eval-only --load x", drop="--lr --train-iters").control.eval_only
+    assert small("--eval-only --load x", drop="--lr --train-iters").evaluation.eval_only
 
 
 def test_problems_of_all_sections_are_reported_in_one_error() -> None:
@@ -366,44 +366,44 @@ def test_a_split_is_shown_without_spaces() -> None:
 
 
 def test_a_program_decides_a_value_of_its_own() -> None:
-    decided = {"loss.objective": "prefix"}
+    program = Program(decided={"loss.objective": "prefix"})
     for more in ([], ["--objective", "prefix"]):
-        request = parse([*words(), *more], decided=decided)
+        request = parse([*words(), *more], program=program)
         assert request.loss.objective == "prefix" and request.was_given("loss.objective")
-    with pytest.raises(ConfigError, match="--objective causal was asked for, but this program is for --objective pref"):
-        parse([*words(), "--objective", "causal"], decided=decided)
+    with pytest.raises(ConfigError, match="--objective causal was requested, but this program is for --objective pref"):
+        parse([*words(), "--objective", "causal"], program=program)
 
 
 def test_a_file_may_not_disagree_with_the_program(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"objective": "causal"}')
     flags = [*words(), "--config", str(tmp_path / "run.json")]
     with pytest.raises(ConfigError, match="but this program is for --objective multitask"):
-        parse(flags, decided={"loss.objective": "multitask"})
+        parse(flags, program=Program(decided={"loss.objective": "multitask"}))
     assert parse(flags).loss.objective == "causal"
 
 
 def test_a_programs_defaults_give_way_to_files_and_flags(tmp_path: Path) -> None:
     path = tmp_path / "flags.json"
     path.write_text(json.dumps({"clip-grad": 0.5, "weight-decay": 0.3}))
-    defaults = {"optim.clip_grad": 0.0, "optim.weight_decay": 0.2, "optim.adam_beta2": 0.98, "control.log_interval": 7}
+    defaults = {"optim.clip_grad": 0.0, "optim.weight_decay": 0.2, "optim.adam_beta2": 0.98, "report.log_interval": 7}
     line = words(f"--config {path} --weight-decay 0.4")
-    request = parse(line, defaults=defaults)
+    request = parse(line, program=Program(defaults=defaults))
     optim = request.optim
-    assert (optim.clip_grad, optim.weight_decay, optim.adam_beta2, request.control.log_interval) == (0.5, 0.4, 0.98, 7)
+    assert (optim.clip_grad, optim.weight_decay, optim.adam_beta2, request.report.log_interval) == (0.5, 0.4, 0.98, 7)
     assert not request.was_given("optim.adam_beta2")
 
 
 def test_a_programs_default_gives_way_to_an_alternative() -> None:
-    request = parse(words("--fp16"), defaults={"finetuning.epochs": 5, "precision.bf16": True})
+    request = parse(words("--fp16"), program=Program(defaults={"finetuning.epochs": 5, "precision.bf16": True}))
     assert (request.finetuning.epochs, request.precision.dtype_name) == (None, "float16")
-    request = parse(words(drop="--train-iters"), defaults={"finetuning.epochs": 5})
+    request = parse(words(drop="--train-iters"), program=Program(defaults={"finetuning.epochs": 5}))
     assert request.finetuning.epochs == 5
 
 
 def test_a_deepspeed_file_wins_over_a_programs_default(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"gradient_clipping": 0.25}))
-    request = parse(words(f"--deepspeed_config {path}"), defaults={"optim.clip_grad": 0.0})
+    request = parse(words(f"--deepspeed_config {path}"), program=Program(defaults={"optim.clip_grad": 0.0}))
     assert request.optim.clip_grad == 0.25
 
 

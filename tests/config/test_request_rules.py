@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import ControlConfig, DataConfig, FinetuningConfig, OptimRequest
+from megatron.config import DataConfig, EvaluationConfig, FinetuningConfig, LoadingConfig, OptimRequest, SavingConfig
 from megatron.config.objective.distillation import DistillationConfig
-from megatron.config.request_rules import request_problems
+from megatron.config.request_rules import checkpoint_problems, data_problems, length_problems
 
 DATA = DataConfig(seq_length=8, data_path=("a",), vocab_file="v", merge_file="m")
 OPTIM = OptimRequest(micro_batch_size=1, train_iters=3, lr=1.0)
 
 
-def found(
-    optim: OptimRequest = OPTIM, data: DataConfig = DATA, control: ControlConfig | None = None, split: str = "default"
-) -> list[str]:
-    """The broken rules."""
-    control, provenance = control or ControlConfig(), {"data.split": split}
-    return list(request_problems(provenance, optim, data, control, FinetuningConfig(), DistillationConfig()))
+def of_data(data: DataConfig, split: str = "default") -> list[str]:
+    """The broken rules of data."""
+    return list(data_problems(data, {"data.split": split}))
+
+
+def of_checkpoints(loading: LoadingConfig, evaluation: EvaluationConfig) -> list[str]:
+    """The broken rules of checkpoints, for a run that does not save and has no teacher."""
+    return list(checkpoint_problems(loading, SavingConfig(), evaluation, DistillationConfig()))
 
 
 def test_a_complete_request_breaks_no_rule() -> None:
-    assert found() == [] == found(split="given")
+    assert of_data(DATA) == [] == of_data(DATA, split="given")
+    assert not list(length_problems(OPTIM, EvaluationConfig(), FinetuningConfig()))
+    assert not of_checkpoints(LoadingConfig(), EvaluationConfig())
 
 
 def test_an_evaluation_needs_weights_and_no_length() -> None:
-    asked = OptimRequest(micro_batch_size=1)
-    assert len(found(asked)) == 2
-    assert found(asked, control=ControlConfig(eval_only=True, load="x")) == []
-    (problem,) = found(asked, control=ControlConfig(eval_only=True))
+    asked, evaluation = OptimRequest(micro_batch_size=1), EvaluationConfig(eval_only=True)
+    assert len(list(length_problems(asked, EvaluationConfig(), FinetuningConfig()))) == 2
+    assert not list(length_problems(asked, evaluation, FinetuningConfig()))
+    assert of_checkpoints(LoadingConfig(load="x"), evaluation) == []
+    (problem,) = of_checkpoints(LoadingConfig(), evaluation)
     assert problem.startswith("--eval-only needs --load")
+    (problem,) = of_checkpoints(LoadingConfig(load="x", from_scratch=True), evaluation)
+    assert problem.startswith("--from-scratch and --eval-only contradict each other")
 
 
 @pytest.mark.parametrize(
@@ -43,14 +50,14 @@ def test_an_evaluation_needs_weights_and_no_length() -> None:
 )
 def test_data_and_tokenizer(data: dict[str, object], start: str) -> None:
     settings = {"seq_length": 8, "data_path": ("a",), "vocab_file": "v", "merge_file": "m", **data}
-    (problem,) = found(data=DataConfig(**settings))
+    (problem,) = of_data(DataConfig(**settings))
     assert problem.startswith(start)
 
 
 def test_a_split_needs_one_source_that_is_split() -> None:
     data = DataConfig(seq_length=8, train_data_path=("a",), vocab_file="v", merge_file="m")
-    assert found(data=data) == []
-    (problem,) = found(data=data, split="given")
+    assert of_data(data) == []
+    (problem,) = of_data(data, split="given")
     assert problem.startswith("--split 969,30,1 does not go with --train-data-path, which already says")
 
 
@@ -69,8 +76,7 @@ def test_a_split_needs_one_source_that_is_split() -> None:
 )
 def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> None:
     asked = OptimRequest(micro_batch_size=1, lr=1.0, **optim)
-    others = (DATA, ControlConfig(), FinetuningConfig(epochs=2), DistillationConfig())
-    (problem,) = request_problems({}, asked, *others)
+    others = (EvaluationConfig(), FinetuningConfig(epochs=2))
+    (problem,) = length_problems(asked, *others)
     assert problem.startswith(sentence)
-    complete = OptimRequest(micro_batch_size=1, lr=1.0)
-    assert not list(request_problems({}, complete, *others))
+    assert not list(length_problems(OptimRequest(micro_batch_size=1, lr=1.0), *others))

@@ -18,7 +18,7 @@ from megatron.config import (
     check_resume,
     resolve,
 )
-from megatron.config.run import sections_of
+from megatron.config.run import in_current_sections, sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -30,7 +30,7 @@ def resolved(text: str = "", drop: str = "") -> RunConfig:
 
 def test_a_request_and_a_run_have_the_same_sections() -> None:
     asked, decided = sections_of(RunRequest), sections_of(RunConfig)
-    assert list(asked) == list(decided) and len(asked) == 17
+    assert list(asked) == list(decided) and len(asked) == 21
     assert all(issubclass(decided[name], asked[name]) for name in asked)
     assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
 
@@ -44,6 +44,20 @@ def test_a_resolved_run_round_trips_through_json() -> None:
 def test_every_value_by_its_name() -> None:
     flat = resolved().flat()
     assert (flat["hidden_size"], flat["seq_length"], flat["world_size"], flat["seed"]) == (64, 32, 1, 1234)
+
+
+def test_sections_of_an_older_version_are_read() -> None:
+    config = resolved("--save out --save-interval 3 --eval-iters 7")
+    now: dict[str, Any] = json.loads(json.dumps(config.to_json()))
+    older = {name: now[name] for name in ("model", "optim", "data", "parallel")}
+    older["control"] = {key: value for name, section in now.items() for key, value in section.items()
+                        if name not in (*older, "provenance")}  # fmt: skip
+    older["provenance"] = {f"control.{key.partition('.')[2]}": source for key, source in now["provenance"].items()}
+    assert RunConfig.from_json(older) == dataclasses.replace(config, notices=())
+    assert in_current_sections(older) == now == in_current_sections(now)
+    assert in_current_sections({"control": {"x": 1, "save": "c"}, "version": 3}) == {
+        "control": {"x": 1}, "saving": {"save": "c"}, "version": 3,
+    }  # fmt: skip
 
 
 def test_a_number_that_an_older_run_did_not_have_is_zero() -> None:
@@ -73,8 +87,8 @@ def test_a_damaged_record_names_what_it_lacks() -> None:
         ("optim", "rampup_batch_size", [1, 2], r"has optim.rampup_batch_size = \[1, 2\], which should be tuple\[int"),
         ("data", "data_path", ["a", {}], r"has data.data_path = \['a', {}\], which should be tuple"),
         ("data", "split", 5, "has data.split = 5, which should be str"),
-        ("control", "log_path", "x\x1b[2J", None),
-        ("control", "x\x1b[2J", "y", r"has control.x\\x1b\[2J = 'y', which this version does not know"),
+        ("report", "log_path", "x\x1b[2J", None),
+        ("report", "x\x1b[2J", "y", r"has report.x\\x1b\[2J = 'y', which this version does not know"),
         ("provenance", "model.num_layers", 5, "has provenance.model.num_layers = 5, which should be str"),
         ("provenance", None, [], r"has provenance = \[\], which should hold fields"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config import EvaluationConfig, SafetyRequest
 from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import (
     Schedule,
@@ -30,7 +31,7 @@ from megatron.config.schedule import (
 )
 from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
-from tests.train.samples import control_config, optim_config
+from tests.train.samples import optim_config
 
 # 10 steps of 8 samples; warm-up 2 steps = 16 samples, decay over 80. Computed by hand.
 LINEAR = {0: 0.0, 8: 0.5, 16: 1.0, 24: 1 - 8 / 64 * 0.9, 48: 0.55, 80: 0.1, 81: 0.1, 800: 0.1}
@@ -81,7 +82,7 @@ def test_no_run_uses_more_data_than_is_planned(
 ) -> None:
     """Whatever is passed over; with --train-iters every step is taken."""
     texts = tuple(f"{first}-{first + more}" for first, more in ranges)
-    control = control_config(skip_train_iteration_range=texts, eval_iters=0)
+    skipped = SafetyRequest(skip_train_iteration_range=texts).skip_ranges
     lengths = {
         "train_iters": {"train_iters": size},
         "train_samples": {"train_samples": size * 7 + 8, "rampup_batch_size": ramp},
@@ -89,11 +90,11 @@ def test_no_run_uses_more_data_than_is_planned(
         "steps and tokens": {"train_tokens": size * 200 + 1, "train_iters": 9, "most_iters": 9},
     }
     optim = optim_config(**TOKENS, **lengths[length])
-    planned = planned_samples(optim, control)[0]
+    planned = planned_samples(optim, EvaluationConfig(), ranges=skipped)[0]
     step = consumed = 0
-    not_passed = dict(ranges_at_the_end(optim, control.skip_ranges))
-    while not is_done(optim, step, consumed, control.skip_ranges):
-        found = range_to_skip(control.skip_ranges, step)
+    not_passed = dict(ranges_at_the_end(optim, skipped))
+    while not is_done(optim, step, consumed, skipped):
+        found = range_to_skip(skipped, step)
         assert found not in not_passed
         consumed = samples_after(optim, found[1] - found[0] + 1 if found else 0, consumed)
         consumed, step = consumed + global_batch_size(optim, consumed), step + 1
@@ -198,11 +199,11 @@ def test_samples_end_a_run_in_sample_mode() -> None:
 
 
 def test_planned_samples() -> None:
-    control = control_config(eval_interval=4, eval_iters=3)
-    assert planned_samples(optim_config(train_iters=10), control) == (80, 3 * 8, 3 * 8)
-    assert planned_samples(optim_config(train_samples=83), control) == (83, 3 * 8, 3 * 8)
-    assert planned_samples(optim_config(train_iters=10), control_config(eval_iters=0)) == (80, 0, 0)
-    whole = control_config(full_validation=True)
+    evaluation = EvaluationConfig(eval_interval=4, eval_iters=3)
+    assert planned_samples(optim_config(train_iters=10), evaluation) == (80, 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_samples=83), evaluation) == (83, 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_iters=10), EvaluationConfig(eval_iters=0)) == (80, 0, 0)
+    whole = EvaluationConfig(full_validation=True)
     assert planned_samples(optim_config(train_iters=10), whole) == (80, None, None)
     assert planned_samples(optim_config(train_iters=10), dataclasses.replace(whole, eval_iters=0)) == (80, 0, 0)
 
@@ -215,7 +216,7 @@ def test_samples_of_an_epoch() -> None:
 
 
 def test_planned_samples_after_a_change_of_batch_size() -> None:
-    train, _, _ = planned_samples(optim_config(train_iters=10), control_config(), 4, 16)
+    train, _, _ = planned_samples(optim_config(train_iters=10), EvaluationConfig(), 4, 16)
     assert train == 16 + 6 * 8
 
 
@@ -239,12 +240,12 @@ def test_a_range_is_skipped_before_its_first_step() -> None:
 
 
 def test_skipped_data_is_planned() -> None:
-    control = control_config(skip_train_iteration_range=("3-5", "8-8"), eval_iters=0)
-    assert planned_samples(optim_config(train_iters=10), control)[0] == 14 * 8
-    assert planned_samples(optim_config(train_samples=80), control)[0] == 80
+    ranges, nothing = ((3, 5), (8, 8)), EvaluationConfig(eval_iters=0)
+    assert planned_samples(optim_config(train_iters=10), nothing, ranges=ranges)[0] == 14 * 8
+    assert planned_samples(optim_config(train_samples=80), nothing, ranges=ranges)[0] == 80
     tokens = optim_config(**TOKENS, train_tokens=80 * 32)
-    assert planned_samples(tokens, control)[0] == 80
-    assert planned_samples(optim_config(train_iters=10), control, 3, 48)[0] == 48 + 7 * 8 + 8
+    assert planned_samples(tokens, nothing, ranges=ranges)[0] == 80
+    assert planned_samples(optim_config(train_iters=10), nothing, 3, 48, ranges=ranges)[0] == 48 + 7 * 8 + 8
 
 
 @given(
@@ -256,7 +257,7 @@ def test_samples_before_a_step_agree_with_step_by_step_counting(
     ranges: list[tuple[int, int]], ramp: int, last: int
 ) -> None:
     texts = tuple(f"{first}-{first + more}" for first, more in ranges)
-    skipped = control_config(skip_train_iteration_range=texts).skip_ranges
+    skipped = SafetyRequest(skip_train_iteration_range=texts).skip_ranges
     optim = optim_config(rampup_batch_size=(2, 2, ramp), train_samples=1000)
     consumed = 0
     for step in range(1, last + 1):
@@ -290,7 +291,7 @@ def test_tokens_give_the_same_run_as_samples(
     counted = optim_config(**same, train_samples=10_000, lr_decay_samples=(decay or train) * 8,
                            lr_warmup_samples=warmup * 8)  # fmt: skip
     texts = tuple(f"{first}-{first + more}" for first, more in ranges)
-    control = control_config(skip_train_iteration_range=texts, eval_iters=0)
+    skipped = SafetyRequest(skip_train_iteration_range=texts).skip_ranges
     end = samples_after(counted, train)  # a whole number of steps, whatever the batch sizes
     counted = dataclasses.replace(counted, train_samples=end)
     tokens = optim_config(
@@ -298,7 +299,8 @@ def test_tokens_give_the_same_run_as_samples(
         lr_warmup_tokens=warmup * 8 * 32,
     )  # fmt: skip
     assert planned_iterations(tokens) == planned_iterations(counted) == train
-    assert planned_samples(tokens, control) == planned_samples(counted, control)
+    nothing = EvaluationConfig(eval_iters=0)
+    assert planned_samples(tokens, nothing, ranges=skipped) == planned_samples(counted, nothing, ranges=skipped)
     consumed = step = 0
     while not is_done(counted, step, consumed):
         assert not is_done(tokens, step, consumed)
@@ -310,7 +312,7 @@ def test_tokens_give_the_same_run_as_samples(
 
 def test_the_last_step_reaches_the_tokens() -> None:
     optim = optim_config(**TOKENS, train_tokens=3 * 8 * 32 + 1)
-    assert planned_iterations(optim) == 4 and planned_samples(optim, control_config(eval_iters=0))[0] == 32
+    assert planned_iterations(optim) == 4 and planned_samples(optim, EvaluationConfig(eval_iters=0))[0] == 32
     assert [is_done(optim, step, step * 8) for step in range(2, 6)] == [False, False, True, True]
     ramp = optim_config(**TOKENS, rampup_batch_size=(2, 2, 12), train_tokens=9 * 32)  # 2 2 4 6
     assert planned_iterations(ramp) == 4 and is_done(ramp, 4, 14) and not is_done(ramp, 3, 8)
@@ -318,7 +320,7 @@ def test_the_last_step_reaches_the_tokens() -> None:
 
 def test_samples_and_tokens_end_a_run_at_whichever_comes_first() -> None:
     by_tokens = optim_config(**TOKENS, train_tokens=10 * 32, train_samples=1000)
-    assert planned_iterations(by_tokens) == 2 and planned_samples(by_tokens, control_config())[0] == 1000
+    assert planned_iterations(by_tokens) == 2 and planned_samples(by_tokens, EvaluationConfig())[0] == 1000
     by_samples = optim_config(**TOKENS, train_tokens=1000 * 32, train_samples=20)
     assert planned_iterations(by_samples) == 2 and is_done(by_samples, 2, 16)
 
@@ -328,7 +330,7 @@ def test_steps_and_tokens_end_a_run_at_whichever_comes_first() -> None:
     optim = resolve_optim(request, 8, 32)  # 20 samples, 8 a step
     assert (optim.train_iters, optim.most_iters) == (3, 10)
     assert [is_done(optim, step, step * 8) for step in range(5)] == [False, False, False, True, True]
-    assert planned_samples(optim, control_config(eval_iters=0))[0] == 80  # as upstream plans its data
+    assert planned_samples(optim, EvaluationConfig(eval_iters=0))[0] == 80  # as upstream plans its data
     assert schedule(optim) == Schedule(0, 80)
     short = resolve_optim(dataclasses.replace(request, train_iters=2), 8, 32)
     assert (short.train_iters, planned_iterations(short, 1, 8)) == (2, 2) and is_done(short, 2, 16)
@@ -396,7 +398,7 @@ def test_a_curriculum_is_planned_by_the_tokens_that_it_takes(
     assert step == planned
     if not limit:
         assert used >= tokens
-        assert planned_samples(optim, control_config())[0] == 10**6
+        assert planned_samples(optim, EvaluationConfig())[0] == 10**6
 
 
 def test_a_warm_up_in_samples_before_a_decay_in_tokens() -> None:

@@ -16,16 +16,16 @@ from megatron.checkpoint import newest_record, save
 from megatron.checkpoint.record import Record
 from megatron.config import LossConfig, ModelConfig, RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from megatron.inference.generation import Request, generate_all
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loading import LoadedModel, load_weights
 from megatron.inference.sampling import Sampling
-from megatron.inference.weights import load_weights, wanted_weights
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
 from megatron.model.networks import network_layers
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.convert.tiny_models import END, randomize, sample_tokens
 
@@ -77,7 +77,7 @@ def compare(source: Path, imported: Path, folder: Path) -> Comparison:
     _, mine = load_network(drawn)
     with torch.no_grad():
         export_difference = relative(logits_of(mine, tokens, model), again(tokens).logits)
-    back = import_model(ImportRequest(exported, folder / "back"))
+    back = import_model(ModelImportRequest(exported, folder / "back"))
     return Comparison(
         import_difference=relative(ours, expected.logits),
         export_difference=export_difference,
@@ -114,7 +114,9 @@ def draw_checkpoint(imported: Path, model: ModelConfig, folder: Path) -> Path:
     network = LayerStack(network_layers(model, MESH), seed=1)
     randomize(network, seed=2)
     values = dict(network.named_parameters())
-    pieces = [(key, values[key.name].detach().view(-1)[: key.numel]) for key, _ in wanted_weights(network)]
+    pieces = [
+        (key, values[key.name].detach().view(-1)[: key.numel]) for key, _ in filling_weights(network.parameters())
+    ]
     save(folder, 0, pieces, _record(imported)[1].to_json(), MESH)
     return folder
 

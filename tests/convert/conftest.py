@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from tests.convert.tiny_models import write_tiny_model
 
 
@@ -34,7 +34,7 @@ def imported_model(
     def folder_of(name: str) -> Path:
         if name not in folders:
             target = tmp_path_factory.mktemp(f"imported-{name}") / "checkpoints"
-            folders[name] = import_model(ImportRequest(tiny_model(name), target))
+            folders[name] = import_model(ModelImportRequest(tiny_model(name), target))
         return folders[name]
 
     return folder_of

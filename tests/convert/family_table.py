@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from megatron import log
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from tests.convert.comparison import Comparison, compare
 from tests.convert.tiny_models import TINY_MODELS, write_tiny_model
 
@@ -28,7 +28,7 @@ def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.redirect_stdout(io.StringIO()):  # what was loaded and saved
                 source = write_tiny_model(name, Path(folder) / "model")
-                imported = import_model(ImportRequest(source, Path(folder) / "imported"))
+                imported = import_model(ModelImportRequest(source, Path(folder) / "imported"))
                 found = compare(source, imported, Path(folder))
             yield row(name, found)
 

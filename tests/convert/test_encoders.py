@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import pretrain_bert
 from megatron.config import ModelConfig, parse
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
-from megatron.inference.weights import load_weights
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
+from megatron.inference.loading import load_weights
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.model.networks import network_layers
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             source = write_tiny_encoder(name, folder / "model")
-            made[name] = source, import_model(ImportRequest(source, folder / "imported"))
+            made[name] = source, import_model(ModelImportRequest(source, folder / "imported"))
         return made[name]
 
     return folders_of
@@ -56,7 +56,7 @@ def test_an_encoder_is_the_same_on_both_sides(
     assert relative(ours(mine, model), theirs(exported)) <= TOLERANCE
     config = json.loads((exported / "config.json").read_text())
     assert config["architectures"] == [TINY_ENCODERS[name].architecture]
-    back = import_model(ImportRequest(exported, tmp_path / "back"))
+    back = import_model(ModelImportRequest(exported, tmp_path / "back"))
     assert equal_weights(mine, load_network(back)[1])
     proof = json.loads((exported / "proof.json").read_text())
     mask = transformers.AutoTokenizer.from_pretrained(exported).mask_token_id
@@ -160,6 +160,6 @@ def test_the_guides_command_continues_an_imported_encoder(models: Callable[[str]
     words = shlex.split(command.replace("\\\n", " ").replace("checkpoints/roberta", str(imported)))
     assert words[:2] == ["python", "pretrain_bert.py"]
     words[words.index("--seq-length") + 1] = "64"
-    request = parse(words[2:], decided={"loss.objective": "masked"}, defaults=pretrain_bert.BERT)
+    request = parse(words[2:], program=pretrain_bert.PROGRAM)
     assert (request.model.hidden_size, request.model.sentence_order_head, request.model.token_types) == (48, False, 1)
     assert request.data.tokenizer_type == "PretrainedFromHF"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.convert.foreign import newest_folder, open_foreign
-from megatron.convert.megatron_format.model import ForeignPieces
-from megatron.convert.megatron_format.tensors import tensor_rules
+from megatron.convert.megatron_format.foreign_model import ForeignPieces
+from megatron.convert.megatron_format.sharding_rules import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
 from tests.convert.foreign_files import (
@@ -154,7 +154,7 @@ def test_incomplete_folders_are_named(tmp_path: Path) -> None:
 
 
 def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="nowhere is no directory"):
+    with pytest.raises(ConversionError, match="nowhere is not a directory"):
         newest_folder(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ConversionError, match=r"it holds notes\.txt"):

@@ -11,15 +11,15 @@ import torch
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
-from megatron.inference.weights import load_weights
+from megatron.inference.loading import load_weights
 from megatron.model.gpt import gpt_layers, whole_logits
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import build_tokenizer
-from megatron.train.build import build_engine
-from megatron.train.restore import find_saved_run, load_tensors
+from megatron.train.engine_opening import build_engine
+from megatron.train.restarts.restore import find_saved_run, load_tensors
 from tests.convert.comparison import load_reference, relative
 from tests.convert.tiny_models import LENGTH, sample_tokens
 from tests.helpers.ranks import run_ranks
@@ -78,7 +78,7 @@ def batches() -> list[Batch]:
 def continue_training(config: RunConfig, mesh: ParallelMesh) -> Numbers:
     """What a run that continues from the checkpoint has at its first step."""
     engine = build_engine(config, mesh)
-    load_tensors(config.control, engine, find_saved_run(config.control, mesh))
+    load_tensors(config, engine, find_saved_run(config, mesh))
     own = batches()[mesh.batch.rank :: mesh.batch.size]
     loss_sum, tokens = engine.evaluate(own)
     step = engine.train_batch(own, 1e-4)
@@ -88,7 +88,7 @@ def continue_training(config: RunConfig, mesh: ParallelMesh) -> Numbers:
 def split_logits(config: RunConfig, mesh: ParallelMesh) -> torch.Tensor:
     """Logits over the tensor ranks."""
     network = LayerStack(gpt_layers(config.model, mesh)).eval()
-    load_weights(network, Path(str(config.control.load)), mesh)
+    load_weights(network, Path(str(config.loading.load)), mesh)
     with torch.no_grad():
         logits = network(sample_tokens(), StepSettings().context(torch.arange(2)))
         return whole_logits(logits, mesh.tp, config.model.vocab_size)

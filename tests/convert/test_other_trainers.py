@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.ranks import LAUNCH_VARIABLES
 from tests.inference.checkpoints import make_checkpoint
-from tools import export_hf, import_hf
+from tools.convert import export_hf, import_hf
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "other_trainers.md"
 LLAMA = (
     *("--swiglu", "--no-add-bias-linear", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
     *("--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--attention-dropout", "0"),
 )
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def program(heading: str) -> str:
@@ -38,7 +38,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _LAUNCHED:  # left by a run in this process; accelerate would join a process group and never leave it
+    for name in LAUNCH_VARIABLES:  # left by a run in this process: accelerate would join a group
         monkeypatch.delenv(name, raising=False)
     path = folder / "program.py"
     path.write_text(program(heading))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from megatron.errors import ConversionError
 from tests.convert.comparison import equal_weights, export, load_network, load_reference, logits_of, relative
 from tests.convert.tiny_models import END, TINY_MODELS, TOKENS, randomize, sample_tokens, write_tokenizer
@@ -64,7 +64,7 @@ def test_published_names_are_read(
     tmp_path: Path,
 ) -> None:
     source = rewritten(tiny_model(name), tmp_path / "published", change)
-    found = import_model(ImportRequest(source, tmp_path / "imported"))
+    found = import_model(ModelImportRequest(source, tmp_path / "imported"))
     assert equal_weights(load_network(found)[1], load_network(imported_model(name))[1])
 
 
@@ -72,7 +72,7 @@ def test_a_bias_that_the_family_does_not_have_is_refused(tiny_model: Callable[[s
     name = "model.layers.1.self_attn.q_proj.bias"
     source = rewritten(tiny_model("llama"), tmp_path / "other", lambda tensors: dict(tensors) | {name: torch.ones(48)})
     with pytest.raises(ConversionError, match=name.replace(".", r"\.")):
-        import_model(ImportRequest(source, tmp_path / "imported"))
+        import_model(ModelImportRequest(source, tmp_path / "imported"))
 
 
 def test_of_a_model_with_images_the_text_part_is_read(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_of_a_model_with_images_the_text_part_is_read(tmp_path: Path) -> None:
     randomize(model, seed=4)
     model.save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
-    config, network = load_network(import_model(ImportRequest(tmp_path / "model", tmp_path / "imported", None, 3)))
+    config, network = load_network(import_model(ModelImportRequest(tmp_path / "model", tmp_path / "imported", None, 3)))
     with torch.no_grad():
         expected = model(sample_tokens()).logits
         assert relative(logits_of(network, sample_tokens(), config), expected) < 1e-5

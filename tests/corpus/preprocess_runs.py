@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.run import PreprocessResult, preprocess
+from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
 from megatron.corpus.workers.progress import ProgressLine
 
 START_METHODS = ["spawn", "fork"] if sys.platform == "linux" else ["spawn"]
@@ -32,11 +32,11 @@ def write_numbered_lines(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def endless() -> Iterator[Block]:
+def endless() -> Iterator[InputBlock]:
     """Blocks without end."""
     data = b'{"text": "some text"}\n' * 1000
     while True:
-        yield Block("<test>", 1, len(data), data, 0)
+        yield InputBlock("<test>", 1, len(data), data, 0)
 
 
 def run(

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
+from megatron.data.build import build_split_datasets
 from megatron.data.datasets.blended import BlendedDataset
-from megatron.data.datasets.build import build_split_datasets
 from megatron.data.datasets.sample import Sample
+from megatron.data.datasets.shortened import ShortenedDataset
 from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, predicted_places, segment_ids
 from megatron.data.read_ahead import ReadAhead
+from megatron.data.sources.request import DataRequest
 from megatron.errors import ConfigError, DataError
 from tests.data.corpora import write_corpus
 
@@ -21,7 +23,13 @@ SEQUENCE_LENGTH = 8
 def dataset(tmp_path_factory):
     prefix = write_corpus(tmp_path_factory.mktemp("data") / "corpus", [10, 3, 17] * 20)
     datasets, _ = build_split_datasets(
-        DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0"), SEQUENCE_LENGTH, 7, (64, 0, 0), None
+        DataRequest(
+            DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0"),
+            SEQUENCE_LENGTH,
+            7,
+            (64, 0, 0),
+            None,
+        )
     )
     return datasets.train
 
@@ -225,7 +233,7 @@ def test_options_that_need_an_end_of_document_token():
 
 
 def test_samples_beyond_the_plan_are_an_error(dataset):
-    with pytest.raises(DataError, match=f"Sample {len(dataset)} was asked for, but {len(dataset)} samples are planned"):
+    with pytest.raises(DataError, match=f"Sample {len(dataset)} was requested, but {len(dataset)} samples are planned"):
         list(MicroBatches(dataset, first_sample=len(dataset), global_batch_size=1, micro_batch_size=1))
 
 
@@ -282,13 +290,21 @@ def test_a_blend_that_requests_too_many_samples_is_rejected(dataset):
         BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count))
 
 
-def test_a_shortened_batch_keeps_the_first_tokens_and_what_follows_each(dataset):
-    (batch,) = MicroBatches(
-        dataset, first_sample=0, global_batch_size=2, micro_batch_size=2, options=BatchOptions(eod_id=1, segments=True)
+def test_shortened_samples_keep_their_first_tokens_and_what_follows_each(dataset):
+    options = BatchOptions(eod_id=1, segments=True)
+    first, short = (
+        next(iter(MicroBatches(of, first_sample=0, global_batch_size=2, micro_batch_size=2, options=options)))
+        for of in (dataset, ShortenedDataset(dataset, 3))
     )
-    short = batch.shortened(3)
     for name in ("tokens", "labels", "loss_mask", "segment_ids"):
         assert getattr(short, name).shape == (2, 3) and getattr(short, name).flags.c_contiguous
-        assert (getattr(short, name) == getattr(batch, name)[:, :3]).all()
-    assert (short.labels[:, -1] == batch.tokens[:, 3]).all() and (short.sample_ids == batch.sample_ids).all()
-    assert short.prefix_mask is None and short.token_types is None
+        assert (getattr(short, name) == getattr(first, name)[:, :3]).all()
+    assert (short.labels[:, -1] == first.tokens[:, 3]).all() and (short.sample_ids == first.sample_ids).all()
+
+
+def test_a_loader_goes_on_with_samples_of_another_length(dataset, ahead):
+    with BatchLoader(dataset, micro_batch_size=4, ahead=ahead) as loader:
+        whole = [loader.micro_batches(first, 4)[0].tokens for first in (0, 4)]
+        loader.read_from(ShortenedDataset(dataset, 3))  # the next batch is being read ahead
+        assert (loader.micro_batches(4, 4)[0].tokens == whole[1][:, :3]).all()
+        assert loader.micro_batches(8, 4)[0].tokens.shape == (4, 3)

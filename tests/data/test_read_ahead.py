@@ -117,7 +117,7 @@ def test_a_thread_that_is_gone_is_an_error_at_every_later_request(
         assert thread.submit([1]).result() == [1]
         thread._requests.put(None)
     else:
-        monkeypatch.setattr(module.Reading, "read", lambda self: _thread.exit())
+        monkeypatch.setattr(module.PendingRead, "read", lambda self: _thread.exit())
     for _ in range(3):
         reading = thread.submit([2])
         with pytest.raises(StorageError, match="thread that reads data ahead ended (without an error|with SystemExit)"):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.datasets.pairs import pair_prefixes
 from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.sources.pairs import pair_prefixes
 
 TARGET = (
     10_000  # ids of targets begin here; those of pair p are 100 (p + 1) and so on for inputs, TARGET more for targets

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter
+from megatron.data.formats.parquet_windows import WindowFacts, Windows, WindowWriter
 
 IGNORED = -100
 
@@ -25,7 +25,7 @@ def padded_windows(rows: Sequence[Sequence[int]], length: int, pad_id: int = 0) 
 
 
 def write_windows(path: Path, windows: Windows, group_rows: int = 4, **facts: Any) -> str:
-    """Writes them as tools/featurize.py would."""
+    """Writes them as tools/corpus/featurize.py would."""
     length = windows.input_ids.shape[1]
     values: dict[str, Any] = {"special_tokens": 0, "stride": length, "ignore_label": IGNORED, "bos_id": None}
     values |= {"eos_id": None, "pad_id": 0, **facts}

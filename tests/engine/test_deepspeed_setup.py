@@ -22,6 +22,7 @@ def test_messages_are_timed_in_the_block_and_everything_else_is_passed_on(monkey
     backend = SimpleNamespace(all_reduce=note, send=note, get_rank=lambda group=None: 3)
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
     watch = Stopwatch()
+    watch.start()
     with timed_messages(watch):
         timed = deepspeed.comm.comm.cdb
         assert timed is not backend and timed.get_rank() == 3

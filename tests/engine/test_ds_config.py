@@ -21,6 +21,7 @@ COMMON = {
     "gradient_clipping": 1.0,
     "steps_per_print": 2**31 - 1,
     "wall_clock_breakdown": False,
+    "timers": {"throughput": {"enabled": False}},
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }

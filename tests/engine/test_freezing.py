@@ -19,7 +19,7 @@ from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import parameter_names
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.build import build_engine, parameter_counts
+from megatron.train.engine_opening import build_engine, parameter_counts
 from tests.helpers.networks import build_gpt, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import initial_weights, layout_config, local_batches
@@ -141,7 +141,15 @@ PLAIN_CASES = [
     (3, ("--bf16",), INSIDE),
 ]
 GRID_CASES = [(1, (), BOTTOM), (1, ("--bf16",), INSIDE)]
-LAYOUTS = {(1, 2, 1): PIPELINE_CASES, (1, 1, 2): PLAIN_CASES, (2, 1, 1): PLAIN_CASES, (2, 2, 1): GRID_CASES}
+# What is trained are copies on both tensor-parallel ranks, which two data-parallel ranks divide alike.
+COPIES_CASES = [(2, (), ALL_BUT_NORMS), (1, ("--bf16",), ALL_BUT_NORMS)]
+LAYOUTS = {
+    (1, 2, 1): PIPELINE_CASES,
+    (1, 1, 2): PLAIN_CASES,
+    (2, 1, 1): PLAIN_CASES,
+    (2, 2, 1): GRID_CASES,
+    (2, 1, 2): COPIES_CASES,
+}
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.engine.digest import CHUNK, Digester, comparable
 from megatron.engine.engine import Engine
-from megatron.engine.replicas import find_differences, replicas
-from megatron.engine.state import moments, slice_of
+from megatron.engine.replicas import (
+    CHUNK,
+    Digester,
+    Replica,
+    _difference_to_first,
+    _digests,
+    _Shared,
+    comparable,
+    find_differences,
+    replicas,
+)
+from megatron.engine.state import moments, part_of
 from megatron.parallel.joining import open_mesh
-from megatron.train.build import build_engine
+from megatron.parallel.mesh import Axis
+from megatron.train.engine_opening import build_engine
 from tests.engine.engine_runs import BF16, RECIPE, train
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config
@@ -114,7 +124,7 @@ def held(engine: Engine, kind: str, name: str) -> torch.Tensor:
     parameter = next(each for each in engine.module.parameters() if each.global_name == name)
     if kind == "weight":
         return parameter.data
-    part = slice_of(engine, parameter)
+    part = part_of(engine, parameter)
     assert part is not None
     return part.values if kind == "master" else dict(moments(engine, part))[kind]
 
@@ -138,7 +148,7 @@ def test_a_flipped_bit_is_found_and_named(
 
 
 def test_a_digest_notices_every_bit_and_adds_up() -> None:
-    digester = Digester(torch.device("cpu"))
+    digester = Digester()
     generator = torch.Generator().manual_seed(1)
     for dtype, bits in ((torch.float32, 31), (torch.bfloat16, 15)):
         values = torch.randn(CHUNK + 9, generator=generator).to(dtype)
@@ -155,3 +165,29 @@ def test_a_digest_notices_every_bit_and_adds_up() -> None:
         assert int(sum(parts)) == whole
         swapped = values[torch.tensor([1, 0, *range(2, len(values))])]
         assert int(digester.digest(swapped)) != whole
+
+
+def test_an_offloaded_optimizer_is_compared_with_weights_of_another_device() -> None:
+    device, host = torch.device("meta"), torch.device("cpu")  # torch refuses operands of both
+    values = {
+        "weight": torch.zeros(9, device=device),
+        "master": torch.ones(9),
+        "exp_avg": torch.zeros(0, device=device),
+    }
+    copies = _Shared(Axis.single("tp", 0), [Replica("norm", kind, each) for kind, each in values.items()])
+    digester = Digester()
+    assert [digester.digest(each).device for each in values.values()] == [device, host, device]
+    digests = _digests(copies, digester, {}, device)
+    assert digests.device == device and digests.shape == (3,)
+
+
+def test_offloaded_copies_are_sent_from_the_device_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    def broadcast(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+        sent.append(values.device.type)
+        return torch.zeros(3)
+
+    monkeypatch.setattr("megatron.engine.replicas.broadcast", broadcast)
+    found = _difference_to_first(torch.tensor([0.0, 2.0, 0.0]), Axis.single("tp", 0), torch.device("meta"))
+    assert sent == ["meta"] and found is not None and (found.count, found.place) == (1, 1)

@@ -13,7 +13,8 @@ from torch import nn
 from megatron.engine.stages import blocks_per_stage, stage_bounds
 from megatron.errors import ConfigError
 from megatron.model.gpt import gpt_layers
-from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from tests.train.samples import model_config
 

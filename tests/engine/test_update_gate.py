@@ -1,20 +1,27 @@
-"""A step that is bad on one rank is applied on none, in every layout; and what counts as a spike."""
+"""A step that is bad on one rank is applied on none, nor one without a counted token, in every layout; and what counts
+as a spike.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron.data.loader import Batch
+from megatron.engine.deepspeed_internals import DirectView
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces
-from megatron.engine.update_gate import LEAST_STEPS, WINDOW_STEPS, Decision, RecentSteps, UpdateGate
+from megatron.engine.update_gate import LEAST_STEPS, WINDOW_STEPS, RecentSteps, StepFigures, UpdateDecision, UpdateGate
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
-from megatron.train.build import build_engine
+from megatron.train.engine_opening import build_engine
 from tests.engine.engine_runs import BF16, RECIPE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
@@ -34,15 +41,20 @@ def bad_steps(rank: int, layout: tuple[int, int, int], runs: list[tuple[int, lis
         config = layout_config(RECIPE, layout, stage, flags)
         engine = build_engine(config, open_mesh(config.parallel))
         announced: list[int] = []
+        has_loss: list[bool] = []
         engine.before_update(lambda announced=announced: announced.append(1))
         rows = []
-        for step, spoil in enumerate((_spoil_reduced_gradient, None, _spoil_loss, _spoil_gradient, None)):
+        for step, spoil in enumerate((_spoil_reduced_gradient, None, _spoil_loss, _spoil_gradient, None, _empty)):
             restore = spoil(engine) if spoil is not None and rank == engine.mesh.world.size - 1 else lambda: None
             before, count = _state(engine), len(announced)
-            result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, False), 1e-2)
+            batches = local_batches(RECIPE, config, engine.mesh, step, False)
+            batches = [batch if spoil is not _empty else _without_loss(batch) for batch in batches]
+            result = engine.train_batch(batches, 1e-2)
             restore()
             changed = not all(torch.equal(*pair) for pair in zip(before, _state(engine), strict=True))
             rows.append((result.bad_in_a_row, engine.update_count, changed, len(announced) > count, result.skipped))
+            has_loss.append(result.loss is not None)
+        assert has_loss == [True] * 5 + [False] and engine.evaluate(batches) == (0.0, 0.0)
         found.append(rows)
     return found
 
@@ -75,19 +87,24 @@ def _spoil_gradient(engine: Engine) -> Any:
     return parameter.register_hook(lambda gradient: gradient + math.inf).remove
 
 
+def _without_loss(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+
+
+def _empty(engine: Engine) -> Any:
+    """No token counts on any rank; what Adam and the weight decay would do anyway is seen."""
+    return lambda: None
+
+
 def _spoil_reduced_gradient(engine: Engine) -> Any:
     """A gradient of this rank becomes NaN after ranks have summed it, so that the other replicas do not see it."""
-    wrapper = engine.deepspeed.optimizer
-    place, name = (wrapper, "step") if engine.zero_stage else (engine.deepspeed, "clip_fp32_gradients")
+    place, name = (
+        (engine.deepspeed.optimizer, "step") if engine.zero_stage else (engine.deepspeed, "clip_fp32_gradients")
+    )
     own = getattr(place, name)
 
     def spoiled(*given: Any) -> Any:
-        if engine.zero_stage == 0:
-            next(p for p in engine.module.parameters() if p.grad is not None).grad.mul_(math.nan)
-        elif hasattr(wrapper, "averaged_gradients"):
-            next(part for parts in wrapper.averaged_gradients.values() for part in parts or ()).mul_(math.nan)
-        else:
-            wrapper.fp32_groups_gradients_flat[0].mul_(math.nan)
+        next(engine.view.reduced_gradients()).mul_(math.nan)
         return own(*given)
 
     setattr(place, name, spoiled)
@@ -106,6 +123,7 @@ def test_a_step_that_is_bad_on_one_rank_is_applied_on_none(name: str) -> None:
                 (1, 1, False, False, False),
                 (2, 1, False, False, False),
                 (0, 2, True, True, False),
+                (0, 2, False, False, False),
             ]
             assert steps == expected, (stage, flags, rank)
 
@@ -149,11 +167,12 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     gate = UpdateGate(ParallelMesh.single(), spike_deviations=spike_deviations, allows_overflow=allows_overflow)
-    gate.guard(optimizer, optimizer)
+    view = DirectView(SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer), lambda: torch.zeros(()))
+    view.guard(gate.may_update, gate.is_left_behind)
 
-    def step(loss: float, norm: float = 1.0) -> Decision | None:
+    def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)
-        gate.expect(lambda: (torch.tensor(loss), torch.tensor(norm)))
+        gate.expect(lambda: StepFigures(torch.tensor(loss), torch.tensor(norm), torch.tensor(tokens)))
         optimizer.step()
         return gate.decision
 
@@ -163,13 +182,13 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
 def test_spikes_are_dropped_and_forgotten() -> None:
     gate, step, weight = gated(3.0)
     for number in range(LEAST_STEPS):
-        assert step(2.0 + 0.1 * (number % 2)) is Decision.APPLIED
+        assert step(2.0 + 0.1 * (number % 2)) is UpdateDecision.APPLIED
     known = gate.to_json()
-    assert step(9.0) is step(9.0) is Decision.SPIKE
-    assert step(math.nan) is Decision.NOT_FINITE
+    assert step(9.0) is step(9.0) is UpdateDecision.SPIKE
+    assert step(math.nan) is UpdateDecision.NOT_FINITE
     assert gate.bad_in_a_row == 3
     assert gate.to_json() == {**known, "bad_in_a_row": [3.0]}
-    assert step(2.05) is Decision.APPLIED
+    assert step(2.05) is UpdateDecision.APPLIED
     assert gate.bad_in_a_row == 0 and float(weight.detach()) == LEAST_STEPS + 1
 
 
@@ -181,7 +200,7 @@ def test_a_gate_continues_from_what_it_stored() -> None:
     resumed, step_resumed, _ = gated(3.0)
     resumed.restore(gate.to_json())
     assert resumed.to_json() == gate.to_json()
-    assert step_resumed(9.0) is step(9.0) is Decision.SPIKE
+    assert step_resumed(9.0) is step(9.0) is UpdateDecision.SPIKE
     assert resumed.bad_in_a_row == gate.bad_in_a_row == 2
 
 
@@ -189,11 +208,36 @@ def test_without_a_limit_nothing_is_stored_and_no_spike_dropped() -> None:
     gate, step, _ = gated(None)
     for _ in range(LEAST_STEPS):
         step(2.0)
-    assert step(1e9) is Decision.APPLIED
+    assert step(1e9) is UpdateDecision.APPLIED
     assert gate.to_json() == {}
+
+
+@pytest.mark.parametrize("allows_overflow", [False, True])
+def test_a_step_without_a_counted_token_is_dropped_and_says_nothing_of_the_others(allows_overflow: bool) -> None:
+    gate, step, weight = gated(3.0, allows_overflow=allows_overflow)
+    for number in range(LEAST_STEPS):
+        step(2.0 + 0.1 * (number % 2))
+    known = gate.to_json()
+    assert step(0.0, 0.0, 0.0) is UpdateDecision.EMPTY
+    assert (gate.is_dropped, gate.is_bad, gate.to_json()) == (True, False, known)
+    step(9.0)
+    step(0.0, 5.0, 0.0)  # routers have losses of their own
+    assert (gate.bad_in_a_row, gate.has_open_row, float(weight.detach())) == (0, True, LEAST_STEPS)
+    assert step(2.05) is UpdateDecision.APPLIED and not gate.has_open_row
 
 
 def test_an_overflow_in_fp16_is_left_to_the_loss_scaler() -> None:
     gate, step, weight = gated(None, allows_overflow=True)
-    assert step(math.inf, math.nan) is Decision.APPLIED
+    assert step(math.inf, math.nan) is UpdateDecision.APPLIED
     assert (gate.bad_in_a_row, float(weight.detach())) == (0, 1.0)
+
+
+def test_an_overflow_after_a_spike_is_no_bad_step_and_does_not_end_the_row() -> None:
+    gate, step, _ = gated(3.0, allows_overflow=True)
+    for number in range(LEAST_STEPS):
+        step(2.0 + 0.1 * (number % 2))
+    seen = []
+    for loss in (9.0, math.inf, 9.0, 2.05, math.inf):
+        step(loss)
+        seen.append(gate.bad_in_a_row)
+    assert seen == [1, 0, 2, 0, 0]

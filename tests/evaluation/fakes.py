@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,12 +21,29 @@ class ByteTokenizer:
     vocab_size: int = 257
     fingerprint: str = "bytes"
     has_eod: bool = True
+    behaviour: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def eod_id(self) -> int:
         if not self.has_eod:
             raise ConfigError("The tokenizer bytes names no end-of-document token.")
         return EOD
+
+    @property
+    def ids_before(self) -> list[int]:
+        return []
+
+    @property
+    def ids_after(self) -> list[int]:
+        return []
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        return {"": EOD}
+
+    def encode_bare(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -22,8 +22,8 @@ from megatron.evaluation.comparison import (
     mcnemar,
     sign_test,
 )
-from megatron.evaluation.report.results_file import FORMAT, FORMAT_VERSION
-from tools import compare_evaluations
+from megatron.evaluation.results import FORMAT, FORMAT_VERSION
+from tools.runs import compare_evaluations
 
 FEW = Resampling(draws=2000)
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_does_not_differ_from_itself() -> None:
         (accuracies(1, 0), "questions has 3 items in one result and 2 in the other"),
         (results_of({"acc": 1}, name="others"), "no task in common .*questions and others"),
         (results_of({"acc": 1, "item": "b:1"}, {"acc": 1}, {"acc": 1}), "the item 'file.jsonl:1' in one result where"),
-        (results_of({"acc": "nan"}, {"acc": 1}, {"acc": 1}), "has 'nan' as acc, which is no finite number"),
+        (results_of({"acc": "nan"}, {"acc": 1}, {"acc": 1}), "has 'nan' as acc, which is not a finite number"),
     ],
 )
 def test_results_that_do_not_belong_together_are_refused(second: dict[str, Any], says: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import train
+from examples.gpt2_all_in import train
 from megatron.observe.metrics_file import read_steps
 
 MODEL = {"n_head": 4, "n_layer": 2, "n_ctx": 32, "d_model": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,16 +13,23 @@ from pathlib import PurePosixPath
 
 from tests.helpers.architecture_tables import (
     BANNED_WORDS,
+    DEEPSPEED_DOOR,
+    DEEPSPEED_PRIVATE,
+    DEEPSPEED_PUBLIC,
+    DESCRIBED_BY_PART,
     DESCRIBED_BY_THEIR_BASE,
+    FILES_OF_THEIR_OWN,
     HOMES,
     MAXIMUM_FILE_LINES,
     MAXIMUM_FOLDER_FILES,
     MAXIMUM_FUNCTION_LINES,
+    NAMES_FORMATS,
     NEVER_BY_TRAINING,
     OPTIONAL_PACKAGES,
     PACKAGE_PLACES,
     PROGRAM_FOLDERS,
     PROGRAMS,
+    PROJECTS,
     STATEFUL_FILES,
     SUBPACKAGE_ORDER,
     USES_RUN_CONFIG,
@@ -40,6 +48,8 @@ from tests.helpers.syntax import (
 )
 
 Finding = tuple[int, str]
+
+_READS_A_FILE = re.compile(r"\bread_plain|\.read\(|\.read_text\(|\.read_bytes\(")
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
         parts = module.split(".")
         if parts[0] == "tests" and (source.is_library or source.is_program):
             yield node.lineno, "the product imports its tests"
-        if source.is_library and (parts[0] in PROGRAMS or parts[0] == "tools"):
+        if source.is_library and (parts[0] in PROGRAMS or parts[0] in PROGRAM_FOLDERS):
             yield node.lineno, f"the package imports the program {module}"
         if parts[0] != "megatron" or len(parts) < 2 or own is None:
             continue
@@ -143,6 +153,45 @@ def third_party_modules_have_one_home(source: Source) -> Iterator[Finding]:
             yield node.value.lineno, "allow_pickle=True"
 
 
+def files_are_replaced_and_read_in_one_place(source: Source) -> Iterator[Finding]:
+    """Only `megatron/files` renames, syncs and parses the JSON of a file (`FILES_OF_THEIR_OWN` says who else may)."""
+    if not (source.is_library or source.is_program) or source.is_in(FILES_OF_THEIR_OWN):
+        return
+    for node in source.nodes:
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, first = dotted(node.func), ast.unparse(node.args[0]) if node.args else ""
+        is_of_path = node.func.attr in ("replace", "rename") and len(node.args) == 1 and not node.keywords
+        is_of_path = is_of_path and not first.startswith(("*", "dict"))
+        if name in ("os.replace", "os.rename", "os.fsync", "shutil.move") or is_of_path:
+            yield node.lineno, f"{name or node.func.attr}; use megatron.files.replacing"
+        if name == "json.load" or (name in ("json.loads", "orjson.loads") and _READS_A_FILE.search(first)):
+            yield node.lineno, f"{name}({first}); use read_plain_json of megatron.files.plain"
+
+
+def deepspeed_has_one_door(source: Source) -> Iterator[Finding]:
+    """What DeepSpeed does not document is touched in one file only (`DEEPSPEED_DOOR`)."""
+    if source.path == DEEPSPEED_DOOR or not source.is_library:
+        return
+    for node, name in foreign_names(source.nodes):
+        is_public = any(name == public or f"{name}.".startswith(f"{public}.") for public in DEEPSPEED_PUBLIC)
+        is_part = any(public.startswith(f"{name}.") for public in DEEPSPEED_PUBLIC)
+        if name.startswith("deepspeed.") and not (is_public or is_part):
+            yield node.lineno, f"{name} is not documented: {DEEPSPEED_DOOR} is the place for it"
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute):
+            owner = dotted(node.value).rpartition(".")[2]
+            is_private = (
+                node.attr.startswith("_") and not node.attr.endswith("__") and owner in ("deepspeed", "wrapper")
+            )
+            if is_private or node.attr in DEEPSPEED_PRIVATE:
+                yield node.lineno, f"{node.attr} is DeepSpeed's own: {DEEPSPEED_DOOR} is the place for it"
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
+            for argument in node.args[1:2]:
+                if isinstance(argument, ast.Constant) and argument.value in DEEPSPEED_PRIVATE:
+                    yield node.lineno, f"{argument.value} is DeepSpeed's own: {DEEPSPEED_DOOR} is the place for it"
+
+
 def no_global(source: Source) -> Iterator[Finding]:
     """No `global` statement."""
     if "global" not in source.text:
@@ -154,7 +203,7 @@ def no_global(source: Source) -> Iterator[Finding]:
 
 def no_print(source: Source) -> Iterator[Finding]:
     """Only tools print; the package speaks through `log.py`."""
-    if source.path == "megatron/log.py" or source.path.startswith(("tools/", "tasks/", "examples/")):
+    if source.path == "megatron/log.py" or source.path.startswith(("tools/", "tasks/", "examples/", "docs/")):
         return
     for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -235,18 +284,19 @@ def imports_are_at_the_top(source: Source) -> Iterator[Finding]:
 
 
 def entry_points_start_light(source: Source) -> Iterator[Finding]:
-    """At its top an entry point imports the standard library, `errors`, `log`, `config`, and what a rank does first."""
-    if not source.is_program:
+    """An entry point imports at its top the standard library, errors, log, files, config and what a rank does first."""
+    if not source.is_program or source.path.endswith("/log_style.py"):  # which `megatron.config.Program` loads later
         return
+    itself = ("pretrain_gpt", f"{source.module.rpartition('.')[0]}.flags")  # an entry point, and the program's flags
     for node in source.tree.body:
         for inner, module in imports(ast.walk(node)) if not is_type_checking(node) and not is_function(node) else ():
             root = module.split(".")[0]
             if root == "megatron":
                 light = ("megatron", "megatron.__version__", "megatron.log", "megatron.errors", "megatron.config")
                 light += ("megatron.parallel.rank_start", "megatron.train.signals")
-                if module in light or module.startswith("megatron.config."):
+                if module in light or module.startswith(("megatron.config.", "megatron.files.")):
                     continue
-            elif root in sys.stdlib_module_names or root == "pretrain_gpt":  # an entry point itself
+            elif root in sys.stdlib_module_names or module in itself:
                 continue
             yield (
                 inner.lineno,
@@ -284,12 +334,12 @@ def everything_public_is_described(source: Source) -> Iterator[Finding]:
     if not ast.get_docstring(source.tree):
         yield 1, "the module has no docstring"
     for node in source.tree.body:
-        yield from _undescribed(node, "")
+        yield from _undescribed(node)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             is_protocol = any(dotted(base).endswith("Protocol") for base in node.bases)
             for member in node.body:
                 if not is_protocol:
-                    yield from _undescribed(member, node.name + ".")
+                    yield from _undescribed(member, node)
 
 
 def no_assert_statements(source: Source) -> Iterator[Finding]:
@@ -311,6 +361,22 @@ def packages_import_without_side_effects(source: Source) -> Iterator[Finding]:
         )
         if not (is_docstring or is_constant or isinstance(node, (ast.Import, ast.ImportFrom))):
             yield node.lineno, "an __init__.py only imports"
+
+
+def no_project_is_named(source: Source) -> Iterator[Finding]:
+    """The package serves the programs of other projects through `megatron.config.Program`, and names none of them."""
+    if not source.is_library or source.path in NAMES_FORMATS:
+        return
+    docstrings = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
+    texts = [
+        (node.lineno, node.value)
+        for node in source.nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+    ]
+    for line, text in [*texts, *defined_names(source.nodes)]:
+        named = re.search(PROJECTS, text, flags=re.IGNORECASE)
+        if named:
+            yield line, f"{named.group()} is the name of a project of examples/"
 
 
 def few_modules_use_the_run_config(source: Source) -> Iterator[Finding]:
@@ -339,6 +405,8 @@ RULES: tuple[Rule, ...] = (
     imports_follow_the_package_order,
     subpackage_imports_follow_the_order,
     third_party_modules_have_one_home,
+    files_are_replaced_and_read_in_one_place,
+    deepspeed_has_one_door,
     no_global,
     no_print,
     no_mutable_module_state,
@@ -351,6 +419,7 @@ RULES: tuple[Rule, ...] = (
     everything_public_is_described,
     no_assert_statements,
     packages_import_without_side_effects,
+    no_project_is_named,
     few_modules_use_the_run_config,
     the_model_only_knows_its_config,
 )
@@ -382,8 +451,11 @@ def _banned_words(name: str) -> list[str]:
     return sorted(BANNED_WORDS.intersection(snake.split("_")))
 
 
-def _undescribed(node: ast.stmt, owner: str) -> Iterator[Finding]:
+def _undescribed(node: ast.stmt, owner: ast.ClassDef | None = None) -> Iterator[Finding]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        inherited = bool(owner) and node.name in DESCRIBED_BY_THEIR_BASE
-        if not node.name.startswith("_") and not inherited and not ast.get_docstring(node):
-            yield node.lineno, f"{owner}{node.name} has no docstring"
+        is_described = owner is not None and (
+            node.name in DESCRIBED_BY_THEIR_BASE
+            or (node.name in DESCRIBED_BY_PART and "Part" in map(dotted, owner.bases))
+        )
+        if not node.name.startswith("_") and not is_described and not ast.get_docstring(node):
+            yield node.lineno, f"{owner.name + '.' if owner else ''}{node.name} has no docstring"

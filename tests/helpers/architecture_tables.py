@@ -6,51 +6,62 @@ from __future__ import annotations
 PACKAGE_PLACES = {
     "errors": 0,
     "secret_text": 0,
-    "log": 1,
-    "device": 2,
-    "cuda_driver": 2,
-    "config": 3,
-    "kernels": 4,
-    "launch": 4,
-    "tokenizers": 5,
-    "data": 6,
-    "corpus": 7,
-    "parallel": 8,
-    "model": 9,
-    "objective": 10,
-    "engine": 11,
-    "checkpoint": 12,
-    "convert": 13,
-    "observe": 14,
-    "evaluation": 15,
-    "train": 16,
-    "inference": 16,
+    "files": 1,
+    "log": 2,
+    "device": 3,
+    "cuda_driver": 3,
+    "host_memory": 3,
+    "config": 4,
+    "kernels": 5,
+    "launch": 5,
+    "tokenizers": 6,
+    "data": 7,
+    "corpus": 8,
+    "parallel": 9,
+    "model": 10,
+    "objective": 11,
+    "engine": 12,
+    "checkpoint": 13,
+    "convert": 14,
+    "observe": 15,
+    "evaluation": 16,
+    "train": 17,
+    "inference": 17,
 }
-PROGRAM_PLACE = 17
+PROGRAM_PLACE = 18
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
-        "benchmark",
-        "ds_trainer",
         "finetune_t0_non_causal_decoder",
         "pretrain_bert",
         "pretrain_gpt",
         "pretrain_prefix_lm",
-        "sft",
-        "train",
-        "train_bert",
-        "train_bert_ds",
-        "train_lm",
         "train_on_text",
     }
 )
-PROGRAM_FOLDERS = ("tools", "tasks", "examples")
+PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
 
-# The sub-packages of a package in import order; "." stands for the package's own modules, but for those named.
+# Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
+PROJECTS = r"all.?in.?one|gpt2.?all.?in|hello.?deepspeed|jax.?lm|dsgpt2"
+# But for formats of texts that are chosen by the name of the project they come from.
+NAMES_FORMATS = (
+    "megatron/config/objective/finetuning.py",
+    "megatron/corpus/vocabulary/learning.py",
+    "megatron/tokenizers/chat/named.py",
+)
+# Files of the root that every project has, and that a reader need not look at; those with a leading dot as well.
+METADATA = frozenset(
+    {
+        *("CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
+        "SECURITY.md",
+    }
+)
+
+# The sub-packages of a package in import order; "." means the package's own modules, except those named.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
-    "megatron.tokenizers": (".", "chat"),
+    "megatron.tokenizers": ("encoders", ".", "chat"),
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
-    "megatron.data": ("formats", "stores", "order", "datasets", "."),
+    "megatron.data": ("formats", "stores", "order", "datasets", "sources", "."),
     "megatron.corpus": (
         "generated",
         "inputs",
@@ -62,21 +73,22 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
+    "megatron.config": ("flags", "architecture", "objective", "sections", "running", "files", "."),
     "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
-        *("naming", "speed", "start_up", "profiling", ".", "terminal", "curves", "activity", "dashboard", "styles"),
+        *("speed", "start_up", "profiling", ".", "terminal", "curves", "activity", "dashboard", "styles"),
         "sync",
     ),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("preflight", "restarts", "tasks", "teachers", "start_up", ".", "memory"),
+    "megatron.checkpoint": (".", "keeping", "analysis"),
+    "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "memory"),
+    "megatron.train.parts": ("numerics", "."),
     "megatron.engine": (".", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "running", "."),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
-    "megatron.evaluation": (".", "baselines", "tasks", "report"),
+    "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
     "megatron.convert.hugging_face": ("table", "families", "."),
     "megatron.convert.hugging_face.families": ("encoders", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
@@ -101,7 +113,7 @@ HOMES = {
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),
     "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/workers/pool.py"),
-    "pickle": (),
+    "pickle": ("megatron/convert/pickles/unpickler.py",),  # with every name replaced, in a child process with limits
     "cPickle": (),
     "dill": (),
     "cloudpickle": (),
@@ -115,7 +127,34 @@ HOMES = {
     "os.popen": (),
     "subprocess.getoutput": (),
     "subprocess.getstatusoutput": (),
-    "runpy": (),
+    "runpy": ("examples/jax_lm_training/jax_lm/preprocess.py",),  # Beam pickles what is in __main__ by value
+}
+
+# Who renames and syncs files, or parses what is in one.
+FILES_OF_THEIR_OWN = ("megatron/files/",)
+
+# What DeepSpeed's documentation promises, and its own attributes, which only one file may touch.
+DEEPSPEED_DOOR = "megatron/engine/deepspeed_internals.py"
+DEEPSPEED_PUBLIC = (
+    "deepspeed.__version__",
+    "deepspeed.init_distributed",
+    "deepspeed.initialize",
+    "deepspeed.runtime.pipe.schedule",
+    "deepspeed.zero.Init",
+)
+DEEPSPEED_PRIVATE = {
+    # the engine and its messages
+    *("_INSTRUCTION_MAP", "__compatible_ops__", "basic_optimizer", "cdb", "clip_fp32_gradients"),
+    # optimizers
+    *("_global_grad_norm", "all_grad_tensors", "averaged_gradients", "backup_optimizer", "bf16_groups", "bit16_groups"),
+    *("cur_scale", "fp16_groups", "fp32_groups_gradients_flat", "fp32_partitioned_groups_flat", "get_param_id"),
+    *("grad_partitions_flat_buffer", "grad_position", "loss_scaler", "persistent_parameters", "subgroup_to_device"),
+    *("single_partition_of_fp32_groups", "update_lp_params"),
+    # parameters
+    *("_hp_mapping", "ds_numel", "ds_pipe_replicated", "ds_status", "ds_tensor", "grad_accum", "hp_fragment_address"),
+    *("lp_fragment_address", "param_group_index", "tensor_model_parallel"),
+    # pipeline modules
+    *("_grid", "_local_start", "_local_stop", "activation_checkpoint_func", "loss_fn", "tied_comms"),
 }
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
@@ -123,7 +162,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "apex": ("megatron/kernels/norms.py", "megatron/kernels/optimizer.py"),
     "bitsandbytes": ("megatron/kernels/optimizer.py",),
     "torch.nn.attention.varlen": ("megatron/kernels/attention/gpu.py",),  # since torch 2.10; takes seconds
-    "yaml": ("megatron/config/files/bounded_file.py",),
+    "yaml": ("megatron/files/settings.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
         "megatron/tokenizers/gpt2.py",
@@ -136,7 +175,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "sentencepiece": ("megatron/tokenizers/sentencepiece.py", "megatron/corpus/vocabulary/unigram.py"),
     "huggingface_hub": ("megatron/tokenizers/hugging_face.py",),
     "transformers": ("megatron/tokenizers/hugging_face.py", "megatron/convert/hugging_face/reference.py"),
-    "gigatoken": ("megatron/tokenizers/fast_encoder.py",),
+    "gigatoken": ("megatron/tokenizers/encoders/fast_encoder.py",),
     "sentencex": ("megatron/corpus/preprocess/sentences.py",),
     "orjson": ("megatron/corpus/inputs/lines.py", "megatron/corpus/inputs/tables.py"),
     "zstandard": ("megatron/corpus/inputs/zstandard_stream.py",),
@@ -146,10 +185,10 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "pymongo": ("megatron/data/stores/mongodb.py",),
     "bson": ("megatron/data/stores/mongodb.py",),  # comes with it
     "xxhash": ("megatron/corpus/preprocess/provenance.py",),
-    "datasets": ("megatron/corpus/inputs/hub.py",),
+    "datasets": ("megatron/corpus/inputs/hub_rows.py",),
     "pyarrow": (
-        "megatron/data/formats/windows.py",
-        "megatron/corpus/inputs/hub.py",
+        "megatron/data/formats/parquet_windows.py",
+        "megatron/corpus/inputs/hub_rows.py",
         "megatron/corpus/inputs/parquet.py",
     ),
     "apache_beam": ("megatron/corpus/featurize/beam.py",),
@@ -157,7 +196,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("megatron/inference/serve/network.py",),
     "prometheus_client": ("megatron/inference/serve/metrics.py",),
     "matplotlib": ("megatron/observe/curves/image.py",),
-    "lm_eval": ("megatron/inference/harness/",),
+    "lm_eval": ("megatron/inference/harness.py",),
     "wandb": ("megatron/observe/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/tensorboard.py",),
     "torch.utils.tensorboard": ("megatron/observe/tensorboard.py",),
@@ -170,17 +209,27 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "run", "start_up/facts")),
+    *(
+        f"megatron/train/{name}.py"
+        for name in ("build", "checkpoints", "engine_opening", "objectives", "part", "run", "run_data")
+    ),
     "megatron/train/preflight/",
+    "megatron/train/restarts/restore.py",
+    "megatron/train/start_up/",
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
-    "megatron/train/teachers/opening.py",  # likewise
+    "megatron/train/parts/distillation.py",  # likewise
+    "megatron/train/parts/start_record.py",
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
 # Methods that a base class describes: an override says nothing new.
 DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
+DESCRIBED_BY_PART = {  # `megatron.train.part.Part`
+    *("of", "restore", "opened", "before_step", "after_step", "entering", "at_evaluation", "before_save", "after_save"),
+    *("failed_save", "state", "trained", "close"),
+}
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 60
 MAXIMUM_FOLDER_FILES = 15

@@ -38,6 +38,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2, two groups": {**QK_ALL, "norm_placement": "post_branch", "num_query_groups": 2},
     "qk layer norm": {**ROPE, "qk_layernorm": True, "num_query_groups": 1, "apply_layernorm_1p": True},
     "experts": {"num_experts": 4, "moe_layer_pattern": (0, 1), "moe_z_loss_coeff": 0.1},
+    "residual experts": {"num_experts": 8, "moe_expert_counts": (4, 8), "moe_residual": True, "moe_router_topk": 1,
+                         "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 12},
     "sigmoid and shared experts": {**ROPE, **RMS, "gated_linear_unit": True, "activation_function": "silu",
                                    "num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 12,
                                    "moe_shared_expert_intermediate_size": 24,

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.helpers.programs import serve, stand_in_text
-from tests.helpers.ranks import fork_server_context
+from tests.helpers.ranks import LAUNCH_VARIABLES, fork_server_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTS = ("node003", "node011")
@@ -31,7 +31,6 @@ _PARENT_DEATH_SIGNAL = 1  # prctl(2), PR_SET_PDEATHSIG
 _NEW_UTS = 0x04000000  # sched.h, CLONE_NEWUTS
 _UNSHARE = ("unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 _SLURM_PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
-_FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
 # The controller's host is a bridge; the others hang on it. /etc/hosts is replaced in this mount namespace only.
 _NETWORK = f"""
@@ -128,7 +127,7 @@ def _die_with_parent() -> None:
 
 
 def _serve_on_host(sandbox: int, host: str, address: str, stand_in: str, tests: Connection) -> None:
-    """Enters the namespaces of a host, and runs programs there; only what is forked enters that of processes."""
+    """Enters the namespaces of a host, and runs programs there; only forked processes enter the PID namespace."""
     library = ctypes.CDLL(None, use_errno=True)
     networks = Path(f"/proc/{sandbox}/root/run/netns/{host}")
     places = [networks, *(Path(f"/proc/{sandbox}/ns/{kind}") for kind in ("pid", "mnt"))]
@@ -272,7 +271,7 @@ class Cluster:
             (self.folder / name).mkdir()
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
         own = {
             "FOLDER": str(self.folder), "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",

@@ -42,7 +42,7 @@ class FakeSsh:
         return (self.folder / "calls").read_text().splitlines()
 
     def breaks_after(self, calls: int | None) -> None:
-        """Lets the connection fail after so many calls; None repairs it."""
+        """Makes the connection fail after this many calls; None repairs it."""
         if calls is None:
             (self.folder / "calls_left").unlink()
         else:

@@ -10,6 +10,7 @@ import errno
 import io
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ class FaultyDisk:
         number: with which error.
         is_full: every later operation that needs space is refused as well.
         is_short: writes take only a part of what they are given.
+        kills: the process dies by SIGKILL before the operation instead; removals and links count, too.
     """
 
     def __init__(
@@ -37,10 +39,11 @@ class FaultyDisk:
         number: int = errno.ENOSPC,
         is_full: bool = False,
         is_short: bool = False,
+        kills: bool = False,
     ) -> None:
         self._folder = os.path.realpath(folder) + os.sep
         self._fail_at, self._number, self._is_full = fail_at, number, is_full
-        self.is_short = is_short
+        self.is_short, self.kills = is_short, kills
         self._count = multiprocessing.Value("q", 0)
 
     @property
@@ -63,6 +66,8 @@ class FaultyDisk:
             self._count.value += 1
         if self._fail_at is None or here < self._fail_at:
             return
+        if self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
         if here == self._fail_at or (self._is_full and name in _NEEDS_SPACE):
             raise OSError(self._number, os.strerror(self._number), path)
 
@@ -90,6 +95,8 @@ def faulty_disk(disk: FaultyDisk) -> Iterator[FaultyDisk]:
                 # a sync does nothing: power failures are not simulated
                 real = getattr(os, name) if step != "sync" else lambda descriptor: None
                 patch.setattr(os, name, _stepping(disk, step, place, real))
+        for name in ("unlink", "remove", "rmdir", "symlink") if disk.kills else ():
+            patch.setattr(os, name, _removing(disk, 1 if name == "symlink" else 0, getattr(os, name)))
         patch.setattr(os, "open", _creating(disk, os.open))
         yield disk
 
@@ -141,6 +148,15 @@ def _stepping(disk: FaultyDisk, name: str, place: int, real: Callable[..., Any])
     def call(*words: Any, **more: Any) -> Any:
         disk.step(name, words[place])
         return real(*words, **more)
+
+    return call
+
+
+def _removing(disk: FaultyDisk, place: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*words: Any, dir_fd: int | None = None) -> Any:
+        folder = "" if dir_fd is None else _path_of(dir_fd) or ""
+        disk.step("remove", os.path.join(folder, os.fsdecode(words[place])))
+        return real(*words, dir_fd=dir_fd)
 
     return call
 

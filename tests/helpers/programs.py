@@ -156,9 +156,10 @@ def _run(words: list[str]) -> None:
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         words = words[1:]
-    if words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(words[1], {"__name__": "__main__"})
+    if words[0] in ("-c", "-"):
+        source = words[1] if words[0] == "-c" else sys.stdin.read()
+        sys.argv = [words[0], *words[1 + (words[0] == "-c") :]]
+        exec(source, {"__name__": "__main__"})
     elif words[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = words[1:]

@@ -18,6 +18,12 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+# What a rank's process is given, and what a run inside a test's own process leaves in its environment.
+LAUNCH_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
+)
+
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not finish; the text is the first failing rank's traceback."""

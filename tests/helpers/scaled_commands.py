@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from docs.site.published_commands import SETTINGS, Command
 from tests.helpers.tiny_run import TinyCorpus
-from tools.published_commands import SETTINGS, Command
 
 PROCESSES = 2
 LENGTH, BATCH, MICRO = 32, 4, 1
@@ -23,6 +23,7 @@ _SIZES: Mapping[str, str] = {
     "--lr-decay-iters": "90", "--lr-decay-samples": "900", "--lr-decay-tokens": "90000", "--lr-warmup-iters": "2",
     "--lr-warmup-samples": "8", "--lr-warmup-tokens": "256", "--save-interval": "1000", "--eval-interval": "1000",
     "--eval-iters": "1", "--log-interval": "1", "--loss-scale": "8", "--split": "80,15,5",
+    "--expert-model-parallel-size": "2", "--moe-expert-parallel-size": "2",
     "--num-layers-teacher": "2", "--hidden-size-teacher": "32", "--num-attention-heads-teacher": "2",
 }  # fmt: skip
 # The corpus has another tokenizer, there is no earlier checkpoint, and no device computes in fp16.
@@ -40,9 +41,10 @@ _DROPPED = frozenset(
 
 
 def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int, teacher: Path) -> list[str]:
-    """The words of a command with small sizes, for so many steps on two processes, that logs to `folder / "run"`.
+    """The words of a command with small sizes, for `steps` steps on two processes, that logs to `folder / "run"`.
 
-    A teacher of another size is replaced by the checkpoint of a run of `TinyCorpus.flags`.
+    A teacher of another size is replaced by the checkpoint of a run of `TinyCorpus.flags`, or of such a command with
+    different numbers of experts if the teacher has them.
     """
     pairs = _pairs(command.flags)
     ranks = 2 if pairs.get("--tensor-model-parallel-size", ["1"]) != ["1"] else 1
@@ -58,14 +60,16 @@ def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int, teach
         "--load-teacher": str(teacher),
         "--deepspeed_config": str(folder / SETTINGS),
     }
+    if len(pairs.get("--num-experts", [])) > 1:  # numbers of experts by layer need some layers
+        changes |= {"--num-layers": "4", "--num-layers-teacher": "4", "--num-attention-heads-teacher": "4"}
     words = []
     for name, values in pairs.items():
         if name in _DROPPED:
             continue
         if name == "--data-path":
             values = [value if _is_number(value) else corpus.prefix for value in values]
-        elif name == "--num-experts":
-            values = [str(min(int(values[0]), 4))]
+        elif name in ("--num-experts", "--num-experts-teacher"):
+            values = ["2", "4"] if len(values) > 1 else [str(min(int(values[0]), 4))]
         elif name in changes:
             values = changes[name].split(" ") if name == "--rampup-batch-size" else [changes[name]]
         words += [name, *values]

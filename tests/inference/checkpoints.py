@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron.checkpoint import save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.inference.weights import wanted_weights
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.record import TokenizerRecord
-from megatron.tokenizers.tokenizer import build_tokenizer
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.checkpoint.records import make_record
 from tests.helpers.networks import build_gpt
 from tests.helpers.vocabulary import write_vocabulary
@@ -20,20 +20,29 @@ POSITIONS = 48
 
 
 def make_checkpoint(
-    folder: Path, *extra_flags: str, more_tokens: Sequence[str] = (), positions: int = POSITIONS
+    folder: Path,
+    *extra_flags: str,
+    more_tokens: Sequence[str] = (),
+    positions: int = POSITIONS,
+    choice: TokenizerChoice | None = None,
 ) -> Path:
     """Writes a vocabulary and a checkpoint of step 3 under a folder; returns the folder of checkpoints.
 
     Args:
         more_tokens: of the vocabulary, such as those of a chat template.
+        choice: another tokenizer, which is there.
     """
-    choice = write_vocabulary(folder)
-    gpt2_with(folder, more_tokens)
+    if choice is None:
+        choice = write_vocabulary(folder)
+        gpt2_with(folder, more_tokens)
+    named = [("--tokenizer-type", choice.tokenizer_type), ("--vocab-file", choice.vocab_file)]
+    named += [("--merge-file", choice.merge_file), ("--tokenizer-name-or-path", choice.tokenizer_name_or_path)]
     flags = [
         *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
         *("--max-position-embeddings", str(positions), "--micro-batch-size", "1", "--global-batch-size", "1"),
         *("--train-iters", "3", "--lr", "0.001", "--data-path", "nowhere", "--init-method-std", "0.4"),
-        *("--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file), *extra_flags),
+        *(word for flag, value in named if value is not None for word in (flag, value)),
+        *extra_flags,
     ]
     tokenizer = build_tokenizer(choice)
     facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint)
@@ -42,7 +51,7 @@ def make_checkpoint(
     model = build_gpt(config.model, mesh)
     weights = dict(model.named_parameters())
     pieces = []
-    for key, _ in wanted_weights(model):
+    for key, _ in filling_weights(model.parameters()):
         pieces.append((key, weights[key.name].detach().view(-1)[: key.numel]))
     made_with = TokenizerRecord(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
     record = make_record(3, config=config.to_json(), tokenizer=made_with).to_json()

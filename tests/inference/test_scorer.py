@@ -20,7 +20,7 @@ from tests.helpers.layouts import Layout
 from tests.helpers.networks import forward
 from tests.helpers.ranks import run_ranks
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
-from tools import export_hf
+from tools.convert import export_hf
 
 
 @pytest.fixture(scope="module")

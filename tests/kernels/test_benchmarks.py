@@ -31,7 +31,7 @@ def test_every_operation_is_measured_beside_torch(compiled: Library, capsys: pyt
     assert kernels_cpu.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("| dropout_add | ")]) == 4  # two variants in two dtypes
-    assert lines[-5].startswith("All: geometric mean") and lines[-2].startswith('("dropout_add", "cpu"): ')
+    assert lines[-5].startswith("All: geometric mean") and lines[-2].startswith('"dropout_add": ')
     with pytest.raises(ConfigError, match="No compiled levitation to measure"):
         kernels_cpu.main([*SHORT, "--library", str(compiled.folder), "--operations", "levitation"])
 

@@ -142,6 +142,24 @@ def test_losses_and_gradients_of_the_head(compiled: Library, dtype: torch.dtype)
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("derivative", [0.0, 3.0])
+def test_gradients_of_the_head_survive_a_factor_of_zero(derivative: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tokens, weight = torch.randn(2, 9, 8, generator=generator), torch.randn(32, 8, generator=generator)
+    labels, weights = torch.randint(0, 21, (2, 9), generator=generator), torch.rand(2, 9, generator=generator)
+    found = []
+    for factor in (None, torch.tensor(0.0), torch.tensor(0.5)):
+        hidden, table = (part.clone().requires_grad_() for part in (tokens, weight))
+        arguments = (FactoredLogits(hidden, table), labels, weights, Axis.single("tp"), 21, LossTerms())
+        losses, gradients = head_losses(*arguments, factor=factor)
+        assert gradients is not None
+        total = gradients.attached_to((losses[0][0] * weights).sum())
+        found.append(torch.autograd.grad(total * derivative, (hidden, table)))
+    for others in found[1:]:
+        for expected, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(other, expected)
+
+
 def test_wrong_shapes_are_refused(compiled: Library) -> None:
     logits, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
     cases = [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.kernels import grouped
 from megatron.kernels.grouped import grouped_linear
@@ -39,7 +42,9 @@ def found(x: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> list[torch.
 def test_result_and_gradients(
     ends: list[int], kernel: bool, dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda x, weight: kernel)
+    if kernel and not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no such kernel")
+    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *_: kernel)
     x, weight = operands(len(ends), dtype)
     for value, known in zip(found(x, weight, ends), expected(x, weight, ends), strict=True):
         assert (value.double() - known).abs().max() <= ratio * known.abs().max()
@@ -56,6 +61,101 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     assert x.grad is not None and weight.grad is None
 
 
-def test_torchs_kernel_is_for_bfloat16_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("generation", "version", "expected"),
+    [
+        (0, "2.13.0+cpu", False),
+        (8, "2.13.0", False),
+        (9, "2.8.0", True),
+        (9, "2.13.0+cu130", True),
+        (10, "2.8.0", False),
+        (10, "2.9.0+cu128", True),
+        (10, "2.15.0", True),
+        (11, "2.15.0", False),
+        (12, "2.15.0", False),
+    ],
+)
+def test_gpus_on_which_torchs_kernel_is_known_good(
+    generation: int, version: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch, "_grouped_mm", None, raising=False)
     x, weight = operands(2, torch.bfloat16)
-    assert not grouped._has_grouped_kernel(x, weight)
+    assert grouped._has_grouped_kernel(x, weight, generation) is expected
+    assert not grouped._has_grouped_kernel(x.float(), weight.float(), generation)
+    assert not grouped._has_grouped_kernel(x[:, :12], weight[:, :, :12], generation)
+
+
+def test_without_torchs_kernel_there_is_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.7 has no such kernel."""
+    monkeypatch.delattr(torch, "_grouped_mm", raising=False)
+    monkeypatch.setattr(grouped, "_generation", lambda x: 9)
+    x, weight = operands(4, torch.bfloat16)
+    ends = ENDS["all filled"]
+    for value, known in zip(found(x, weight, ends), expected(x, weight, ends), strict=True):
+        assert (value.double() - known).abs().max() <= 2e-2 * known.abs().max()
+
+
+def test_a_tensor_outside_gpus_has_no_generation() -> None:
+    assert grouped._generation(torch.zeros(1)) == 0
+
+
+class _KernelOfBlackwell(torch.autograd.Function):
+    """Torch's kernel, which leaves the gradients of empty groups as the memory was."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ends):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight, ends)
+        starts = [0, *ends.tolist()]
+        return torch.cat([x[starts[i] : starts[i + 1]] @ weight[i] for i in range(len(ends))])
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        x, weight, ends = ctx.saved_tensors
+        starts = [0, *ends.tolist()]
+        groups = [slice(*pair) for pair in itertools.pairwise(starts)]
+        of_x = torch.cat([gradient[rows] @ weight[group].t() for group, rows in enumerate(groups)])
+        of_weight = torch.full_like(weight, float("nan"))
+        for group, rows in enumerate(groups):
+            if rows.start < rows.stop:
+                of_weight[group] = x[rows].t() @ gradient[rows]
+        return of_x, of_weight, None
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_empty_groups_have_no_gradient_on_blackwell(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_generation", lambda x: 10)
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    calls = []
+
+    def kernel(self, mat2, offs=None, bias=None, out_dtype=None):  # type: ignore[no-untyped-def]
+        calls.append(offs.dtype)  # the signature of torch 2.8 to 2.15
+        return _KernelOfBlackwell.apply(self, mat2, offs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", kernel, raising=False)
+    x, weight = operands(len(ends), torch.bfloat16)
+    for value, known in zip(found(x, weight, ends), expected(x, weight, ends), strict=True):
+        assert (value.double() - known).abs().max() <= 2e-2 * known.abs().max()
+    assert calls == [torch.int32]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_result_and_gradients_on_a_gpu(ends: list[int]) -> None:
+    cpu = operands(len(ends), torch.bfloat16)
+    x, weight = (part.detach().cuda().requires_grad_() for part in cpu)
+    result = grouped_linear(x, weight, torch.tensor(ends, device="cuda"))
+    result.square().sum().backward()
+    for value, known in zip((result.detach(), x.grad, weight.grad), expected(*cpu, ends), strict=True):
+        assert (value.cpu().double() - known).abs().max() <= 2e-2 * known.abs().max()
+
+
+def test_torchs_kernel_has_the_signature_that_is_called() -> None:
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no such kernel")
+    x, weight = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+    with FakeTensorMode() as mode:
+        shape = torch._grouped_mm(
+            *map(mode.from_tensor, (x, weight)), offs=mode.from_tensor(torch.tensor([1, 4]).int())
+        )
+    assert shape.shape == (4, 8) and shape.dtype == torch.bfloat16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.initial_values import Distribution, Draw, _normal_values, _truncated_normal_values, draw_
+from megatron.kernels.initial_values import Distribution, WeightDraw, _normal_values, _truncated_normal_values, draw_
 from megatron.kernels.native.library import Library
 
 BASE = 0x9E3779B97F4A7C15
@@ -73,7 +73,7 @@ def test_compiled_values_have_the_same_bits(compiled: Library, distribution: Dis
     try:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for shape, start, box, first, count in PLACES:
-                draw = Draw(shape, start, box, BASE, 0.02, distribution)
+                draw = WeightDraw(shape, start, box, BASE, 0.02, distribution)
                 expected = draw_(torch.empty(count, dtype=dtype), draw, first)
                 for threads in (1, 2):
                     torch.set_num_threads(threads)

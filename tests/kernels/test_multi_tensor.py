@@ -91,3 +91,11 @@ def test_torch_knows_the_operations(compiled: Library) -> None:
         scale_([torch.zeros(4)], [torch.zeros(5)], 1.0, implementation=CSRC)
     with pytest.raises(RuntimeError, match="device_factor must be one float32"):
         scale_([torch.zeros(4)], [torch.zeros(4)], torch.zeros(2), implementation=CSRC)
+
+
+@pytest.mark.parametrize("implementation", [CSRC, TORCH])
+def test_a_list_without_tensors_is_refused(compiled: Library, implementation: Implementation) -> None:
+    for refused in (norm, not_finite):
+        with pytest.raises(ValueError, match="the list has 0 tensors, so no device is known"):
+            refused([], implementation=implementation)
+    scale_([], [], 2.0, implementation=implementation)

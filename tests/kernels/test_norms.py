@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import Library
-from megatron.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, forward, tiny_config
 
@@ -100,10 +101,9 @@ def _run(
     if is_added:
         residual = x.detach().clone().requires_grad_()
         leaves.append(residual)
-        if kind == "rms":
-            total, y = add_rms_norm(x, residual, weight, EPS, **options)
-        else:
-            total, y = add_layer_norm(x, residual, weight, with_bias, EPS, **options)
+        subtract_mean = kind != "rms"
+        shift = with_bias if subtract_mean else None
+        total, y = add_norm(x, residual, weight, shift, EPS, subtract_mean=subtract_mean, **options)
         results, gradients = [y, total], [parts[3], 0.5 * parts[3]]
     else:
         y = rms_norm(x, weight, EPS, **options) if kind == "rms" else layer_norm(x, weight, with_bias, EPS, **options)
@@ -173,7 +173,7 @@ def test_compiled_takes_views_and_mixed_dtypes(compiled: Library) -> None:
         torch.testing.assert_close(other.double(), one, atol=1e-2, rtol=1e-2)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer_norm(half[0], weight, None, EPS, implementation=CSRC).dtype == torch.bfloat16
-    total, y = add_rms_norm(x.bfloat16(), x, weight, EPS, implementation=CSRC)  # a residual of another dtype
+    total, y = _add_rms(x.bfloat16(), x, weight)  # a residual of another dtype
     assert torch.equal(total, x + x.bfloat16()) and y.dtype == torch.float32
     for shape in ((0, 8), (3, 0)):
         results = _run(
@@ -213,7 +213,7 @@ def test_torch_knows_the_compiled_norms(compiled: Library) -> None:
 
         assert torch.autograd.gradcheck(both, leaves)
         gradient = gradient.detach()
-    of_total = torch.autograd.grad(add_rms_norm(x, x, weight, EPS, implementation=CSRC)[0].sum(), x)[0]
+    of_total = torch.autograd.grad(_add_rms(x, x, weight)[0].sum(), x)[0]
     assert torch.equal(of_total, torch.full_like(x, 2))  # the norm itself is not used
     (of_x,) = torch.autograd.grad(rms_norm(x, weight, EPS, implementation=CSRC).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivatives only.*--kernels norm=torch"):
@@ -224,7 +224,7 @@ def test_compiled_norms_in_compiled_functions(compiled: Library) -> None:
     x, weight, bias, gradient = _case(torch.float32, 4, 24)
 
     def norm(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        total, y = add_layer_norm(x, residual, weight, bias, EPS, implementation=CSRC)
+        total, y = add_norm(x, residual, weight, bias, EPS, subtract_mean=True, implementation=CSRC)
         return total.sin() + y
 
     expected = torch.autograd.grad(norm(x, gradient), (x, weight, bias), gradient)
@@ -248,9 +248,13 @@ def test_compiled_norms_in_compiled_functions(compiled: Library) -> None:
 )
 def test_wrong_inputs_are_refused(compiled: Library, changes: dict[str, torch.Tensor], sentence: str) -> None:
     given = {"x": torch.ones(2, 4), "weight": torch.ones(4), "bias": None, **changes}
-    operation: Callable[..., object] = add_layer_norm if "residual" in changes else layer_norm
+    operation: Callable[..., object] = partial(add_norm, subtract_mean=True) if "residual" in changes else layer_norm
     with pytest.raises(RuntimeError, match=sentence):
         operation(**given, eps=EPS, implementation=CSRC)
+
+
+def _add_rms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return add_norm(x, residual, weight, None, EPS, subtract_mean=False, implementation=CSRC)
 
 
 def _fake_apex() -> dict[str, ModuleType]:
@@ -286,7 +290,7 @@ def test_apex(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(found, layer_norm(x, scale, shift, EPS, **options), atol=2e-2, rtol=2e-2)
             found = rms_norm(x, scale, EPS, implementation=APEX, **options)
             assert torch.equal(found, rms_norm(x, scale, EPS, **options))
-    total, y = add_layer_norm(x, 2 * x, weight, bias, EPS, implementation=APEX)
+    total, y = add_norm(x, 2 * x, weight, bias, EPS, subtract_mean=True, implementation=APEX)
     assert torch.equal(total, 3 * x) and torch.equal(y, layer_norm(total, weight, bias, EPS))
 
 

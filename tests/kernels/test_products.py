@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron.kernels import products
 from megatron.kernels.attention.dense import attention
-from megatron.kernels.products import batched_product, has_bfloat16_products, linear, needs_widening
+from megatron.kernels.products import (
+    batched_product,
+    has_bfloat16_products,
+    has_signature,
+    linear,
+    needs_widening,
+    packed,
+)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -59,3 +68,62 @@ def test_only_bfloat16_on_a_cpu_is_widened(monkeypatch: pytest.MonkeyPatch) -> N
     assert not needs_widening(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
     assert [needs_widening(torch.zeros(1, dtype=torch.bfloat16), rows) for rows in (1, 15, 16)] == [False, False, True]
     assert isinstance(has_bfloat16_products(), bool)
+
+
+def test_products_of_generation_are_as_exact_as_torchs() -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(40, 65, generator=generator), torch.randn(40, generator=generator)
+    for shape in ((1, 8, 65), (1, 65), (3, 65), (0, 65)):
+        x = torch.randn(shape, generator=generator)
+        for own in (bias, None):
+            exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
+            with torch.inference_mode():
+                found = linear(x, weight, own)
+            # float32 sums of 65 products of about 1
+            torch.testing.assert_close(found.double(), exact, rtol=0, atol=65 * 2**-24 * 16)
+
+
+def test_training_and_evaluation_keep_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_onednn_product", lambda: pytest.fail("asked outside of generation"))
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    with torch.no_grad():
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+def test_packed_weights_are_as_exact_as_torchs() -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, bias = torch.randn(400, 330, generator=generator), torch.randn(400, generator=generator)
+    found = packed(weight)
+    if found is None:
+        assert not products._has_packing()
+        return
+    for shape in ((1, 8, 330), (330,), (40, 330), (0, 330)):
+        x = torch.randn(shape, generator=generator)
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        with torch.inference_mode():
+            y = linear(x, found, bias)
+        torch.testing.assert_close(y.double(), exact, rtol=0, atol=330 * 2**-24 * 16)
+
+
+def test_only_large_float32_matrices_whose_products_agree_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.ones(512, 512)
+    for weight in (torch.ones(8, 8), large.bfloat16(), large[:, ::2], large * float("nan")):
+        assert packed(weight) is None
+    fake = SimpleNamespace(
+        _reorder_linear_weight=lambda weight, rows: weight.to_mkldnn(),
+        _linear_pointwise=lambda x, *_: torch.zeros(8, 512),
+    )
+    monkeypatch.setattr(products, "_has_packing", lambda: True)
+    monkeypatch.setattr(torch.ops, "mkldnn", fake)
+    assert packed(large) is None
+
+
+def test_private_operations_of_another_signature_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def operation(schema: str) -> SimpleNamespace:
+        return SimpleNamespace(default=SimpleNamespace(_schema=schema))
+
+    known = operation(f"mkldnn::_linear_pointwise{products._PRODUCT}")
+    changed = operation("mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr) -> Tensor Y")
+    for fake, expected in ((known, True), (changed, False), (None, False)):
+        monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(_linear_pointwise=fake))
+        assert has_signature("_linear_pointwise", products._PRODUCT) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.launch.hostlist import expand_hostlist
+from megatron.launch.slurm import expand_hostlist
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_expansion(text: str, hosts: str) -> None:
         ("node[a-b]", "Cannot read the range 'a-b'"),
         ("node[]", "Cannot read the range ''"),
         ("node[1,]", "Cannot read the range ''"),
-        ("n[1-70000]", "'1-70000' stands for 70000 hosts, and a host list may hold 65536"),
-        ("n[1-999]m[1-999]", "stands for 998001 hosts"),
+        ("n[1-70000]", "'1-70000' means 70000 hosts, and a host list may hold 65536"),
+        ("n[1-999]m[1-999]", "means 998001 hosts"),
     ],
 )
 def test_refusals(text: str, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, LaunchError
-from megatron.launch.launching import launch
+from megatron.launch.launching import check_program, launch
 from megatron.launch.request import LaunchRequest
 from megatron.parallel.processes import born_at
 from tests.config.command_lines import words
@@ -56,6 +57,17 @@ def test_a_dry_run_needs_no_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert (first, second) == ("# node 0: ranks 0 to 1", "# node 1: ranks 2 to 3")
     place = "--nodes 2 --devices-per-node 2 --node-rank 0 --master-address FIRST_NODE --master-port 29500"
     assert command.startswith(f"python tools/launch.py {place} -- pretrain_gpt.py --num-layers")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [LaunchRequest(nodes=2, dry_run=True), LaunchRequest(hosts="a,b", dry_run=True), LaunchRequest(dry_run=True)],
+)
+def test_a_dry_run_shows_no_secret(request_: LaunchRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    program = ["pretrain_gpt.py", *words(""), "--log-path", "me:s3same@db.example.com"]
+    request = dataclasses.replace(request_, devices_per_node=1, env=("MY_SECRET=s3same",))
+    assert launch(request, program, "/x/launch.py") == 0
+    assert "***" in (shown := capsys.readouterr().out) and "s3same" not in shown
 
 
 def test_a_dry_run_shows_what_would_run_on_each_node(
@@ -161,3 +173,29 @@ def _wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
+
+
+FLAGS = words()
+
+
+def test_the_layout_is_told() -> None:
+    flags = [*FLAGS, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert check_program(["somewhere/pretrain_gpt.py", *flags], 8) == ["8 ranks: 2 tensor x 2 pipeline x 2 data"]
+    chosen, told = check_program(["pretrain_gpt.py", *flags, "--elastic"], 2)
+    assert "using 2 x 1 x 1 data" in chosen and told == "2 ranks: 2 tensor x 1 pipeline x 1 data"
+
+
+def test_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"needs a multiple of 4 processes, and 6 were started"):
+        check_program(["pretrain_gpt.py", *FLAGS, "--tensor-model-parallel-size", "4"], 6)
+    with pytest.raises(ConfigError, match=r"8 is not a multiple of --micro-batch-size 2 x 3 data-parallel"):
+        check_program(["pretrain_gpt.py", *FLAGS], 3)
+    with pytest.raises(ConfigError) as caught:
+        check_program(["pretrain_gpt.py", *FLAGS, "--no-such-flag", "1", "--lr", "-1"], 2)
+    assert len(caught.value.problems) == 2
+
+
+def test_a_program_of_other_flags_is_not_checked() -> None:
+    assert check_program(["mine.py", "--what"], 3) == [
+        "mine.py is not checked before its start: its flags are not known here"
+    ]

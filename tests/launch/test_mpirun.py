@@ -14,6 +14,7 @@ import pytest
 
 from megatron.parallel.processes import born_at
 from tests.helpers.cluster import REPOSITORY
+from tests.helpers.ranks import LAUNCH_VARIABLES
 
 # Forks would have other parents than mpirun's daemon: a process of its own for each rank.
 PROGRAM = """
@@ -26,7 +27,6 @@ total = int(messages.all_reduce_sum(torch.tensor([mesh.world.rank + 1]), mesh.wo
 os.write(1, f"MET {mesh.world.rank} {mesh.world.size} {total} {mesh.local_rank} {os.getpid()}\\n".encode())
 time.sleep(60)
 """
-_FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
 
 
 def command() -> list[str]:
@@ -41,7 +41,7 @@ def command() -> list[str]:
 
 
 def test_ranks_meet_and_end_with_mpirun() -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     process = subprocess.Popen(
         command(), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.launch.hostlist import expand_hostlist
+from megatron.launch.slurm import expand_hostlist
 from megatron.observe.metrics_file import read_steps
 from tests.helpers.cluster import HOSTS, Cluster
 from tests.helpers.tiny_run import TinyCorpus
@@ -41,7 +41,7 @@ close_mesh(mesh)
 
 
 def wait_until(condition: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300  # a requeued job alone waits for two minutes
     while not condition():
         assert time.monotonic() < deadline, log.read_text() if log.exists() else "waited too long"
         time.sleep(0.05)
@@ -89,7 +89,7 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on(slurm: Cluster, project: 
         "MERGE_FILE": corpus.merge_file, "CHECKPOINT_PATH": str(project / "saved"), "SBATCH_GPUS_PER_NODE": "0",
     }  # fmt: skip
     flags = "--train-iters 100000 --log-interval 1 --run-dir run --kill-switch-path stop --eval-iters 0"
-    submitted = slurm.output(f"sbatch --parsable --output=job.log examples/pretrain.slurm {flags}", **variables)
+    submitted = slurm.output(f"sbatch --parsable --output=job.log examples/slurm/pretrain.slurm {flags}", **variables)
     job, log, run = submitted.strip(), project / "job.log", project / "run"
     assert job.isdigit(), submitted
     wait_until(lambda: last_step(run) >= 3, log)
@@ -102,8 +102,12 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on(slurm: Cluster, project: 
     saved = max(int(path.name.removeprefix("iter_")) for path in (project / "saved").glob("iter_*"))
     assert saved == last_step(run) >= 3, "no step is lost"
 
-    slurm.output(f"scontrol update JobId={job} StartTime=now")  # Slurm starts it two minutes later by itself
-    wait_until(lambda: last_step(run) > saved, log)
+    def goes_on() -> bool:
+        # Two minutes after its last processes have ended Slurm starts it by itself; asking before that has no effect.
+        slurm.output(f"scontrol update JobId={job} StartTime=now || true; sleep 1")
+        return last_step(run) > saved
+
+    wait_until(goes_on, log)
     (project / "stop").touch()
     ended = slurm.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), log.read_text()
@@ -120,12 +124,12 @@ def test_an_array_of_jobs_preprocesses_and_another_merges(slurm: Cluster, projec
         "SHARDS": "2",
     }
     script = (
-        "array=$(sbatch --parsable --array=1-2 --cpus-per-task=1 examples/preprocess.slurm) && "
-        "sbatch --parsable --dependency=afterok:$array examples/merge_shards.slurm"
+        "array=$(sbatch --parsable --array=1-2 --cpus-per-task=1 examples/slurm/preprocess.slurm) && "
+        "sbatch --parsable --dependency=afterok:$array examples/slurm/merge_shards.slurm"
     )
     job = slurm.output(script, **variables).strip()
     whole = {**variables, "OUTPUT_PREFIX": "whole", "SHARDS": "1"}
-    code, said = slurm.run("node003", ["bash", "examples/preprocess.slurm"], **whole)
+    code, said = slurm.run("node003", ["bash", "examples/slurm/preprocess.slurm"], **whole)
     assert code == 0, said
     ended = slurm.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
     assert ended["JobState"] == "COMPLETED", "".join(path.read_text() for path in project.glob("*.log"))

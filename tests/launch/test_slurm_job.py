@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.launch.slurm_job import find_slurm_job
+from megatron.launch.slurm import find_slurm_job
 
 BATCH = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[003-007,011]"}
 

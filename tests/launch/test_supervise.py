@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from megatron.launch.supervise import Child, Patience, Supervisor
+from megatron.launch.supervise import Child, Patience, Supervisor, combined_code
 
 # Ends with its first word; or, at SIGTERM, with its second, and at SIGUSR1 with its third.
 WAITING = "import signal, sys, time; codes = sys.argv[1:]; print(flush=True)"
@@ -95,3 +95,25 @@ def test_abandoned_processes_get_the_grace_period() -> None:
     threading.Timer(0.1, supervisor.abandon).start()
     assert supervisor.run(children) == 75
     assert children[1].process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0, 0], 0),
+        ([], 0),
+        ([77, 75, 75], 77),
+        ([75, 77], 77),
+        ([-9, 75, 75], 75),
+        ([137, 75], 75),
+        ([1, 75], 1),
+        ([76, 77], 76),
+        ([0, 78], 78),
+        ([-11, -15], 139),
+        ([143, -9], 143),
+        ([255, 75], 75),
+        ([255, 143], 255),
+    ],
+)
+def test_the_cause_wins(codes: list[int], code: int) -> None:
+    assert combined_code(codes) == code

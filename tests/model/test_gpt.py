@@ -16,7 +16,8 @@ from megatron.model.gpt import (
     gpt_layers,
     whole_logits,
 )
-from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec, LayerStack
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec, LayerStack
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh, standard_axes

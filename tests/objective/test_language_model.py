@@ -14,6 +14,7 @@ from megatron.objective.language_model import (
     SOURCE_TOKENS,
     Z_LOSS,
     LanguageModelObjective,
+    sample_means,
 )
 from megatron.parallel.mesh import Axis
 
@@ -89,3 +90,20 @@ def test_a_mean_over_samples_weighs_short_and_long_samples_alike() -> None:
     assert result.token_count == 3
     assert objective.metric_sizes == {SAMPLE_LOSS: 2}
     assert result.metrics[SAMPLE_LOSS].tolist() == pytest.approx([expected, 2.0], rel=1e-6)
+
+
+def test_the_weights_of_a_sample_sum_to_one_over_its_counted_labels() -> None:
+    mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0.5, 0, 0, 0.25]], np.float32)
+    found = sample_means(mask)
+    assert found.samples == 3
+    assert found.weights.dtype == np.float32
+    assert (found.weights * mask).sum(axis=1).tolist() == [1, 1, 0, 1]
+    assert found.weights[:, 0].tolist() == [0.5, 0.25, 0.0, np.float32(1 / 0.75)]
+
+
+def test_packed_samples_count_each() -> None:
+    mask = np.array([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]], np.float32)
+    segments = np.array([[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]])
+    found = sample_means(mask, segments)
+    assert found.samples == 4  # the padding of the first row is a segment without labels
+    assert (found.weights * mask).tolist() == [[0, 1, 0.5, 0.5, 0], [0.25, 0.25, 0.25, 0.25, 1]]

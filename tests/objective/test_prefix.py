@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from megatron.data.datasets.prefix import prefix_length
 from megatron.data.loader import Batch
-from megatron.objective.language_model import Z_LOSS, LanguageModelObjective
-from megatron.objective.prefix import PrefixObjective
+from megatron.objective.language_model import Z_LOSS, LanguageModelObjective, PrefixObjective
 from megatron.parallel.mesh import Axis
 
 LENGTH = 6

@@ -45,6 +45,15 @@ def test_runs_are_compared_where_they_overlap() -> None:
     assert sentence.startswith("EQUAL: all 3 steps 5 to 7, 3 of them bit for bit; ")
 
 
+def test_steps_without_a_loss_agree_with_each_other_only() -> None:
+    empty = {2: {"lm_loss": None, "gradient_norm": None}}
+    first = {step: {**record, **empty.get(step, {})} for step, record in steps(1, 3).items()}
+    assert verdict(pair_up(first, first), 0.0, 0.0)[0]
+    assert verdict(pair_up(first, steps(1, 3)), 0.0, 0.0)[1].startswith(
+        "DIFFERENT: 1 of 3 (steps 1 to 3), first at ste"
+    )
+
+
 def test_a_difference_beyond_the_tolerance_is_found() -> None:
     second = steps(1, 4) | steps(3, 3, lm_loss=1 / 3 + 1e-5)
     pairs = pair_up(steps(1, 4), second)

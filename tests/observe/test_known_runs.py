@@ -10,7 +10,7 @@ import pytest
 from megatron.errors import DataError
 from megatron.observe.comparison import read_pair
 from megatron.observe.curves.reading import read_curves
-from megatron.observe.known_runs import check_run, newest_runs
+from megatron.observe.metrics_file import check_run, newest_runs
 
 
 def _runs(folder: Path, count: int) -> None:

@@ -8,10 +8,10 @@ import math
 import pytest
 
 from megatron.checkpoint.record import Progress
+from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
-from megatron.observe.metrics import Interval, SourceLoss, mean_of, measure
-from megatron.observe.speed.waits import Waits
+from megatron.observe.metrics import SourceLoss, Waits, mean_of, measure
 from tests.train.samples import WORKLOAD, Outcome, metrics
 
 
@@ -28,7 +28,7 @@ def test_measured_step() -> None:
 
 def test_the_rates_of_shortened_samples_are_those_of_their_tokens() -> None:
     step = measure(
-        Progress(3, 24, 384), Outcome(), WORKLOAD.shortened(8), train_iterations=9, learning_rate=0.1, seconds=0.5
+        Progress(3, 24, 384), Outcome(), WORKLOAD.at_length(8), train_iterations=9, learning_rate=0.1, seconds=0.5
     )
     assert (step.samples_per_second, step.tokens_per_second, step.teraflops_per_device) == (16.0, 128.0, 4.0)
 
@@ -47,6 +47,30 @@ def test_mean_takes_the_loss_of_the_steps_that_were_not_skipped() -> None:
     mean = mean_of(steps)
     assert mean.lm_loss == 2.5
     assert (mean.iteration, mean.learning_rate, mean.gradient_norm, mean.skipped_iterations) == (3, 0.3, 9.0, 1)
+
+
+def test_a_step_without_a_counted_token_has_no_loss_and_is_left_out_of_means() -> None:
+    names = ("source_a",)
+    sums = {SOURCE_LOSS: (0.0,), SOURCE_TOKENS: (0,), Z_LOSS: (0.0,), SAMPLE_LOSS: (0.0, 0.0), ORDER_LOSS: (0.0, 0.0)}
+    sums[DISTILLATION_LOSS] = (0.0, 0.0)
+    outcome = Outcome(loss=None, token_count=0, gradient_norm=0.0, metrics=sums)
+    empty = measure(
+        Progress(3, 24, 384), outcome, WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=0.5, source_names=names
+    )
+    assert (empty.lm_loss, empty.gradient_norm, empty.empty_iterations) == (None, None, 1)
+    assert (empty.skipped_iterations, empty.nan_iterations, empty.source_losses) == (0, 0, {})
+    assert (empty.z_loss, empty.sample_loss, empty.order_loss, empty.distillation_loss) == (None,) * 4
+    mean = mean_of([metrics(lm_loss=2.0, z_loss=0.5), empty, metrics(lm_loss=4.0, z_loss=1.5)])
+    assert (mean.lm_loss, mean.z_loss, mean.empty_iterations) == (3.0, 1.0, 1)
+    assert mean_of([metrics()]).empty_iterations is None
+    assert mean_of([empty, empty]).lm_loss is None
+    assert math.isnan(mean_of([metrics(skipped_iterations=1)]).lm_loss or 0.0)
+
+
+def test_the_distillation_loss_is_divided_by_what_it_is_a_mean_over() -> None:
+    outcome = Outcome(token_count=128, metrics={DISTILLATION_LOSS: (6.0, 4.0)})  # of 4 samples of 32 tokens
+    step = measure(Progress(3, 24, 384), outcome, WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=0.5)
+    assert step.distillation_loss == 1.5
 
 
 def test_the_loss_of_a_source_is_the_mean_over_its_tokens_in_the_interval() -> None:
@@ -142,15 +166,3 @@ def test_an_infinite_loss_counts_as_nan() -> None:
 
 def test_an_interval_of_skipped_steps_has_no_loss() -> None:
     assert math.isnan(mean_of([metrics(skipped_iterations=1)]).lm_loss)
-
-
-def test_an_interval_is_reset_after_each_line() -> None:
-    interval = Interval()
-    assert interval.close() is None
-    interval.add(metrics(lm_loss=1.0))
-    interval.add(metrics(lm_loss=2.0))
-    first = interval.close()
-    interval.add(metrics(lm_loss=5.0))
-    second = interval.close()
-    assert first is not None and second is not None
-    assert (first.lm_loss, second.lm_loss) == (1.5, pytest.approx(5.0))

@@ -39,9 +39,12 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
         file.step(metrics())
         file.interval(metrics())
         file.evaluation(Progress(7, 56, 896), "valid", 2.0)
+        file.evaluation(Progress(7, 56, 896), "test", None)
         file.task(Progress(7, 56, 896), Measured())
         file.passed(Progress(7, 64, 1024), {"step": 8, "first_sample": 56, "last_sample": 63}, 2)
-    start, step, evaluation, task, passed = read_records(path)
+        file.failed_save(Progress(7, 64, 1024), 6, "no room at mongodb://me:hunter2@host/db", 1)
+    start, step, evaluation, empty, task, passed, failed = read_records(path)
+    assert (empty["group"], empty["lm_loss"], empty["perplexity"]) == ("test", None, None)
     assert (start["kind"], start["step"], start["world_size"], start["tensor_model_parallel_size"]) == (
         "start",
         6,
@@ -54,6 +57,8 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     assert (task["figures"], task["errors"]) == ({"acc": 0.25, "ppl": 7.5}, {"acc": 0.125})
     assert (passed["kind"], passed["iteration"], passed["passed_batches"]) == ("passed", 8, 2)
     assert (passed["first_sample"], passed["last_sample"]) == (56, 63)
+    assert (failed["kind"], failed["iteration"], failed["failed_saves"]) == ("failed_save", 6, 1)
+    assert failed["text"].startswith("no room at ") and "hunter2" not in failed["text"]
 
 
 @given(loss=st.floats(allow_nan=False))

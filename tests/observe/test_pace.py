@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.observe.pace import Pace
+from megatron.observe.report import Pace
 
 
 class Clock:

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
+from examples.jax_lm_training.jax_lm import log_style as jax_lm
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
-from megatron.observe.metrics import Metrics, TaskOutcome
+from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits
 from megatron.observe.metrics_file import read_records, read_steps
-from megatron.observe.pace import Pace
-from megatron.observe.report import Report, check_packages, open_destinations
+from megatron.observe.report import Outputs, Pace, Report, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
-from megatron.observe.speed.waits import Waits
-from megatron.observe.styles import jax_lm, megatron
-from tests.train.samples import WORKLOAD, Measured, Outcome, control_config, optim_config
+from megatron.observe.styles import megatron
+from tests.train.samples import WORKLOAD, Measured, Outcome, optim_config, report_config
 
 
 class Recorder:
@@ -37,10 +36,10 @@ class Recorder:
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
         self.told.append(("start", progress.step, dict(arguments)))
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         self.told.append(("step", metrics.iteration, metrics.lm_loss))
 
-    def interval(self, metrics: Metrics) -> None:
+    def interval(self, metrics: StepMetrics) -> None:
         self.told.append(("interval", metrics.iteration, metrics.lm_loss))
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
@@ -51,6 +50,9 @@ class Recorder:
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         self.told.append(("passed", progress.consumed_samples, dict(batch), number))
+
+    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
+        self.told.append(("failed_save", progress.step, step, reason, number))
 
     def close(self) -> None:
         self.told.append(("close",))
@@ -64,12 +66,11 @@ def progress_at(step: int) -> Progress:
 def test_lines_come_at_the_log_interval_and_hold_the_mean(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
     report = Report(
-        control_config(log_interval=2),
+        report_config(log_interval=2),
         optim_config(train_iters=5),
         WORKLOAD,
-        megatron,
+        Outputs(megatron, [recorder]),
         arguments={"lr": 1.0},
-        destinations=[recorder],
     )
     report.started(Progress())
     for step, loss in enumerate([1.0, 2.0, 3.0, 4.0, 5.0], start=1):
@@ -86,7 +87,7 @@ def test_lines_come_at_the_log_interval_and_hold_the_mean(capsys: pytest.Capture
 
 
 def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(control_config(), optim_config(train_samples=80), WORKLOAD, megatron)
+    report = Report(report_config(), optim_config(train_samples=80), WORKLOAD, Outputs(megatron))
     report.started(Progress(step=4, consumed_samples=16))
     report.step(Progress(5, 24, 384), Outcome(), 0.1, 0.5)
     assert capsys.readouterr().out.startswith(" iteration        5/      12 | consumed samples:           24 |")
@@ -94,7 +95,9 @@ def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.Captur
 
 def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]) -> None:
     for shows in (False, True):
-        report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, shows_loss_scale=shows)
+        report = Report(
+            report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron), shows_loss_scale=shows
+        )
         report.step(progress_at(1), Outcome(loss_scale=2.0), 0.1, 0.5)
     without, with_scale = capsys.readouterr().out.splitlines()
     assert "loss scale" not in without
@@ -103,7 +106,7 @@ def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]
 
 def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[recorder])
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
     report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
     assert (
         "valid loss at iteration 2 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
@@ -114,7 +117,7 @@ def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str])
 
 def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder, task = Recorder(), Measured()
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[recorder])
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
     report.task(progress_at(2), "iteration 2", task)
     assert "task cloze at iteration 2 | acc: 0.2500 +- 0.1250 | ppl: 7.5000 | items: 12 |" in capsys.readouterr().out
     assert recorder.told == [("task", 2, task)]
@@ -122,27 +125,32 @@ def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureF
 
 def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[recorder])
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
     batch = {"step": 3, "first_sample": 16, "last_sample": 23}
     report.passed(Progress(2, 24), batch, 1)
     assert "passed over the batch of iteration 3 (samples 16 to 23)" in capsys.readouterr().out
     assert recorder.told == [("passed", 24, batch, 1)]
 
 
+def test_a_failed_save_is_forwarded() -> None:
+    recorder = Recorder()
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
+    report.failed_save(progress_at(3), 2, "the disk is full", 1)
+    assert recorder.told == [("failed_save", 3, 2, "the disk is full", 1)]
+
+
 def test_every_destination_is_told_and_closed_even_if_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(Recorder):
         name = "the failing one"
 
-        def step(self, metrics: Metrics) -> None:
+        def step(self, metrics: StepMetrics) -> None:
             raise OSError(28, "No space left on device")
 
         def close(self) -> None:
             raise SystemExit(3)
 
     recorder = Recorder()
-    report = Report(
-        control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[Failing(), recorder]
-    )
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [Failing(), recorder]))
     report.step(progress_at(1), Outcome(loss=1.0), 0.1, 0.5)
     report.close()
     assert [call[0] for call in recorder.told] == ["step", "interval", "close"]
@@ -150,14 +158,13 @@ def test_every_destination_is_told_and_closed_even_if_one_fails(capsys: pytest.C
 
 
 def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
-    control = control_config(tensorboard_dir=str(tmp_path / "tensorboard"), log_timers_to_tensorboard=True)
+    config = report_config(tensorboard_dir=str(tmp_path / "tensorboard"), log_timers_to_tensorboard=True)
     report = Report(
-        control,
+        config,
         optim_config(train_iters=5),
         WORKLOAD,
-        megatron,
+        Outputs(megatron, open_destinations(config, WORKLOAD, RunDirectory(tmp_path))),
         arguments={"seed": 1},
-        destinations=open_destinations(control, WORKLOAD, RunDirectory(tmp_path)),
     )
     report.started(Progress())
     for step in (1, 2, 3):
@@ -170,8 +177,8 @@ def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
 
 
 def test_the_metrics_file_can_be_elsewhere(tmp_path: Path) -> None:
-    control = control_config(metrics_file=str(tmp_path / "elsewhere.jsonl"))
-    for destination in open_destinations(control, WORKLOAD, RunDirectory(tmp_path)):
+    config = report_config(metrics_file=str(tmp_path / "elsewhere.jsonl"))
+    for destination in open_destinations(config, WORKLOAD, RunDirectory(tmp_path)):
         destination.close()
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere.jsonl"]
 
@@ -181,25 +188,25 @@ def test_a_missing_tensorboard_is_named_and_the_metrics_file_is_closed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=f"--tensorboard-dir {tmp_path} needs .*pip install tensorboard"):
-        open_destinations(control_config(tensorboard_dir=str(tmp_path)), WORKLOAD, RunDirectory(tmp_path))
-    open_destinations(control_config(), WORKLOAD, RunDirectory(tmp_path))[0].close()
+        open_destinations(report_config(tensorboard_dir=str(tmp_path)), WORKLOAD, RunDirectory(tmp_path))
+    open_destinations(report_config(), WORKLOAD, RunDirectory(tmp_path))[0].close()
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    controls = {"tensorboard": control_config(tensorboard_dir="t"), "wandb": control_config(wandb_project="toys")}
+    configs = {"tensorboard": report_config(tensorboard_dir="t"), "wandb": report_config(wandb_project="toys")}
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     monkeypatch.delitem(sys.modules, package, raising=False)
-    check_packages(control_config())
+    check_packages(report_config())
     with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed.*install {package}"):
-        check_packages(controls[package])
+        check_packages(configs[package])
 
 
 def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="--wandb-project toys needs .*pip install wandb"):
-        open_destinations(control_config(wandb_project="toys"), WORKLOAD, RunDirectory(tmp_path))
+        open_destinations(report_config(wandb_project="toys"), WORKLOAD, RunDirectory(tmp_path))
 
 
 def test_a_service_that_is_down_is_an_error_of_a_new_run_only(
@@ -209,10 +216,10 @@ def test_a_service_that_is_down_is_an_error_of_a_new_run_only(
         raise SystemExit("api.wandb.ai does not answer")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    control = control_config(wandb_project="toys")
+    config = report_config(wandb_project="toys")
     with pytest.raises(StorageError, match="--wandb-project toys cannot be opened: api.wandb.ai .*WANDB_MODE=offline"):
-        open_destinations(control, WORKLOAD, RunDirectory(tmp_path))
-    opened = open_destinations(control, WORKLOAD, RunDirectory(tmp_path), is_resume=True)
+        open_destinations(config, WORKLOAD, RunDirectory(tmp_path))
+    opened = open_destinations(config, WORKLOAD, RunDirectory(tmp_path), is_resume=True)
     assert [destination.name for destination in opened] == [str(tmp_path / "metrics.jsonl")]
     assert "WANDB_MODE=offline" in (said := capsys.readouterr().err) and "goes on without it" in said
     opened[0].close()
@@ -231,10 +238,10 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    control = control_config(log_interval=2, wandb_project="toys", wandb_exp_name="first", wandb_entity="team")
-    destinations = open_destinations(control, WORKLOAD, RunDirectory(tmp_path))
+    config = report_config(log_interval=2, wandb_project="toys", wandb_exp_name="first", wandb_entity="team")
+    destinations = open_destinations(config, WORKLOAD, RunDirectory(tmp_path))
     report = Report(
-        control, optim_config(train_iters=4), WORKLOAD, megatron, arguments={"seed": 1}, destinations=destinations
+        config, optim_config(train_iters=4), WORKLOAD, Outputs(megatron, destinations), arguments={"seed": 1}
     )
     report.started(Progress())
     for step in (1, 2):
@@ -257,10 +264,10 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
 def test_the_style_is_told_the_epoch_and_the_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([0.0, 7.0, 9.0, 11.0, 13.0])
     report = Report(
-        control_config(log_interval=2, log_style="jax_lm"),
+        report_config(log_interval=2, log_style="jax_lm"),
         optim_config(train_iters=6),
         WORKLOAD,
-        jax_lm,
+        Outputs(jax_lm),
         samples_per_epoch=16,
         pace=Pace(lambda: next(times)),
     )
@@ -280,13 +287,11 @@ def test_a_bar_takes_the_place_of_the_lines_of_steps(capsys: pytest.CaptureFixtu
     bar = SimpleNamespace(step=lambda metrics: seen.append((metrics.iteration, metrics.eta_seconds)))
     times = iter([0.0, 10.0, 12.0])
     report = Report(
-        control_config(log_interval=2),
+        report_config(log_interval=2),
         optim_config(train_iters=4),
         WORKLOAD,
-        megatron,
+        Outputs(megatron, bar=bar, hides_lines=True),
         pace=Pace(lambda: next(times)),
-        bar=bar,
-        hides_lines=True,
     )
     log.copy_to(tmp_path / "log.txt")
     report.started(Progress())

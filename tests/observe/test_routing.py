@@ -6,8 +6,7 @@ import dataclasses
 
 from megatron.checkpoint.record import Progress
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, expert_tokens
-from megatron.observe.metrics import mean_of, measure
-from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
+from megatron.observe.metrics import RoutingFigures, mean_of, measure, routing_figures
 from tests.train.samples import WORKLOAD, Outcome, metrics
 
 RECORDED = {
@@ -27,7 +26,6 @@ def test_losses_are_means_over_passes_and_loads_are_relative_to_an_even_one() ->
 
 def test_a_network_without_experts_has_no_figures() -> None:
     assert routing_figures({"source_loss": (1.0, 2.0)}) is None
-    assert mean_routing([]) is None
 
 
 def test_every_figure_has_a_label() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.hello_deepspeed.flags import RUN_FILES
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.run_directory import open_run_directory, write_arguments
 
@@ -56,7 +57,7 @@ def test_a_new_run_gets_its_own_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert len({directory.path for directory in found}) == 8
     assert found[0].path.parent == Path("runs")
     assert sorted(directory.path.name for directory in found)[0] == "my-gpt-2-20260101-000000"
-    assert [json.loads(directory.config_path.read_text()) for directory in found] == [
+    assert [json.loads((directory.path / "config.json").read_text()) for directory in found] == [
         {"number": number} for number in range(8)
     ]
 
@@ -125,6 +126,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         open_run_directory(str(tmp_path / "file" / "run"), {})
 
 
+def test_what_was_given_is_recorded_without_secrets(tmp_path: Path) -> None:
+    config = {"data": {"note": ("me:s3same@db.example.com", 1)}}
+    flags = json.dumps({"header": "Authorization: Bearer s3same"})
+    path = open_run_directory(str(tmp_path / "run"), config, names=RUN_FILES, program_flags=flags).path
+    assert json.loads((path / "config.json").read_text()) == {"data": {"note": ["me:***@db.example.com", 1]}}
+    written = write_arguments(str(tmp_path / "log"), ["a ... HF_TOKEN=s3same"])
+    texts = [file.read_text() for file in (*path.iterdir(), written) if file.is_file()]
+    assert "HF_TOKEN=***" in texts[-1] and not [text for text in texts if "s3same" in text]
+
+
 def test_arguments_get_a_file(tmp_path: Path) -> None:
     path = write_arguments(str(tmp_path / "logs"), ["one", "two"])
     assert path.name.startswith("args_20")
@@ -146,7 +157,7 @@ def test_the_files_of_hellodeepspeed(checkout: Path, tmp_path: Path) -> None:
             {},
             is_resume=start > 0,
             source=checkout / "program.py",
-            files="hello_deepspeed",
+            names=RUN_FILES,
             program_flags=flags,
         )
     assert (directory.path / "githash.log").read_text() == git(checkout, "rev-parse", "HEAD")
@@ -168,7 +179,7 @@ def test_hellodeepspeed_without_a_commit_and_without_a_checkout(tmp_path: Path) 
         (tmp_path / "program.py", f"not a git checkout, or git is not installed: {tmp_path}\n", ""),
     ):
         place = str(tmp_path / f"run-{source.parent.name}")
-        directory = open_run_directory(place, {}, source=source, files="hello_deepspeed")
+        directory = open_run_directory(place, {}, source=source, names=RUN_FILES)
         assert (directory.path / "githash.log").read_text() == commit
         assert (directory.path / "gitdiff.log").read_text().endswith(changes)
         assert json.loads((directory.path / "hparams.json").read_text()) == {}

@@ -11,10 +11,10 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import StorageError
-from megatron.observe.metrics import Metrics, TaskOutcome
+from megatron.observe.metrics import StepMetrics, TaskOutcome
 from megatron.observe.safeguard import Safeguard
 from megatron.observe.tensorboard import TensorBoard
-from tests.train.samples import WORKLOAD, Measured, control_config, metrics
+from tests.train.samples import WORKLOAD, Measured, metrics, report_config
 
 
 class Fragile:
@@ -30,10 +30,10 @@ class Fragile:
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
         self._take("start", progress.step)
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         self._take("step", metrics.iteration)
 
-    def interval(self, metrics: Metrics) -> None:
+    def interval(self, metrics: StepMetrics) -> None:
         if self.is_buffered:
             self._take("interval", metrics.iteration)
 
@@ -46,6 +46,9 @@ class Fragile:
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         self._take("passed", batch["step"])
 
+    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
+        self._take("failed_save", progress.step)
+
     def close(self) -> None:
         self._take("close", -1)
 
@@ -55,15 +58,23 @@ class Fragile:
         self.recorded.append(f"{kind} {step}")
 
 
+def write_step(guarded: Safeguard, step: int) -> None:
+    guarded.record("step", step, lambda one: one.step(metrics(iteration=step)))
+
+
+def write_interval(guarded: Safeguard, step: int) -> None:
+    guarded.record("interval", step, lambda one: one.interval(metrics(iteration=step)))
+
+
 def run(destination: Any, steps: int = 8, interval: int = 2) -> None:
     guarded = Safeguard(destination)
-    guarded.start(Progress(), {"seed": 1})
+    guarded.record("start", 0, lambda one: one.start(Progress(), {"seed": 1}))
     for step in range(1, steps + 1):
-        guarded.step(metrics(iteration=step))
+        write_step(guarded, step)
         if step % interval == 0:
-            guarded.interval(metrics(iteration=step))
-    guarded.evaluation(Progress(step=steps), "valid", 1.0)
-    guarded.task(Progress(step=steps), Measured())
+            write_interval(guarded, step)
+    guarded.record("evaluation", steps, lambda one: one.evaluation(Progress(step=steps), "valid", 1.0))
+    guarded.record("task", steps, lambda one: one.task(Progress(step=steps), Measured()))
     guarded.close()
 
 
@@ -124,21 +135,21 @@ def test_a_typed_error_is_shown_by_its_cause(capsys: pytest.CaptureFixture[str])
 def test_tensorboard_s_writer_thread_dies_of_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    board = TensorBoard(str(tmp_path), control_config(tensorboard_queue_size=1), WORKLOAD)
+    board = TensorBoard(str(tmp_path), report_config(tensorboard_queue_size=1), WORKLOAD)
     guarded = Safeguard(board)
-    guarded.start(Progress(), {})
+    guarded.record("start", 0, lambda one: one.start(Progress(), {}))
     writer = board._writer.file_writer.event_writer._async_writer
     monkeypatch.setattr(threading, "excepthook", lambda failure: None)
-    guarded.step(metrics(iteration=1))
-    guarded.interval(metrics(iteration=1))
+    write_step(guarded, 1)
+    write_interval(guarded, 1)
 
     def refuse(data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer._writer, "write", refuse)
     for step in (2, 3, 4):
-        guarded.step(metrics(iteration=step))
-        guarded.interval(metrics(iteration=step))
+        write_step(guarded, step)
+        write_interval(guarded, step)
     guarded.close()
     writer._worker.join()
     said = [line for line in warnings(capsys) if line.startswith("TensorBoard")]

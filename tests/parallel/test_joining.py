@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.errors import LaunchError, PeerLostError
+from megatron.errors import HangError, LaunchError
 from megatron.parallel import joining, messages
-from megatron.parallel.joining import close_mesh, open_mesh
+from megatron.parallel.joining import RollCall, close_mesh, open_mesh
 from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.layouts import Layout
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import LAUNCH_VARIABLES, run_ranks
 
 
 def _describe(rank: int, tp: int, pp: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _no_rendezvous(*_: object, **__: object) -> None:
 
 
 def _alone(rank: int) -> tuple[int, int]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+    for name in LAUNCH_VARIABLES:
         os.environ.pop(name, None)
     torch.distributed.rendezvous = torch.distributed.distributed_c10d.rendezvous = _no_rendezvous
     mesh = open_mesh(Layout())
@@ -94,21 +94,23 @@ def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.
     waits: list[float] = []
     monkeypatch.setattr(joining.time, "sleep", waits.append)
     ranks = Ranks(1, 4, 0, "node001.invalid", 12345, "srun")
+    calling = RollCall(1, 4, "node001.invalid:12345", 60.0)
     with pytest.raises(LaunchError, match=r"Rank 1 of 4 cannot look up 'node001\.invalid'.*Set MASTER_ADDR"):
-        joining._join(ranks, "gloo", timedelta(minutes=1))
+        joining._join(ranks, "gloo", timedelta(minutes=1), calling)
     assert waits == [1, 1]
 
 
 def _wait_for_nobody(rank: int) -> str:
-    if rank == 1:
+    if rank == 2:
         return ""
-    ranks = Ranks(0, 2, 0, "127.0.0.1", int(os.environ["MASTER_PORT"]), "environment")
-    with pytest.raises(PeerLostError) as refused:  # it may have died: the job can be started again as it is
-        joining._join(ranks, "gloo", timedelta(seconds=2))
+    joining.timedelta = lambda minutes: timedelta(seconds=2)  # type: ignore[assignment, misc]
+    with pytest.raises(HangError) as refused:
+        open_mesh(Layout())
     return str(refused.value)
 
 
-def test_a_rank_that_never_joins_is_waited_for_no_longer_than_the_timeout() -> None:
-    text = run_ranks(_wait_for_nobody, 2)[0]
-    assert "Rank 0 of 2 could not join the others at 127.0.0.1" in text
-    assert "Check that every rank is running and can reach that address" in text
+def test_a_rank_that_never_joins_is_named_after_the_timeout() -> None:
+    texts = run_ranks(_wait_for_nobody, 3)
+    for text in texts[:2]:
+        assert text.startswith("rank 2 has not joined the other ranks of 3 at 127.0.0.1:")
+        assert "within 2 s (--distributed-timeout-minutes): stopped, dead or cut off." in text

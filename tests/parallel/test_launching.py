@@ -13,7 +13,7 @@ import pytest
 
 from megatron.parallel.processes import born_at
 from tests.helpers.programs import forking_python
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import LAUNCH_VARIABLES, free_port
 
 REPOSITORY = Path(__file__).parents[2]
 # Joins the mesh, adds the ranks up, and writes the sum to its own file; then waits if requested.
@@ -21,7 +21,7 @@ PROGRAM = """
 import sys, time
 import torch
 from megatron.config import ParallelRequest
-from megatron.errors import LaunchError, PeerLostError
+from megatron.errors import HangError, LaunchError
 from megatron.parallel import messages
 from megatron.parallel.joining import close_mesh, open_mesh
 
@@ -29,7 +29,7 @@ folder, seconds = (word for word in sys.argv[1:] if not word.startswith("--"))
 flag = next((int(word.partition("=")[2]) for word in sys.argv if word.startswith("--local")), None)
 try:
     mesh = open_mesh(ParallelRequest(local_rank=flag))
-except (LaunchError, PeerLostError) as failure:
+except (HangError, LaunchError) as failure:
     print("REFUSED", failure, flush=True)
     sys.exit(failure.exit_code)
 total = int(messages.all_reduce_sum(torch.tensor([mesh.world.rank + 1]), mesh.world))
@@ -50,15 +50,6 @@ class ShortWait:
         self.local_rank = local_rank
 
 """
-_LAUNCH_NAMES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GLOO_SOCKET_IFNAME",
-)
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCH_NAMES}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     return {**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more}
 
 
@@ -126,8 +117,8 @@ def test_a_failed_rendezvous_names_the_address(program: Path) -> None:
         _python(program), RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(busy)
     )
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert f"Rank 1 of 2 could not join the others at 127.0.0.1:{busy}" in output
+    assert process.returncode == 76, output
+    assert f"rank 0 has not joined the other ranks of 2 at 127.0.0.1:{busy} within " in output
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only: PR_SET_PDEATHSIG")

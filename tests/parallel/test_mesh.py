@@ -42,7 +42,7 @@ def test_ranks_are_numbered_in_deepspeed_order(rank: int) -> None:
     assert (mesh.pp.rank * 2 + mesh.dp.rank) * 2 + mesh.tp.rank == rank
     assert (mesh.is_first_stage, mesh.is_last_stage) == (rank < 4, rank >= 12)
     assert [axis.name for axis in mesh.axes] == ["pp", "dp", "ep", "cp", "sp", "tp"]
-    assert [axis.name for axis in mesh.model_axes] == ["pp", "tp"]
+    assert [axis.name for axis in mesh.axes_of("stage", "tensor")] == ["pp", "tp"]
 
 
 def test_neighbors_on_every_axis() -> None:
@@ -191,6 +191,7 @@ def test_a_stopwatch_times_the_axes_but_not_what_steers_the_run() -> None:
     assert timed == mesh and timed.stopwatch is watch
     assert all(axis.stopwatch is watch for axis in (timed.tp, timed.pp, timed.batch, timed.loss, timed.gradient))
     assert timed.control.stopwatch is timed.world.stopwatch is timed.background.stopwatch is None
+    watch.start()
     with timed.tp.timed():
         pass
     assert len(watch.take().parts) == 1

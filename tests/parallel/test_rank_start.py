@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode, PeerLostError
-from megatron.parallel import launcher_death
+from megatron.parallel import rank_start
 from megatron.parallel.processes import born_at
 from megatron.parallel.rank_start import write_error_file
 
@@ -29,23 +29,23 @@ def test_nothing_slow_is_imported_for_it() -> None:
 @needs_linux
 def test_a_launcher_that_ended_meanwhile_is_an_error_that_asks_for_a_requeue(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([4711, 1, 1])
-    monkeypatch.setattr(launcher_death.os, "getppid", lambda: next(answers))
-    monkeypatch.setattr(launcher_death.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0})())
+    monkeypatch.setattr(rank_start.os, "getppid", lambda: next(answers))
+    monkeypatch.setattr(rank_start.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0})())
     with pytest.raises(PeerLostError, match="its parent process was 4711 and is now 1") as caught:
-        launcher_death.die_with_launcher()
+        rank_start.die_with_launcher()
     assert caught.value.exit_code == ExitCode.REQUEUE
 
 
 @needs_linux
 def test_a_process_that_adopts_orphans_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     own, name = os.getpid(), Path("/proc/self/comm").read_text().strip()
-    assert not launcher_death._is_adopter(own)
-    monkeypatch.setattr(launcher_death, "_ADOPTERS", (name,))
-    monkeypatch.setattr(launcher_death, "_LAUNCHER_WORDS", ())
-    assert launcher_death._is_adopter(own)
+    assert not rank_start._is_adopter(own)
+    monkeypatch.setattr(rank_start, "_ADOPTERS", (name,))
+    monkeypatch.setattr(rank_start, "_LAUNCHER_WORDS", ())
+    assert rank_start._is_adopter(own)
     words = Path("/proc/self/cmdline").read_bytes().decode().split("\0")
-    monkeypatch.setattr(launcher_death, "_LAUNCHER_WORDS", (words[0].lower(),))
-    assert not launcher_death._is_adopter(own)
+    monkeypatch.setattr(rank_start, "_LAUNCHER_WORDS", (words[0].lower(),))
+    assert not rank_start._is_adopter(own)
 
 
 @needs_linux

@@ -35,6 +35,7 @@ SWITCHES: dict[str, list[str]] = {
                                    "--moe-router-score-function", "sigmoid", "--moe-aux-loss-coeff", "0.2",
                                    "--moe-router-topk-scaling-factor", "2.5",
                                    "--moe-shared-expert-intermediate-size", "12"],
+    "residual experts": ["--num-experts", "2", "4", "3", "--mlp-type", "residual"],
     "one expert a token": ["--num-experts", "4", "--moe-router-topk", "1", "--moe-router-pre-softmax"],
     "smoothed labels and z-loss": ["--label-smoothing", "0.1", "--z-loss-coeff", "0.01"],
     "xavier": ["--init-method-xavier-uniform", "--gated-linear-unit"],

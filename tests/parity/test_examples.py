@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from megatron.config import DataConfig, RunConfig
-from megatron.data.datasets.build import build_split_datasets
-from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.build import build_split_datasets
+from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.loader import Batch, MicroBatches
+from megatron.data.sources.request import DataRequest
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
-from megatron.train.build import build_engine
+from megatron.train.engine_opening import build_engine
 from megatron.train.objectives import batch_options, build_objective, step_settings
 from tests.helpers.networks import build_gpt
 from tests.helpers.ranks import run_ranks
@@ -51,9 +52,11 @@ class Files:
         """All rows of the examples, and the tokenizer."""
         tokenizer = build_tokenizer(self.choice)
         data = DataConfig(seq_length=LENGTH, data_path=(self.path,), split="1,0,0")
-        options = ExampleOptions.of(config.finetuning, config.loss, data)
+        options = ExampleOptions.of(config.finetuning, config.loss, data, config.optim)
         datasets, plan = build_split_datasets(
-            data, LENGTH, 1234, (1, 0, 0), build_indices=build_indices, tokenizer=tokenizer, examples=options
+            DataRequest(
+                data, LENGTH, 1234, (1, 0, 0), build_indices=build_indices, tokenizer=tokenizer, examples=options
+            )
         )
         assert plan.train is not None
         return datasets.train, tokenizer

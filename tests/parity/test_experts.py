@@ -12,9 +12,9 @@ from megatron.config import RunConfig
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, expert_tokens
-from megatron.observe.routing import routing_figures
+from megatron.observe.metrics import routing_figures
 from megatron.parallel.joining import open_mesh
-from megatron.train.build import build_engine
+from megatron.train.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
@@ -25,7 +25,16 @@ RECIPE = dataclasses.replace(Recipe(), num_layers=2, steps=4, learning_rate=2.0e
 SAVED_AFTER = 2
 EXPERTS, TOP_K = 6, 2
 FLAGS = [
-    *("--num-experts", str(EXPERTS), "--moe-router-topk", str(TOP_K), "--moe-ffn-hidden-size", "20"),
+    *(
+        "--num-experts",
+        "4",
+        str(EXPERTS),
+        "--moe-residual",
+        "--moe-router-topk",
+        str(TOP_K),
+        "--moe-ffn-hidden-size",
+        "20",
+    ),
     *("--moe-shared-expert-intermediate-size", "12", "--gated-linear-unit", "--activation-function", "silu"),
     *("--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.1"),
 ]
@@ -34,7 +43,7 @@ TOKENS = RECIPE.global_batch_size * RECIPE.sequence_length
 LAYOUTS = {
     "dp2": ((1, 1, 2), [0, 2, 3], []),
     "tp2pp2-recompute": ((2, 2, 1), [1], ["--checkpoint-activations"]),
-    "tp2dp2-recompute": ((2, 1, 2), [3], ["--checkpoint-activations"]),
+    "tp2dp2-recompute": ((2, 1, 2), [3], ["--checkpoint-activations", "--partition-activations"]),
 }
 
 Curve = list[dict[str, list[float]]]

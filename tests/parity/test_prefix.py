@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import SplitDatasets, build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.datasets.prefix import prefix_length
 from megatron.data.datasets.sample import Sample
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.data.loader import MicroBatches
+from megatron.data.sources.request import DataRequest
 from megatron.parallel.joining import open_mesh
-from megatron.train.build import build_engine
-from megatron.train.objectives import batch_options, with_prefixes
+from megatron.train.engine_opening import build_engine
+from megatron.train.objectives import batch_options, samples_to_learn
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import initial_weights, layout_config, layout_name
 from tests.parity.reference import Recipe, forward
@@ -78,14 +79,16 @@ def train_variants(rank: int, layout: tuple[int, int, int], stage: int, extra: l
         mesh = mesh or open_mesh(config.parallel)
         if name == "pairs":
             data = DataConfig(seq_length=RECIPE.sequence_length, data_path=(prefix,), split="1,0,0")
-            datasets, _ = build_split_datasets(data, RECIPE.sequence_length, SEED, (50, 0, 0), build_indices=False)
+            dataset = build_split_datasets(
+                DataRequest(data, RECIPE.sequence_length, SEED, (50, 0, 0), build_indices=False)
+            )[0].train
         else:
-            datasets = with_prefixes(SplitDatasets(Rows(), {}, {}), config, TOKENIZER)  # type: ignore[arg-type]
+            dataset = samples_to_learn(Rows(), config, TOKENIZER)  # type: ignore[arg-type]
         engine = build_engine(config, mesh)
         curves[name] = []
         for step in range(RECIPE.steps):
             batches = MicroBatches(
-                datasets.train,
+                dataset,
                 first_sample=step * RECIPE.global_batch_size,
                 global_batch_size=RECIPE.global_batch_size,
                 micro_batch_size=config.optim.micro_batch_size,
@@ -170,7 +173,9 @@ def rows_of_step(name: str, step: int, prefix: str, pairs: list[tuple[list[int],
     if name != "pairs":
         return [row_of_text(number, VARIANTS[name]) for number in numbers]
     data = DataConfig(seq_length=RECIPE.sequence_length, data_path=(prefix,), split="1,0,0")
-    train = build_split_datasets(data, RECIPE.sequence_length, SEED, (50, 0, 0), build_indices=False)[0].train
+    train = build_split_datasets(DataRequest(data, RECIPE.sequence_length, SEED, (50, 0, 0), build_indices=False))[
+        0
+    ].train
     assert train is not None
     return [row_of_pairs(train[number].tolist(), pairs) for number in numbers]
 

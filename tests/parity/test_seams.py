@@ -24,7 +24,8 @@ from megatron.config import RunConfig
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
-from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.model.interface.step_context import StepContext, StepSettings
 from megatron.objective.base import ObjectiveResult
 from megatron.parallel.joining import open_mesh

@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 
 from megatron import log
-from megatron.checkpoint import find, load_newest, newest_record, save
+from megatron.checkpoint import SaveOptions, find, load_newest, newest_record, save
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.publish import remove_checkpoint
 from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
@@ -69,7 +69,7 @@ def save_all(rank: int, directory: str) -> tuple[list[Operation], list[tuple[int
     returned = []
     for step, seed in SAVES:
         pieces = cut_for_ranks(make_state(SHAPES, ("weight",), seed), RANKS, seed)[rank]
-        save(Path(directory), step, pieces, {"seed": seed}, mesh, chunk_bytes=1024, storage=storage)
+        save(Path(directory), step, pieces, {"seed": seed}, mesh, SaveOptions(chunk_bytes=1024, storage=storage))
         returned.append((time.monotonic_ns(), seed))
         for old in DELETED.get(step, ()) if rank == 0 else ():
             remove_checkpoint(Path(directory) / folder_name(old), storage)
@@ -317,7 +317,7 @@ def save_again(tree: Tree) -> None:
     """
     storage = MemoryStorage(ROOT, tree)
     pieces = cut_for_ranks(STATES[1], 1, 9)[0]
-    save(ROOT, 9, pieces, {"seed": 1}, MESH, chunk_bytes=1024, storage=storage)
+    save(ROOT, 9, pieces, {"seed": 1}, MESH, SaveOptions(chunk_bytes=1024, storage=storage))
     sink = whole_sink(STATES[1])
     found = load_newest(ROOT, sink.wanted, MESH, storage=storage)
     if found is None or found.path.name != "iter_0000009":

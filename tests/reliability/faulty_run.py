@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pretrain_gpt
 from megatron import log
 from megatron.data.loader import MicroBatches
 from megatron.errors import DataError
+from megatron.parallel import joining
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train import build
+from megatron.train import build, engine_opening, run_data
 from megatron.train.watchdog import Watch
 
 
@@ -45,16 +47,36 @@ def strike(fault: dict[str, Any]) -> None:
 
 def install(fault: dict[str, Any]) -> None:
     """Lets the fault strike on its rank, when a phase of a step is entered, or in start-up, or in the data loader."""
+    if fault["phase"] == "join":
+        joining.timedelta = lambda minutes: timedelta(seconds=fault["hang_seconds"])  # type: ignore[assignment, misc]
     if int(os.environ["RANK"]) != fault["rank"]:
         return
     if fault["phase"] == "init":
-        real_build = build.build_engine
+        real_build = engine_opening.build_engine
 
         def build_engine(config: Any, mesh: ParallelMesh, freezing: Any) -> Any:
             strike(fault)
             return real_build(config, mesh, freezing)
 
-        build.build_engine = build_engine
+        engine_opening.build_engine = build_engine
+    elif fault["phase"] == "join":
+        real_init = joining.dist.init_process_group
+
+        def init_process_group(*words: Any, **named: Any) -> None:
+            strike(fault)
+            real_init(*words, **named)
+
+        joining.dist.init_process_group = init_process_group
+    elif fault["phase"] in ("load", "index"):
+        module: Any
+        module, name = {"load": (build, "load_tensors"), "index": (run_data, "build_split_datasets")}[fault["phase"]]
+        real_work = getattr(module, name)
+
+        def work(*words: Any, **named: Any) -> Any:
+            strike(fault)
+            return real_work(*words, **named)
+
+        setattr(module, name, work)
     elif fault["phase"] == "loader":
         real_batch = MicroBatches._batch
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron import log
-from megatron.checkpoint import load_newest, newest_record, read_tensors, save
+from megatron.checkpoint import SaveOptions, load_newest, newest_record, read_tensors, save
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.checkpoint.analysis.summary import summarize
 from megatron.checkpoint.analysis.tables import summary_lines
@@ -34,8 +34,9 @@ from megatron.checkpoint.record import Progress, Record
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
 from megatron.config.overlay import laid_over
 from megatron.config.schedule import is_done, learning_rate, planned_samples
-from megatron.data.datasets.build import build_split_datasets, data_fingerprint, describe
+from megatron.data.build import build_split_datasets, data_fingerprint, describe
 from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.sources.request import DataRequest
 from megatron.errors import CheckpointError, MegatronError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
@@ -80,8 +81,8 @@ def write_checkpoint(undamaged: Path) -> None:
     write_tiny_corpus(undamaged, documents=20)
     rig = _rig(str(undamaged))
     config = rig.config
-    wanted = planned_samples(config.optim, config.control)
-    _, plan = build_split_datasets(config.data, config.data.seq_length, config.random.seed, wanted)
+    wanted = planned_samples(config.optim, config.evaluation, ranges=config.safety.skip_ranges)
+    _, plan = build_split_datasets(DataRequest(config.data, config.data.seq_length, config.random.seed, wanted))
     record = Record(
         progress=Progress(STEP, STEP * BATCH, STEP * BATCH * config.data.seq_length),
         optimizer_updates=STEP,
@@ -97,7 +98,7 @@ def write_checkpoint(undamaged: Path) -> None:
         recent={"loss": [2.5, 2.25]},
         passed_batches=({"step": 2, "first_sample": 4, "last_sample": 7},),
     )
-    path = save(undamaged, STEP, whole_sink(STATE).expected, record.to_json(), MESH, chunk_bytes=1024)
+    path = save(undamaged, STEP, whole_sink(STATE).expected, record.to_json(), MESH, SaveOptions(chunk_bytes=1024))
     path.rename(undamaged / "checkpoint")
 
 
@@ -148,16 +149,19 @@ def _resume(folder: Path, rig: Rig) -> None:
     sink.check()
     if is_done(config.optim, progress.step, progress.consumed_samples):
         return
-    wanted = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
+    ranges = config.safety.skip_ranges
+    wanted = planned_samples(config.optim, config.evaluation, progress.step, progress.consumed_samples, ranges=ranges)
     datasets, plan = build_split_datasets(
-        data,
-        data.seq_length,
-        config.random.seed,
-        wanted,
-        record.data_plan,
-        True,
-        progress.consumed_samples,
-        rig.tokenizer,
+        DataRequest(
+            data,
+            data.seq_length,
+            config.random.seed,
+            wanted,
+            record.data_plan,
+            True,
+            progress.consumed_samples,
+            rig.tokenizer,
+        )
     )
     for line in describe(datasets, plan):
         log.info(line)

@@ -23,7 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.config.files.deepspeed_table import KEYS
+from megatron.config.files.deepspeed_table import KEYS, Range, Values
 from megatron.config.files.preset_files import preset_names, preset_path
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.engine.ds_config import deepspeed_config
@@ -233,15 +233,14 @@ def deepspeed_entries(draw: Random, files: Files) -> Files:
     return {name: json.dumps(tree).encode()}
 
 
-def _fitting(draw: Random, values: str) -> Any:
-    kind, _, bounds = values.partition(" ")
-    if kind in ("whole", "number"):
-        least, most = (float(bound) for bound in bounds.split(".."))
+def _fitting(draw: Random, values: Values | None) -> Any:
+    if isinstance(values, Range) and not values.is_list:
+        least, most = values.least, values.most
         value = draw.choice((least, most, (least + most) / 2, least + 1))
-        return int(value) if kind == "whole" else value
-    if kind == "one":
-        return draw.choice(bounds.removeprefix("of ").split(", "))
-    return draw.choice((True, False)) if kind == "bool" else draw.choice(_VALUES)
+        return int(value) if values.is_whole else value
+    if isinstance(values, tuple):
+        return draw.choice(values)
+    return draw.choice((True, False)) if values is bool else draw.choice(_VALUES)
 
 
 _ALWAYS_REFUSED = ("missing file", "swapped files", "zero length")

@@ -8,15 +8,16 @@ from random import Random
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
+from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
 from megatron.corpus.stores.operations import ImportOptions, audit, import_files
 from megatron.corpus.stores.writers import open_writer
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.windows import WindowFile
+from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.index_map import build_indices
+from megatron.data.sources.request import DataRequest
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store
 from tests.reliability.fuzz_files import VOCAB_SIZE
@@ -45,7 +46,7 @@ def check_ids(ids: np.ndarray, what: str) -> None:
 def train(prefix: str, cache: Path, sequence_length: int = 4) -> None:
     """Reads a few batches as training does, and checks their ids."""
     data = DataConfig(seq_length=sequence_length, data_path=(prefix,), split="1,0,0", data_cache_path=str(cache))
-    datasets, _ = build_split_datasets(data, sequence_length, SEED, (SAMPLES, 0, 0))
+    datasets, _ = build_split_datasets(DataRequest(data, sequence_length, SEED, (SAMPLES, 0, 0)))
     options = BatchOptions(eod_id=VOCAB_SIZE - 1, vocab_size=VOCAB_SIZE, segments=True)
     if datasets.train is None:
         raise Broken("no training data")
@@ -98,7 +99,7 @@ def read_store(folder: Path, undamaged: Path, draw: Random) -> None:
     store = open_store(address)
     try:
         for document in range(len(store)):
-            check(isinstance(store.fetch(document), str), "a document that is no text")
+            check(isinstance(store.fetch(document), str), "a document that is not a text")
         check(len(store.fingerprint()) > 10, "no fingerprint")
         if draw.random() < 0.5:
             backend = open_backend(address)

@@ -24,12 +24,13 @@ from megatron.corpus.preprocess import encode as encode_module
 from megatron.corpus.preprocess.check import examine, report, sample_documents
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar
 from megatron.data.order.index_cache import IndexCache
+from megatron.data.sources.request import DataRequest
 from megatron.errors import ConfigError, MegatronError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
@@ -352,7 +353,7 @@ def _read_blend(folder: Path, undamaged: Path, draw: Random) -> None:
     problems = list(data.problems())
     if problems:
         raise ConfigError(problems)
-    datasets, plan = build_split_datasets(data, 4, 1234, (50, 0, 0))
+    datasets, plan = build_split_datasets(DataRequest(data, 4, 1234, (50, 0, 0)))
     check(datasets.train is not None and plan.train is not None, "no data")
     check(len(datasets.train) >= 50, "too few samples")  # type: ignore[arg-type]
     check_ids(datasets.train[49], "sample")  # type: ignore[index]

@@ -24,6 +24,7 @@ HANG_SECONDS = 3
 # Tensor and pipeline sizes, and ranks.
 LAYOUTS = {"tp2": (2, 1, 2), "dp2": (1, 1, 2), "pp2": (1, 2, 2), "tp2pp2": (2, 2, 4)}
 PHASES = ("data", "forward", "p2p", "backward", "step", "evaluation", "save")
+STARTS = ("join", "load", "index")  # a rank that is stopped there is found; one that is stuck, only after minutes
 HANGS = ("stop", "spin", "sleep", "hold")
 ENDS = {"kill": -9, "exit": 9, "error": int(ExitCode.DATA), "bug": 1}
 _LIMIT_SECONDS = 120.0
@@ -37,7 +38,7 @@ class Fault:
 
     Args:
         kind: one of `HANGS` or `ENDS`.
-        phase: one of `PHASES`, or `init`, or `loader`, the thread that reads ahead.
+        phase: one of `PHASES`, or of `STARTS`, or `init`, or `loader`, the thread that reads ahead.
     """
 
     layout: str
@@ -92,6 +93,7 @@ def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
         pipeline_model_parallel_size=pp_size,
     )
     told = {"kind": fault.kind, "rank": fault.rank, "phase": fault.phase, "step": fault.step, "note": str(note)}
+    told["hang_seconds"] = HANG_SECONDS
     words = ["-m", "tests.reliability.faulty_run", json.dumps(told), *flags]
     try:
         ends = run_rank_processes(words, world_size, _LIMIT_SECONDS)
@@ -101,8 +103,15 @@ def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
         return Outcome(fault, 0.0, False, f"the fault did not strike: {[end.code for end in ends]}")
     seconds = max(end.at for end in ends) - float(note.read_text())
     messages = [line for end in ends for line in end.errors.splitlines() if re.match(r"(\[rank \d+\] )?error: ", line)]
-    is_named = len(messages) == 1 and messages[0].startswith(f"[rank {fault.rank}] error: ")
+    is_named = len(messages) == 1 and _names(fault, messages[0])
     return Outcome(fault, seconds, is_named, "; ".join(_problems(fault, ends, seconds, messages, folder)))
+
+
+def _names(fault: Fault, message: str) -> bool:
+    """Whether a message is about the rank; while the ranks join, another one says it of it."""
+    if fault.phase == "join":
+        return f"error: rank {fault.rank} (" in message
+    return message.startswith(f"[rank {fault.rank}] error: ")
 
 
 def _problems(fault: Fault, ends: list[RankEnd], seconds: float, messages: list[str], folder: Path) -> Iterator[str]:
@@ -110,14 +119,14 @@ def _problems(fault: Fault, ends: list[RankEnd], seconds: float, messages: list[
     codes = [end.code for end in ends]
     if codes != fault.codes():
         yield f"exit codes {codes} and not {fault.codes()}:\n{texts}"
-    if len(messages) != 1 or not messages[0].startswith(f"[rank {fault.rank}] error: "):
+    if len(messages) != 1 or not _names(fault, messages[0]):
         yield f"the messages are {messages}:\n{texts}"
     if "Traceback" in texts and fault.kind != "bug":
         yield f"a traceback:\n{texts}"
     if seconds > _SLACK_SECONDS + (HANG_SECONDS if fault.is_hang else 0):
         yield f"it took {seconds:.1f} s"
     reports = [*folder.glob("run/hang-*.txt"), *folder.glob("checkpoints/hang-*.txt")]
-    if fault.is_hang and len(reports) != 1:
+    if fault.is_hang and len(reports) != (fault.phase != "join"):
         yield f"{len(reports)} files of stacks"
     if fault.kind in ("spin", "sleep") and not any("in strike" in path.read_text() for path in reports):
         yield "the stacks do not show the fault"

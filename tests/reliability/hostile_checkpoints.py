@@ -31,6 +31,7 @@ import torch
 from megatron import log
 from megatron.checkpoint import (
     CheckpointLock,
+    SaveOptions,
     find,
     load_newest,
     newest_record,
@@ -89,7 +90,7 @@ def write_directory(folder: Path) -> None:
 def save_step(directory: Path, step: int) -> None:
     """Saves the state of a step."""
     record = make_record(step).to_json()
-    save(directory, step, whole_sink(STATES[step]).expected, record, MESH, chunk_bytes=1024)
+    save(directory, step, whole_sink(STATES[step]).expected, record, MESH, SaveOptions(chunk_bytes=1024))
 
 
 # --- what is done to a directory ------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.engine.state import moments, slice_of
+from megatron.engine.state import moments, part_of
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train_here
@@ -215,7 +215,7 @@ def _poisoned_loss(engine: Engine, loss: torch.Tensor, poison: Poison) -> torch.
 def _state(engine: Engine, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
     if kind == "weight":
         return getattr(parameter, "ds_tensor", parameter).data
-    part = slice_of(engine, parameter)
+    part = part_of(engine, parameter)
     if part is None:
         return torch.empty(0)
     return part.values if kind == "master" else dict(moments(engine, part))[kind]  # type: ignore[index]
@@ -223,13 +223,9 @@ def _state(engine: Engine, parameter: torch.nn.Parameter, kind: str) -> torch.Te
 
 def _reduced_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's gradient after the reduction, before the norm is taken."""
-    wrapper = engine.deepspeed.optimizer
-    if wrapper is engine.optimizer:
+    if engine.view.is_direct:
         return parameter.grad if parameter.grad is not None else torch.empty(0)
-    if hasattr(wrapper, "averaged_gradients"):
-        found = [part for parts in wrapper.averaged_gradients.values() for part in parts or () if part is not None]
-        return found[0] if found else torch.empty(0)
-    return wrapper.fp32_groups_gradients_flat[0]
+    return next(engine.view.reduced_gradients(), torch.empty(0))
 
 
 def _read(folder: Path) -> dict[str, np.ndarray]:

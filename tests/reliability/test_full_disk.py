@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.documents.options import CleanOptions
-from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
-from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
+from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions
+from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
 from megatron.corpus.preprocess import encode as encode_module
 from megatron.corpus.preprocess.check import examine
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.vocabulary.learning import save_vocabulary
 from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers.progress import ProgressLine

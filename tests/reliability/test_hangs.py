@@ -20,6 +20,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
 
 FAULTS = [
     Fault("dp2", "stop", 0, "save"),
+    Fault("dp2", "stop", 1, "join"),
+    Fault("dp2", "stop", 0, "join"),
+    Fault("dp2", "stop", 1, "load"),
+    Fault("dp2", "stop", 0, "index"),
+    Fault("dp2", "stop", 1, "evaluation"),
     Fault("tp2pp2", "stop", 3, "backward"),
     Fault("tp2pp2", "spin", 2, "p2p"),
     Fault("tp2", "kill", 0, "init"),
@@ -33,7 +38,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "fault", sampled(FAULTS, FAULTS[:7]), ids=lambda fault: f"{fault.layout}-{fault.kind}-{fault.phase}"
+    "fault", sampled(FAULTS, FAULTS[:12]), ids=lambda fault: f"{fault.layout}-{fault.kind}-{fault.phase}"
 )
 def test_all_ranks_end_and_the_right_one_is_named(corpus: TinyCorpus, tmp_path: Path, fault: Fault) -> None:
     outcome = run_case(corpus, tmp_path / "case", fault)

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 import torch
 
+from tests.helpers.ranks import run_ranks
 from tests.reliability import hostile_checkpoints
 from tests.reliability.fuzz import Cases, Fuzzing, run_case
 from tests.reliability.fuzz_checkpoints import MUTATIONS, TARGETS, read_checkpoint, write_checkpoint
@@ -36,12 +37,16 @@ def test_there_are_enough_payloads() -> None:
     assert sum(map(is_beside, PAYLOADS)) < len(PAYLOADS) / 2
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def run_elsewhere(rank: int, names: list[str]) -> list[Outcome]:
+    """Tries payloads in a process that is small, since each of them takes two forks of it."""
+    return run(names)
+
+
 def test_no_payload_does_anything(pytestconfig: pytest.Config) -> None:
     """A quarter of the payloads, all of them with `--cases 10000`; the limits are many times what they take."""
     share = 4 if pytestconfig.getoption("--cases") < 10_000 else 1
     names = list(PAYLOADS)[pytestconfig.getoption("--fuzz-seed") % share :: share]
-    outcomes = run(names)
+    (outcomes,) = run_ranks(run_elsewhere, 1, names, timeout_seconds=600)
     assert [outcome.name for outcome in outcomes] == ["nothing", *names]
     for outcome in outcomes:
         assert outcome.wrong == "", outcome

@@ -18,7 +18,7 @@ from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
 from megatron.errors import ExitCode
 from megatron.observe.metrics_file import read_records
-from megatron.train import build
+from megatron.train import engine_opening
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, train_here, write_tiny_corpus
 
@@ -59,7 +59,7 @@ def _spoilt(batch: Batch) -> Batch:
 
 def train_killed(rank: int, flags: Sequence[str], step: int | None) -> tuple[int, str]:
     """Trains until a step, on which the process is killed; None kills it while the run is built."""
-    trained, built = Engine.train_batch, build.build_engine
+    trained, built = Engine.train_batch, engine_opening.build_engine
 
     def train_batch(self: Engine, *inputs: Any) -> Any:
         if self.update_count + 1 == step:
@@ -71,7 +71,7 @@ def train_killed(rank: int, flags: Sequence[str], step: int | None) -> tuple[int
             os.kill(os.getpid(), signal.SIGKILL)
         return built(*inputs)
 
-    Engine.train_batch, build.build_engine = train_batch, build_engine  # type: ignore[method-assign,assignment]
+    Engine.train_batch, engine_opening.build_engine = train_batch, build_engine  # type: ignore[method-assign,assignment]
     return train_here(rank, flags)
 
 
@@ -109,7 +109,7 @@ def test_a_run_that_is_killed_at_one_step_is_refused_in_the_end(corpus: TinyCorp
     for world_size in (1, 2):
         results = run_ranks(train_here, world_size, flags)
         assert {code for code, _ in results} == {ExitCode.HUMAN}, "on every rank"
-        assert all(text.count("ended at iteration 6, killed without a word") == 3 for _, text in results)
+        assert all(text.count("ended at iteration 6, killed without a message") == 3 for _, text in results)
     assert train([*flags, "--max-failed-starts", "0"]) == (0, "")
     assert sorted(losses(tmp_path)) == list(range(1, 9))
 

@@ -140,15 +140,21 @@ def test_no_artefact_of_a_run_or_a_tool_holds_a_password(corpus: TinyCorpus, tmp
         ["sample_idxs_to_text.py", "--run-dir", "run", *texts],
         [*encode, "--output-prefix", "tokens", "--append-eod"],
         [*encode, "--output-prefix", "parts", "--partitions", "2", "--workers", "2"],
-        ["check_data.py", "tokens_text_document", "--show", "1", *vocabulary, *family],
-        ["featurize.py", *vocabulary, "--input", first, "--output-path", "windows/w", *lengths],
-        ["corpus_store.py", "import", second, "--json-key", "filt_text", "--config", first, "--collection", "copy"],
-        ["corpus_store.py", "stat", "--config", first],
-        ["corpus_store.py", "bench", "--config", first, "--n", "5"],
-        ["corpus_store.py", "fetch", "--config", first, "--nsample", "3", "--output-prefix", "drawn"],
-        ["clean_corpus.py", "--input", first, "--output", "clean.jsonl"],
-        ["check_data.py", first],
-        ["featurize.py", "--runner", "DirectRunner", *vocabulary, "--input", first, "--output-path", "b/w", *lengths],
+        ["corpus/check_data.py", "tokens_text_document", "--show", "1", *vocabulary, *family],
+        ["corpus/featurize.py", *vocabulary, "--input", first, "--output-path", "windows/w", *lengths],
+        [
+            *("corpus/corpus_store.py", "import", second, "--json-key", "filt_text"),
+            *("--config", first, "--collection", "copy"),
+        ],
+        ["corpus/corpus_store.py", "stat", "--config", first],
+        ["corpus/corpus_store.py", "bench", "--config", first, "--n", "5"],
+        ["corpus/corpus_store.py", "fetch", "--config", first, "--nsample", "3", "--output-prefix", "drawn"],
+        ["corpus/clean_corpus.py", "--input", first, "--output", "clean.jsonl"],
+        ["corpus/check_data.py", first],
+        [
+            *("corpus/featurize.py", "--runner", "DirectRunner", *vocabulary),
+            *("--input", first, "--output-path", "b/w", *lengths),
+        ],
     ]  # fmt: skip
     (codes,) = run_ranks(run_programs, 1, str(tmp_path), commands, timeout_seconds=300)
     output = (tmp_path / "stderr").read_text()
@@ -176,7 +182,7 @@ def test_no_failure_shows_a_password(corpus: TinyCorpus, tmp_path: Path, place: 
     wrong = "mongodb://" + place.format(password=quote(PASSWORDS[0], safe=""), option=quote(OPTION, safe=""))
     run = corpus.flags(folder=tmp_path, data_path=wrong, log_level="debug")
     store = ["stat", "--config", wrong]
-    for words in ([str(ROOT / "pretrain_gpt.py"), *run], [str(ROOT / "tools" / "corpus_store.py"), *store]):
+    for words in ([str(ROOT / "pretrain_gpt.py"), *run], [str(ROOT / "tools" / "corpus" / "corpus_store.py"), *store]):
         done = subprocess.run([forking_python(), *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode in (64, 74) and re.search(said, done.stderr), done.stderr[-2000:]
         assert "s3same" not in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -60,6 +60,7 @@ def dsgpt2_example() -> ExampleRun:
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "PYTHON": forking_python(),
+        "SCALE": "tiny",
         "DSGPT2_DIR": str(folder),
         "RANKS": "1",
         "DOCUMENTS": "100",

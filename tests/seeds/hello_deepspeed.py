@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import train_bert
-import train_bert_ds
+from examples.hello_deepspeed import train_bert, train_bert_ds
 from megatron.checkpoint import read_record, read_tensors
 from megatron.engine.engine import Engine
 from megatron.parallel.shard_spec import shard_spec_of

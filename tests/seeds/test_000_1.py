@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ExitCode
-from tools import corpus_store
+from tools.corpus import corpus_store
 
 
 def test_000_1_store_import_and_stat(

@@ -30,7 +30,15 @@ def filled(path: Path, documents: int) -> str:
 
 def bench(address: str) -> dict[str, Any]:
     """What the command prints, in a process of its own: its peak memory counts."""
-    command = [sys.executable, str(ROOT / "tools" / "corpus_store.py"), "bench", "--config", address, "--n", "5000"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "corpus" / "corpus_store.py"),
+        "bench",
+        "--config",
+        address,
+        "--n",
+        "5000",
+    ]
     return dict(json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout))
 
 

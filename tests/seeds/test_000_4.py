@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-import ds_trainer
-from megatron.data.datasets import store_rows
+from examples.dsgpt2 import ds_trainer
+from megatron.data.sources import store_rows
 from megatron.observe.metrics_file import read_steps
-from megatron.train import loop
+from megatron.train.evaluation import Evaluator
+from megatron.train.steps import StepReports, TrainedStep
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.seeds.dsgpt2_example import dsgpt2_example
 
@@ -67,7 +68,7 @@ def state_of(run: Any) -> dict[str, torch.Tensor]:
 
 def observe(rank: int, words: list[str], killed_at: int | None = None) -> Observed:
     """Trains on one rank; this process ends with SIGKILL after a step."""
-    read, evaluate, report = store_rows.StoreRows.read, loop.evaluate, loop.report_steps
+    read, evaluate, report = store_rows.StoreRows.read, Evaluator.evaluate, StepReports.add
     trained: set[int] = set()
     evaluated: set[int] = set()
     reading = [trained]
@@ -77,22 +78,22 @@ def observe(rank: int, words: list[str], killed_at: int | None = None) -> Observ
         reading[-1].update(rows.tolist())
         return read(self, rows)
 
-    def noted_evaluate(run: Any, *told: Any, **more: Any) -> Any:
+    def noted_evaluate(self: Evaluator, run: Any, *told: Any, **more: Any) -> Any:
         before = state_of(run)
         reading.append(evaluated)
-        losses = evaluate(run, *told, **more)
+        losses = evaluate(self, run, *told, **more)
         reading.pop()
         after = state_of(run)
         untouched.append(before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before))
         return losses
 
-    def report_and_die(run: Any, *told: Any, **more: Any) -> None:
-        report(run, *told, **more)
-        if run.progress.step == killed_at:
+    def report_and_die(self: StepReports, step: TrainedStep) -> None:
+        report(self, step)
+        if step.progress.step == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     store_rows.StoreRows.read = noted_read  # type: ignore[method-assign]
-    loop.evaluate, loop.report_steps = noted_evaluate, report_and_die
+    Evaluator.evaluate, StepReports.add = noted_evaluate, report_and_die  # type: ignore[method-assign,assignment]
     return Observed(ds_trainer.main(words), trained, evaluated, untouched)
 
 

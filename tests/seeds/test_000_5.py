@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import build_split_datasets
-from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.build import build_split_datasets
+from megatron.data.datasets.examples.example_options import ExampleOptions
+from megatron.data.sources.request import DataRequest
 from megatron.evaluation.scoring import Query
 from megatron.inference.loading import open_checkpoint
 from megatron.inference.scorer import LoadedScorer
@@ -46,7 +47,7 @@ def test_the_loss_counts_answers_only(fine_tuning: FineTuning) -> None:
         data_cache_path=str(fine_tuning.folder / "cache"),
     )
     options = ExampleOptions(chat_template="dsgpt2", on_targets_only=True)
-    datasets, _ = build_split_datasets(data, LENGTH, 1, (24, 0, 0), tokenizer=tokenizer, examples=options)
+    datasets, _ = build_split_datasets(DataRequest(data, LENGTH, 1, (24, 0, 0), tokenizer=tokenizer, examples=options))
     assert datasets.train is not None
     answers = dict(fine_tuning.pairs)
     for number in range(24):

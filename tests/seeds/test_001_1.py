@@ -23,7 +23,9 @@ def test_001_1_doctor_shows_versions_backend_cores_and_what_is_off(turkish: Guid
     assert "Training can start." in said
     found = dict(re.findall(r"^  \w+ +([\w -]+?)  +(\S.*)$", said, flags=re.M))
     assert found["torch"] == importlib.metadata.version("torch") and "gloo" in found and "index builder" in found
-    assert found["gloo"] == "the default here" and found["--fp16"] == "would be rejected on the CPU; --bf16 works"
+    assert (
+        found["gloo"] == "available, and the default here" and found["--fp16"] == "not available on the CPU; use --bf16"
+    )
     assert found["cores"] == f"{len(os.sched_getaffinity(0))} usable by this process"
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.seeds.turkish import DOCUMENTS, Guide
-from tools import build_demo_corpus
+from tools.corpus import build_demo_corpus
 
 pytestmark = [pytest.mark.xdist_group("turkish"), pytest.mark.slow]
 

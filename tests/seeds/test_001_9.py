@@ -12,7 +12,7 @@ import pytest
 
 from megatron.observe.metrics_file import read_steps
 from tests.helpers.tiny_run import write_tiny_corpus
-from tests.seeds.turkish import PAGE, ROOT
+from tests.seeds.turkish import PAGE, ROOT, write_deepspeed
 
 
 @pytest.mark.gpu
@@ -26,8 +26,12 @@ def test_001_9_the_block_trains_on_a_gpu(tmp_path: Path) -> None:
     block = block.replace("--train-iters 500000", "--train-iters 500000 --exit-interval 20 --run-dir run")
     block = block.replace("--log-interval 10", "--log-interval 1").replace(" .01", " 0")
     block = block.replace("pretrain_gpt.py", str(ROOT / "pretrain_gpt.py"))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    write_deepspeed(programs, sys.executable)  # nobody need have activated the environment, nor installed its script
+    path = os.pathsep.join((str(programs), str(Path(sys.executable).parent), os.environ["PATH"]))
+    packages = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": packages}
     done = subprocess.run(
         ["bash", "-euc", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import train
+from examples.gpt2_all_in import train
 from megatron.config import RunConfig
 from tests.helpers.all_in_one import losses
 

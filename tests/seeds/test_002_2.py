@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import train
+from examples.gpt2_all_in import train
+from examples.gpt2_all_in.flags import PROGRAM, AllInOneFlags, command_line
 from megatron.config import parse
-from megatron.config.programs.all_in_one import AllInOneFlags, command_line
 from megatron.errors import ConfigError, ExitCode
 
 MISTAKES = {
@@ -43,7 +43,7 @@ def test_the_exit_code_is_not_zero(tmp_path: Path) -> None:
 
 def test_the_width_of_the_feed_forward_layers_follows_the_model(tmp_path: Path) -> None:
     path = write(tmp_path, {"model": {"d_model": 64, "n_head": 4}})
-    assert parse(command_line(AllInOneFlags(config=str(path)), ())).model.ffn_hidden_size == 256
+    assert parse(command_line(AllInOneFlags(config=str(path)), ()), program=PROGRAM).model.ffn_hidden_size == 256
 
 
 def write(folder: Path, changes: dict[str, Any]) -> Path:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import train
+from examples.gpt2_all_in import train
 from megatron.config import parse_flags
 from tests.helpers.all_in_one import losses, write_config
-from tools import featurize
+from tools.corpus import featurize
 
-DATA = Path(train.__file__).parent / "examples" / "gpt2_all_in" / "data"
+DATA = Path(train.__file__).with_name("data")
 TINY = [
     *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32"),
     *("--micro-batch-size", "1", "--train-iters", "2", "--eval-iters", "0"),
@@ -50,3 +50,19 @@ def test_full_is_read_from_local_shards(tmp_path: Path) -> None:
     resolved = json.loads((run / "config.json").read_text())
     rows = resolved["optim"]["train_tokens"] // 32 // 2
     assert len(losses(run)) == math.ceil(2 * rows / 32) > 4 and losses(run)[-1] < losses(run)[0] - 1
+
+
+def test_full_is_streamed_from_a_local_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that `datasets` saved, named like one of the hub; the second run takes the tokens that are there."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    texts = [f"The number {number * 7919 % 1000} comes before {number * 31 % 1000}. " * 12 for number in range(300)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk("web")
+    path = write_config(tmp_path, "full", trainer={"dataset": "hf://web"})
+    words = ["--config", str(path), "--train-iters", "2", "--eval-iters", "0"]
+    assert train.main(words) == 0
+    (tokens,) = tmp_path.glob("logs/.full-hf-web/train_text_document.bin")
+    made_at = tokens.stat().st_mtime_ns
+    assert train.main(words) == 0
+    assert tokens.stat().st_mtime_ns == made_at
+    assert [len(losses(run)) for run in (tmp_path / "logs").glob("[a-z]*")] == [2, 2]

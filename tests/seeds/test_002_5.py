@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import benchmark
+from examples.gpt2_all_in import benchmark
 from megatron.data.formats.indexed import IndexedWriter
-from megatron.evaluation.report.results_file import read_results
+from megatron.evaluation.results import read_results
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.tiny_run import TinyCorpus, train_here
 from tests.helpers.vocabulary import write_vocabulary

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import sft
+from examples.gpt2_all_in import sft
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.loading import open_checkpoint
 from megatron.observe.metrics_file import read_records

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import train
+from examples.gpt2_all_in import train
 from tests.helpers.all_in_one import losses, train_in
 from tests.helpers.fake_ssh import FakeSsh
-from tools import sync_run
+from tools.runs import sync_run
 
-NOTEBOOK = Path(train.__file__).parent / "examples" / "gpt2_all_in" / "demo.ipynb"
+NOTEBOOK = Path(train.__file__).with_name("demo.ipynb")
 STEPS = ("--train-iters", "8")
 
 

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tools import zero_table
+from tools.runs import zero_table
 
 CELL = re.compile(r"([\d,]+) \(([\d,]+)\)")
 

@@ -34,13 +34,13 @@ def blocks(document: str) -> str:
 
 @pytest.mark.slow
 def test_003_5_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron", "pretrain_gpt.py", "train_bert.py", "train_bert_ds.py"):
+    for name in ("tools", "megatron", "examples", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "numactl").write_text(NUMACTL)
     (tmp_path / "bin" / "numactl").chmod(0o755)
-    small = "tools/zero_table.py --num-layers 1 --hidden-size 32 --steps 2"
-    commands = blocks(TUTORIAL).replace("tools/zero_table.py", small) + blocks(PAGE)
+    small = "tools/runs/zero_table.py --num-layers 1 --hidden-size 32 --steps 2"
+    commands = blocks(TUTORIAL).replace("tools/runs/zero_table.py", small) + blocks(PAGE)
     head = f'set -euo pipefail\nexport PATH="{tmp_path}/bin:$PATH" DS_ACCELERATOR=cpu OMP_NUM_THREADS=1\n'
     python = f'python() {{ "{forking_python()}" "$@"; }}\n'
     program = head + python + LAUNCHERS.format(port=free_port()) + commands

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from megatron.data.formats.windows import WindowFile
+from megatron.data.formats.parquet_windows import WindowFile
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.jax_lm_page import PageRun
 from tests.helpers.programs import forking_python
@@ -64,9 +64,9 @@ def row_begin(length: int, found: list[int], part: list[int]) -> int:
 
 def test_one_worker_writes_the_same_bytes(jax_lm: PageRun) -> None:
     line = (
-        "tools/featurize.py --tokenizer-model data/tr-tokenizer.json --input data/train.jsonl --min-sequence-length 8 "
-        "--max-sequence-length 32 --num-special-token-reserved 2 --ignore-label -100 --stride 15 "
-        "--output-path one/wikitext.train --num-workers 1"
+        "tools/corpus/featurize.py --tokenizer-model data/tr-tokenizer.json --input data/train.jsonl "
+        "--min-sequence-length 8 --max-sequence-length 32 --num-special-token-reserved 2 --ignore-label -100 --stride "
+        "15 --output-path one/wikitext.train --num-workers 1"
     )
     subprocess.run([forking_python(), *line.split()], cwd=jax_lm.folder, check=True, capture_output=True, timeout=120)
     one, two = (Path(jax_lm.folder, folder, "wikitext.train-00000-of-00001") for folder in ("one", "dataset"))

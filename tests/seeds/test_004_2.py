@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-import train_lm
+from examples.jax_lm_training.jax_lm import log_style as style
+from examples.jax_lm_training.jax_lm import train
 from megatron.checkpoint.record import Progress
 from megatron.data.datasets.rows import RowDataset
 from megatron.data.datasets.sample import Sample
-from megatron.data.formats.windows import WindowFile
+from megatron.data.formats.parquet_windows import WindowFile
 from megatron.inference.loading import open_checkpoint
 from megatron.model.interface.step_context import StepSettings
 from megatron.observe.metrics_file import read_records, read_steps
-from megatron.observe.pace import Pace
-from megatron.observe.report import Report
-from megatron.observe.styles import jax_lm as style
+from megatron.observe.report import Outputs, Pace, Report
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.jax_lm_page import PageRun
 from tests.helpers.ranks import run_ranks
-from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
+from tests.train.samples import WORKLOAD, Outcome, optim_config, report_config
 
 pytestmark = pytest.mark.xdist_group("jax-lm-training")  # one worker, so that the page is executed once
 FIGURES = r"epoch: (\d+) step: (\d+)/(\d+) loss: (\d+\.\d{4}) ppl: (\d+\.\d\d)"
@@ -104,17 +103,17 @@ def restore(rank: int, words: Sequence[str]) -> tuple[int, list[int]]:
         return original(dataset, sample)
 
     RowDataset.read = recorded  # type: ignore[method-assign]
-    return train_lm.main(list(words)), read
+    return train.main(list(words)), read
 
 
 def test_the_remaining_time_is_right_after_the_third_line(capsys: pytest.CaptureFixture[str]) -> None:
     """A slow start, steps of a second that vary by a third, and evaluations and saves in between."""
     now, steps, interval = 0.0, 2000, 100
     report = Report(
-        control_config(log_interval=interval),
+        report_config(log_interval=interval),
         optim_config(train_iters=steps),
         WORKLOAD,
-        style,
+        Outputs(style),
         pace=Pace(lambda: now),
     )
     report.started(Progress())

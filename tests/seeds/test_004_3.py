@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.windows import WindowFile
+from megatron.data.formats.parquet_windows import WindowFile
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.jax_lm_page import PageRun
 

@@ -38,6 +38,7 @@ _SMALLER = {
 }
 # The same for examples/turkish.
 _TINY = {
+    "SCALE": "tiny",
     "WORK_DIR": "turkish-demo",
     "DOCUMENTS": str(DOCUMENTS),
     "VOCAB_SIZE": "700",
@@ -54,11 +55,7 @@ shift 2  # --jobid
 export SLURM_PROCID=0 LAUNCHER="${LAUNCHER/node003/127.0.0.1}"
 exec "$@"
 """
-_PROGRAMS = {
-    "pip": '#!/bin/sh\necho "$@" >>pip.log\n',
-    "srun": _SRUN,
-    "deepspeed": '#!/bin/sh\nexec python -m deepspeed.launcher.runner "$@"\n',
-}
+_PROGRAMS = {"pip": '#!/bin/sh\necho "$@" >>pip.log\n', "srun": _SRUN}
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,20 @@ def follow_the_page(folder: Path) -> Guide:
     for name, text in _PROGRAMS.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
+    write_deepspeed(folder / "bin", "python")
     _write_other_tokenizer(folder)
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S))
     for words, smaller in {**_SMALLER, "MASTER_PORT=6000": f"MASTER_PORT={free_port()}"}.items():
         assert words in blocks, f"the page no longer says {words}"
         blocks = blocks.replace(words, smaller)
     return Guide(folder, run(folder, blocks))
+
+
+def write_deepspeed(folder: Path, python: str) -> None:
+    """Writes DeepSpeed's launcher as a program that an interpreter runs, whatever scripts are installed."""
+    program = folder / "deepspeed"
+    program.write_text(f'#!/bin/sh\nexec "{python}" -m deepspeed.launcher.runner "$@"\n')
+    program.chmod(0o755)
 
 
 def run(folder: Path, commands: str) -> str:

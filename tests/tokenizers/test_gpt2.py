@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.tokenizers.fast_encoder import hard_texts
+from megatron.tokenizers.encoders.fast_encoder import hard_texts
 from megatron.tokenizers.tokenizer import GPT2_END_OF_DOCUMENT, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
 from tests.tokenizers.references import reference_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import pytest
 
@@ -20,6 +20,7 @@ class WithoutEnd:
     name: str = "SPM"
     fingerprint: str = "cd" * 32
     vocab_size: int = 32
+    behaviour: dict[str, str] = field(default_factory=dict)
 
     @property
     def eod_id(self) -> int:

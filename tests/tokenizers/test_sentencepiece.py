@@ -10,8 +10,8 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.fast_encoder import FastEncoder, hard_texts
-from megatron.tokenizers.long_text import LongText
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, hard_texts
+from megatron.tokenizers.encoders.long_text import LongText
 from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.sentencepiece_models import TYPES, load, write_model
 from tests.helpers.vocabulary import hard_documents

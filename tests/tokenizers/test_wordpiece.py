@@ -10,9 +10,9 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers import wordpiece as module
-from megatron.tokenizers.fast_encoder import hard_texts
+from megatron.tokenizers.encoders.fast_encoder import hard_texts
+from megatron.tokenizers.encoders.long_text import LongText
 from megatron.tokenizers.library import RustReference
-from megatron.tokenizers.long_text import LongText
 from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
 

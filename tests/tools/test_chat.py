@@ -45,15 +45,15 @@ def test_every_line_of_a_pipe_is_a_question(
     first, *rest = said.out.split("\n")
     assert "successfully loaded checkpoint" in said.err  # and not among the answers
     assert first and rest[-2:] == [first, ""]  # after /reset the same question has the same answer
-    assert "The conversation begins anew." in said.err and "(cut off:" in said.err
+    assert "The conversation starts over." in said.err and "(cut off:" in said.err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f]", said.out)
 
 
 def test_commands(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     talk(checkpoints, monkeypatch, "/help", "/system Be kind.", "Hello", "/quit", "Hello")
     said = capfd.readouterr()
-    assert "/help is no command. There are /reset, /system TEXT and /quit; //help asks that." in said.err
-    assert "begins anew, with instructions" in said.err
+    assert "/help is not a command. There are /reset, /system TEXT and /quit; //help asks that." in said.err
+    assert "starts over, with instructions" in said.err
     assert "dsgpt2 knows no system messages" in said.err and not said.out  # refused, and the next line goes on
     talk(checkpoints, monkeypatch, "/system Be kind.", "Hello", flags=("--chat-template", "plain"))
     assert capfd.readouterr().out.count("\n") == 1
@@ -94,7 +94,7 @@ def test_commands_take_what_they_take_and_a_question_may_begin_with_a_slash(
     )
     said = capfd.readouterr().err
     assert "/quit takes no text. Write /quit alone, or //quit now to ask that." in said
-    assert "/reset takes no text." in said and "/ is no command." in said and "with instructions" in said
+    assert "/reset takes no text." in said and "/ is not a command." in said and "with instructions" in said
     assert asked == ["/quit now", "/"]
 
 

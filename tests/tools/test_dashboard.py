@@ -38,7 +38,7 @@ def test_the_command_of_the_page_shows_the_runs_until_it_is_told_to_stop(tmp_pat
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="missing is no folder"):
+    with pytest.raises(DataError, match="missing is not a folder"):
         main([str(tmp_path / "missing"), "--port", "0"])
 
 

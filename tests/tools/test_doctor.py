@@ -31,6 +31,25 @@ def test_a_machine_that_can_train(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"ok +{subject} |slow +{subject} ", said), subject
 
 
+def test_the_last_sentence_names_what_would_be_faster() -> None:
+    def finding(subject: str, status: str = doctor.OK, text: str = "") -> doctor.Finding:
+        return doctor.Finding("kernels", subject, status, text)
+
+    slow = [finding("gigatoken", doctor.SLOW), finding("index builder", doctor.SLOW), finding("norm")]
+    assert doctor.what_is_slow(slow) == "Slower than it could be: gigatoken, index builder. See the arrows above."
+    unbuilt = finding("norm", text="torch: csrc is not built: python tools/build_kernels.py")
+    assert doctor.what_is_slow([unbuilt]) == "Compiled kernels would make it faster: python tools/build_kernels.py"
+    assert doctor.what_is_slow([finding("norm")]) == "Nothing to improve."
+
+
+def test_no_line_ends_in_a_colon_and_columns_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [doctor.Finding("kernels", "a" * 34, doctor.OK, "torch"), doctor.Finding("kernels", "b", doctor.OK, "csrc")]
+    doctor.show(found, can_start=True)
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ok"))
+    assert first.index("torch") == second.index("csrc")
+    assert not [one.subject for one in doctor.kernel_findings() if one.text.rstrip().endswith(":")]
+
+
 def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--json"]) == ExitCode.DONE
     report = json.loads(capsys.readouterr().out)
@@ -119,14 +138,15 @@ def test_the_address_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch, address: st
 
 
 @pytest.mark.parametrize(
-    ("address", "problem"), [("gpu", "no host that can be looked up"), ("gpu-a05", "not the first node of the job")]
+    ("address", "problem"),
+    [("gpu", "not a host name that can be resolved"), ("gpu-a05", "not the first node of the job")],
 )
 def test_an_address_that_rank_0_does_not_have_is_refused(
     monkeypatch: pytest.MonkeyPatch, address: str, problem: str
 ) -> None:
     found = _in_slurm(monkeypatch, "gpu-a[03,05]", address)["MASTER_ADDR"]
-    assert found.status == doctor.REFUSED and f"{address} is {problem}, and rank 0 runs on gpu-a03" in found.text
-    assert found.fix == "unset MASTER_ADDR, or set it to gpu-a03."
+    assert found.status == doctor.REFUSED and f"{address} is {problem}; rank 0 runs on gpu-a03" in found.text
+    assert found.fix == "Unset MASTER_ADDR, or set it to gpu-a03."
 
 
 def test_nothing_is_said_about_slurm_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

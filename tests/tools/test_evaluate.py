@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
-from megatron.evaluation.report.results_file import read_results
+from megatron.evaluation.results import read_results
 from tests.helpers.ranks import run_ranks
 from tests.inference.checkpoints import make_checkpoint
 from tools import evaluate
@@ -135,7 +135,10 @@ def test_a_wrong_command_line_is_refused_before_anything_is_loaded(argv: list[st
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_checkpoint_is_loaded(folder: Path) -> None:
-    with pytest.raises(StorageError, match=str(folder)):
+    with pytest.raises(ConfigError, match=f"--output {folder} is a folder"):
         evaluate.main(["--load", "nowhere", "--tasks", str(folder / "tasks.yaml"), "--output", str(folder)])
+    inside = folder / "tasks.yaml" / "results.json"
+    with pytest.raises(StorageError, match=str(inside)):
+        evaluate.main(["--load", "nowhere", "--tasks", str(folder / "tasks.yaml"), "--output", str(inside)])
     with pytest.raises(CheckpointError, match="there is no checkpoint in nowhere"):
         evaluate.main(["--load", "nowhere", "--tasks", str(folder / "tasks.yaml")])

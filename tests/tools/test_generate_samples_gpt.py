@@ -220,7 +220,7 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--num-return-sequences", "0"], "--num-return-sequences 0 is out of range"),
         (
             ["--num-beams", "2", "--num-return-sequences", "3"],
-            "--num-beams 2 finds 2 texts for a prompt, and 3 are asked",
+            "--num-beams 2 finds 2 texts for a prompt, and 3 are requested",
         ),
         (["--num-beams", "2", "--recompute"], "--recompute is for drawing tokens"),
         (["--num-beams", "2", "--top_k", "3"], "--top-k 3 is for drawing tokens"),
@@ -247,11 +247,13 @@ def test_unusable_files_are_reported(checkpoints: Path, tmp_path: Path, prompt_f
         generate_samples_gpt.main(["--load", str(checkpoints), "--sample-input-file", str(blank)])
 
 
-@pytest.mark.parametrize("place", [".", "prompts.txt/out"])
-def test_an_output_that_cannot_be_written_is_refused_before_the_weights_are_read(prompt_file: Path, place: str) -> None:
+@pytest.mark.parametrize(("place", "says"), [(".", "is a folder. Give"), ("prompts.txt/out", "Cannot write .*out: ")])
+def test_an_output_that_cannot_be_written_is_refused_before_the_weights_are_read(
+    prompt_file: Path, place: str, says: str
+) -> None:
     output = prompt_file.parent / place
     argv = ["--load", "nowhere", "--sample-input-file", str(prompt_file), "--sample-output-file", str(output)]
-    with pytest.raises(StorageError, match=f"Cannot write {output}: "):
+    with pytest.raises((ConfigError, StorageError), match=says):
         generate_samples_gpt.main(argv)
 
 

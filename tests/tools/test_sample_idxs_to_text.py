@@ -19,7 +19,6 @@ from megatron.data.order.plan import DataPlan
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
-from megatron.train.checkpoints import save_run
 from megatron.train.sample_order import SampleOrder, read_samples, samples_of_logged_steps, samples_of_steps
 from tests.data.datasets.masked.corpora import write_sentences
 from tests.data.datasets.masked.corpora import write_vocabulary as write_masked_vocabulary
@@ -39,14 +38,14 @@ def consume(flags: Sequence[str], steps: int) -> list[Rows]:
         assert run is not None
         run.report.started(run.progress)
         for _ in range(steps):
-            run.skip_data_ranges()
+            run.parts.before_step(run)
             batches = run.train_batches()
             seen.append(
                 [row for one in batches for row in np.concatenate([one.tokens, one.labels[:, -1:]], axis=1).tolist()]
             )
             run.progress = run.progress.after(len(seen[-1]), len(seen[-1]) * 32)
             run.report.step(run.progress, Outcome(sample_count=len(seen[-1])), 0.1, 0.1)
-        save_run(run, must_succeed=True)
+        run.saves.save(run, must_succeed=True)
     return seen
 
 
@@ -135,7 +134,7 @@ def test_the_order_of_a_run_without_checkpoints_comes_from_its_folder(
     run = tmp_path / "run"
     shutil.copytree(trained["folder"] / "run", run)
     config = json.loads((run / "config.1.json").read_text())
-    config["control"]["save"] = str(tmp_path / "nowhere")
+    config["saving"]["save"] = str(tmp_path / "nowhere")
     (run / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"not only once \(its starts: \[0, 5\]\), and has no checkpoint"):
         tool.main(["--run-dir", str(run), "--start-step", "1"])

@@ -37,7 +37,7 @@ def post(address: str, values: dict[str, Any]) -> dict[str, Any]:
     [
         ((), "--load is required"),
         (("--load", "x", "--port", "70000"), "--port 70000 is out of range"),
-        (("--load", "x", "--cors-origin", "example.org"), "--cors-origin example.org is no origin"),
+        (("--load", "x", "--cors-origin", "example.org"), "--cors-origin example.org is not an origin"),
         (("--load", "x", "--max-queue", "3"), "--max-choices 64 exceeds --max-queue 3"),
         (("--load", "x", "--logit-bias", "a"), "--logit-bias a is not a token id and a bias"),
     ],
@@ -64,7 +64,7 @@ def test_other_machines_are_let_in_with_a_warning(
 ) -> None:
     flags = serve.ServeFlags(load="x", host="0.0.0.0")
     assert serve._access(flags).hosts is None
-    assert "--host 0.0.0.0 lets other machines in, and no token is asked for" in capsys.readouterr().err
+    assert "--host 0.0.0.0 lets other machines in, and no token is required" in capsys.readouterr().err
     monkeypatch.setenv("MEGATRON_SERVE_TOKEN", "0123456789abcdef0123")
     access = serve._access(flags)
     assert access.token is not None and access.token.reveal() == "0123456789abcdef0123"

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import ControlConfig, ModelConfig, OptimConfig
-from megatron.observe.metrics import Metrics
+from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
+from megatron.observe.metrics import StepMetrics
 from megatron.observe.speed.workload import Workload
 
 
@@ -16,9 +16,16 @@ def optim_config(**changes: Any) -> OptimConfig:
     return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, **changes})
 
 
-def control_config(**changes: Any) -> ControlConfig:
-    """A control section with a log line at every step."""
-    return ControlConfig(**{"log_interval": 1, **changes})
+def report_config(**changes: Any) -> ReportConfig:
+    """A report section with a log line at every step."""
+    return ReportConfig(**{"log_interval": 1, **changes})
+
+
+def run_config(**changes: Any) -> RunConfig:
+    """A whole resolved configuration of a tiny run."""
+    needed = {"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, "seq_length": 36}
+    layout = {"distributed_backend": "gloo", "world_size": 1, "data_parallel_size": 1, "effective_zero_stage": 0}
+    return RunConfig.from_json({"asked": {**vars(model_config()), **needed, **layout, **changes}})
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -45,7 +52,7 @@ WORKLOAD = Workload(
 class Outcome:
     """What an engine would return."""
 
-    loss: float = 2.5
+    loss: float | None = 2.5
     token_count: int = 128
     gradient_norm: float = 0.5
     sample_count: int = 8
@@ -66,7 +73,7 @@ class Measured:
     errors: Mapping[str, float] = field(default_factory=lambda: {"acc": 0.125})
 
 
-def metrics(**changes: Any) -> Metrics:
+def metrics(**changes: Any) -> StepMetrics:
     """A complete record of step 7."""
     values: dict[str, Any] = {
         "iteration": 7,
@@ -86,4 +93,4 @@ def metrics(**changes: Any) -> Metrics:
         "teraflops_per_device": 8.0,
         "gigaflops_without_embeddings": 2688.0,
     }
-    return Metrics(**{**values, **changes})
+    return StepMetrics(**{**values, **changes})

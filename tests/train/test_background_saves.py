@@ -6,18 +6,22 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron import log
 from megatron.checkpoint.storage import Storage
 from megatron.errors import ConfigError, ExitCode
-from megatron.train import checkpoints
+from megatron.train import checkpoints, signals
+from megatron.train.signals import StopSignals
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled
 from tests.helpers.tiny_run import TinyCorpus, losses, train, train_here, write_tiny_corpus
@@ -92,6 +96,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.refuse_from: int | None = None
+        self.refuse_to: int | None = None
         self.gate: threading.Event | None = None
         self.is_writing = threading.Event()
         self.step = 0
@@ -103,32 +108,74 @@ class Disk:
                 if self.gate is not None:
                     self.gate.wait(60)
                 self.step += 1
-                if self.refuse_from is not None and self.step >= self.refuse_from:
+                last = math.inf if self.refuse_to is None else self.refuse_to
+                if self.refuse_from is not None and self.refuse_from <= self.step <= last:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return create(storage, path)
 
         Storage.create = patched  # type: ignore[method-assign]
 
 
-def with_full_disk(rank: int, flags: list[str], from_save: int) -> tuple[int, str]:
+def with_full_disk(rank: int, flags: list[str], from_save: int, to_save: int | None = None) -> tuple[int, str]:
     disk = Disk()
     if rank == 1:
-        disk.refuse_from = from_save
+        disk.refuse_from, disk.refuse_to = from_save, to_save
     return train_here(rank, flags)
 
 
+def failed_saves(folder: Path) -> list[int]:
+    """The steps that a run says it could not save, in both of its files."""
+    found = []
+    for name in ("metrics.jsonl", "events.jsonl"):
+        records = [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+        found.append([record["iteration"] for record in records if record["kind"] == "failed_save"])
+    assert found[0] == found[1]
+    return found[0]
+
+
 @pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
-def test_the_second_refused_save_ends_all_ranks_at_the_same_step(corpus: TinyCorpus, tmp_path: Path, mode: str) -> None:
-    flags = corpus.flags(mode, folder=tmp_path, save_interval=2, train_iters=4000, lr_decay_iters=100, zero_stage=1)
+@pytest.mark.parametrize("exits_at_first", [False, True], ids=["three", "first"])
+def test_saves_that_are_refused_in_a_row_end_all_ranks_at_the_same_step(
+    corpus: TinyCorpus, tmp_path: Path, mode: str, exits_at_first: bool
+) -> None:
+    """The disk of one rank is full from the second save on."""
+    more = ["--exit-on-failed-save"] if exits_at_first else []
+    long = {"train_iters": 4000, "lr_decay_iters": 100}
+    flags = corpus.flags(mode, *more, folder=tmp_path, save_interval=2, zero_stage=1, keep_last=1, **long)
     first, second = run_ranks(with_full_disk, 2, flags, 2)
     assert (first[0], second[0]) == (ExitCode.STORAGE, ExitCode.STORAGE)
-    assert "No space left on device" in second[1]
+    reason = "--exit-on-failed-save is given." if exits_at_first else "3 saves in a row failed (--max-failed-saves 3)."
+    assert "No space left on device" in second[1] and second[1].endswith(reason)
     assert first[1] == "rank 1: " + second[1].removeprefix("rank 1: ")
-    assert logged(tmp_path).count("Training continues; the next attempt to save is at the next --save-interval.") == 1
+    tolerated = 0 if exits_at_first else 2
+    warned = "Training continues; the next attempt to save is at the next --save-interval."
+    assert logged(tmp_path).count(warned) == tolerated
+    assert failed_saves(tmp_path) == [4, 6, 8][: tolerated + 1]
     folder = tmp_path / "checkpoints"
     assert [path.name for path in folder.glob("iter_*")] == ["iter_0000002"] and not list(folder.glob(".tmp*"))
-    assert 6 <= max(losses(tmp_path)) < 100
-    assert train(corpus.flags(folder=tmp_path, exit_interval=4, train_iters=4000, lr_decay_iters=100)) == (0, "")
+    assert 4 + 2 * tolerated <= max(losses(tmp_path)) < 100
+    if not exits_at_first:
+        assert train(corpus.flags(folder=tmp_path, exit_interval=4, **long)) == (0, "")
+
+
+@pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
+def test_a_disk_that_is_full_for_a_while_costs_two_checkpoints(corpus: TinyCorpus, tmp_path: Path, mode: str) -> None:
+    flags = corpus.flags(mode, folder=tmp_path, save_interval=2, keep_last=1, zero_stage=1)
+    assert run_ranks(with_full_disk, 2, flags, 2, 3) == [(0, ""), (0, "")]
+    assert failed_saves(tmp_path) == [4, 6] and sorted(losses(tmp_path)) == list(range(1, 9))
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in folder.glob("iter_*")] == ["iter_0000008"] and not list(folder.glob(".tmp*"))
+
+
+@pytest.mark.parametrize("stop", ["the end", "a stop"])
+def test_a_last_save_that_is_refused_is_an_error(corpus: TinyCorpus, tmp_path: Path, stop: str) -> None:
+    kill_switch = tmp_path / "stop"
+    more = {"exit_interval": 3} if stop == "a stop" else {}
+    flags = corpus.flags(folder=tmp_path, save_interval=4, kill_switch_path=kill_switch, **more)
+    results = run_ranks(with_full_disk, 2, flags, 1)
+    assert [code for code, _ in results] == [ExitCode.STORAGE] * 2
+    assert not list((tmp_path / "checkpoints").glob("*iter_*"))
+    assert failed_saves(tmp_path)[-1] == (3 if stop == "a stop" else 8)
 
 
 def stopped_while_writing(rank: int, flags: list[str], stop: str, killed: str) -> tuple[int, str, int]:
@@ -148,6 +195,32 @@ def stopped_while_writing(rank: int, flags: list[str], stop: str, killed: str) -
     threading.Thread(target=ask).start()
     code, text = train_here(rank, flags)
     return code, text, len(waiting)
+
+
+def stopped_while_waiting(rank: int, flags: list[str]) -> tuple[int, str]:
+    """The first checkpoint's rename takes long, and the stop is asked for while the next save waits for it."""
+    signals._PATIENCE_SECONDS = 0.2
+    rename, ended = Storage.rename, []
+
+    def slow(storage: Storage, source: Path, target: Path) -> None:
+        if target.name == "iter_0000004":
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(3.0)
+        rename(storage, source, target)
+
+    Storage.rename = slow  # type: ignore[method-assign]
+    log.end_process = lambda code, text, **more: ended.append((code, text))  # type: ignore[assignment]
+    StopSignals.__init__.__defaults__ = (log.end_process,)  # type: ignore[attr-defined]
+    code, text = train_here(rank, flags)
+    return code, "; ".join([text, *(told for _, told in ended)])
+
+
+def test_a_stop_signal_waits_for_the_save_that_holds_up_the_loop(corpus: TinyCorpus, tmp_path: Path) -> None:
+    flags = corpus.flags(folder=tmp_path, save_interval=4, train_iters=4000, lr_decay_iters=100)
+    assert run_ranks(stopped_while_waiting, 1, flags) == [(ExitCode.REQUEUE, "")]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert names == ["iter_0000004", f"iter_{max(losses(tmp_path)):07d}"] and len(names) == 2
 
 
 @pytest.mark.parametrize("stop", ["signal", "file", "interval", "end"])

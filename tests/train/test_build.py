@@ -13,17 +13,23 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
 from megatron.config.run import sections_of
-from megatron.data.datasets.build import SplitDatasets
+from megatron.data.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
-from megatron.data.loader import BatchOptions
 from megatron.errors import PeerLostError
-from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train import build
-from megatron.train.build import open_run, parameter_counts
+from megatron.train.build import open_run
+from megatron.train.engine_opening import parameter_counts
+from megatron.train.evaluation import Evaluator
+from megatron.train.part import Parts
 from megatron.train.run import Run
-from megatron.train.stop import Verdict
+from megatron.train.run_data import RunData
+from megatron.train.start_up import environment
+from megatron.train.stop import Stopping
 from tests.config.command_lines import small
+
+_MESH = ParallelMesh.single()
 
 
 class Numbers:
@@ -39,23 +45,15 @@ class Numbers:
         return Sample(np.arange(index, index + 5, dtype=np.int64))
 
 
-def run_of(text: str = "", *, train: Any = None, progress: Progress | None = None, **parts: Any) -> Run:
+def run_of(text: str = "", *, train: Any = None, progress: Progress | None = None) -> Run:
     """A run without an engine, micro-batches of 2 and a global batch of 8."""
-    config = resolve(small(text), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
+    config, mesh = resolve(small(text), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f")), _MESH
     nothing: Any = None
-    return Run(
-        config=config,
-        mesh=ParallelMesh.single(),
-        tokenizer=nothing,
-        engine=nothing,
-        datasets=SplitDatasets(train, {"valid": "v"}, {"test": "t"}),
-        plan=nothing,
-        options=BatchOptions(eod_id=999, vocab_size=1000),
-        report=nothing,
-        rules=parts.get("rules", nothing),
-        lock=None,
-        progress=progress or Progress(),
-    )
+    plan: Any = SimpleNamespace(train=None)
+    tokenizer: Any = SimpleNamespace(eod_id=999)
+    data = RunData(config, mesh, tokenizer, SplitDatasets(train, {"valid": "v"}, {"test": "t"}), plan)
+    rules, parts = Stopping(nothing, mesh), Parts()
+    return Run(config, mesh, nothing, data, nothing, Evaluator(), nothing, rules, parts, progress or Progress())
 
 
 @pytest.mark.parametrize(
@@ -83,50 +81,23 @@ def test_batches_follow_the_consumed_samples(workers: int) -> None:
     for consumed in (0, 8, 16, 40):  # the last one jumps, as a skipped range does
         run.progress = Progress(0, consumed)
         seen.append([batch.tokens[:, 0].tolist() for batch in run.train_batches()])
-    run.close()
+    run.data.close()
     assert seen == [[[start + i, start + i + 1] for i in (0, 2, 4, 6)] for start in (0, 8, 16, 40)]
 
 
-def test_skipping_moves_the_progress() -> None:
-    run = run_of("--skip-train-iteration-range 1-2")
-    run.skip_data_ranges()
+def test_passing_over_batches_moves_the_data_and_not_the_step() -> None:
+    run = run_of()
+    run.pass_over(2)
     assert run.progress == Progress(0, 16, 16 * 32)
 
 
-def test_the_verdict_of_one_rank_applies_to_all() -> None:
-    run = run_of(rules=rules({4: Verdict.SIGNAL}))
-    assert run.should_stop() is Verdict.CONTINUE
-    run.progress = Progress(4)
-    assert run.should_stop() is Verdict.SIGNAL
-
-
-def rules(verdicts: dict[int, Verdict]) -> Any:
-    """Stop rules with a verdict for some steps."""
-    return SimpleNamespace(
-        verdict=lambda step: verdicts.get(step, Verdict.CONTINUE),
-        is_interval_over=lambda step: verdicts.get(step) is Verdict.INTERVAL,
-    )
-
-
-def test_a_pending_verdict_takes_effect_one_step_later_and_an_interval_at_once() -> None:
-    """On a GPU the host does not wait for the other ranks' verdicts."""
-    run = run_of(rules=rules({2: Verdict.DURATION, 6: Verdict.INTERVAL, 7: Verdict.SIGNAL}))
-    run.steps_in_flight = 1
-    seen = {}
-    for step in range(1, 9):
-        run.progress = Progress(step)
-        seen[step] = run.should_stop()
-    expected = {3: Verdict.DURATION, 6: Verdict.INTERVAL, 8: Verdict.SIGNAL}
-    assert seen == {step: expected.get(step, Verdict.CONTINUE) for step in range(1, 9)}
-
-
 def test_the_groups_of_a_split() -> None:
-    assert run_of().evaluation_datasets("valid") == {"valid": "v"}
-    assert run_of().evaluation_datasets("test") == {"test": "t"}
+    assert run_of().data.evaluation_datasets("valid") == {"valid": "v"}
+    assert run_of().data.evaluation_datasets("test") == {"test": "t"}
 
 
 def test_closing_a_run_that_has_read_nothing() -> None:
-    run_of().close()
+    run_of().data.close()
 
 
 def test_every_argument_is_logged_under_its_own_name() -> None:
@@ -156,8 +127,8 @@ def test_a_lost_rank_is_one_sentence_that_asks_for_the_same_command() -> None:
     text = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4781. This is typically"
     with (
         pytest.raises(PeerLostError, match=r"another rank of this run ended .* \(Connection closed by peer \[127"),
-        build._explain_lost_peers(),
+        environment._explain_lost_peers(),
     ):
         raise RuntimeError(text)
-    with pytest.raises(RuntimeError, match="shape"), build._explain_lost_peers():
+    with pytest.raises(RuntimeError, match="shape"), environment._explain_lost_peers():
         raise RuntimeError("a wrong shape")

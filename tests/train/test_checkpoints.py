@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 from megatron import __version__
-from megatron.checkpoint.background.writer import Outcome
+from megatron.checkpoint import SaveOptions
+from megatron.checkpoint.background_writer import SaveOutcome
 from megatron.checkpoint.record import Progress
+from megatron.config import SavingConfig
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED
 from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.observe.styles import megatron
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
-from megatron.train.checkpoints import hear_of_save, raise_failed_save, run_record, save_run
+from megatron.train.checkpoints import Saves, run_record
+from megatron.train.part import Part, Parts
 from megatron.train.restarts.identity import RunIdentity
 from tests.checkpoint.records import PLAN
-from tests.train.samples import control_config
 
 
 class Disk:
@@ -37,14 +39,10 @@ class Disk:
         pieces: Any,
         record: Any,
         mesh: Any,
-        *,
-        lock: Any,
-        after_commit: Any,
-        beat: Any,
-        lines: Any,
+        options: SaveOptions,
     ) -> None:
-        assert lines is megatron.SAVE_LINES
-        self.calls.append((directory, pieces, record, lock, after_commit))
+        assert options.lines is megatron.SAVE_LINES
+        self.calls.append((directory, pieces, record, options.lock, options.after_commit))
         if self.refusals:
             self.refusals -= 1
             raise StorageError(f"cannot write {directory}: No space left on device.")
@@ -54,52 +52,76 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     fake = Disk()
-    monkeypatch.setattr(checkpoints, "save", fake.save)
+    monkeypatch.setattr(checkpoints, "save_checkpoint", fake.save)
     monkeypatch.setattr(checkpoints, "owned_pieces", lambda engine, *, with_optimizer: ("pieces", with_optimizer))
     monkeypatch.setattr(checkpoints, "data_fingerprint", lambda data: {"of": data})
     return fake
 
 
-def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
-    """As much of a run as saving looks at."""
-    mesh = ParallelMesh.at(standard_axes(2), rank)
+class Remembering(Part):
+    """Has something to keep, and notes the saves that fail."""
+
+    def __init__(self, told: list[tuple[Any, ...]]) -> None:
+        self.told = told
+
+    def failed_save(self, run: Any, step: int, reason: str) -> None:
+        self.told.append((step, reason))
+
+    def state(self, run: Any) -> dict[str, Any]:
+        return {
+            "recent": {"loss": [2.5]},
+            "passed_batches": ({"step": 2, "first_sample": 8, "last_sample": 15},),
+            "counter": {"seen": 3},
+        }
+
+
+def run_at(step: int, *, rank: int = 0, writer: Any = None, **saving: Any) -> Any:
+    """As much of a run as saving looks at; `told` is what it reports of failed saves."""
+    told: list[tuple[Any, ...]] = []
+    mesh = ParallelMesh.at(standard_axes(2), rank) if writer is None else ParallelMesh.single()
+    lock: Any = "lock"
+    after: Any = "after"
     return SimpleNamespace(
         config=SimpleNamespace(
-            control=control_config(**{"save": "checkpoints", "save_interval": 2, **control}),
             data="data",
+            saving=SavingConfig(**{"save": "checkpoints", "save_interval": 2, **saving}),
             safety=SimpleNamespace(check_replicas_interval=0),
             to_json=lambda: {"config": 1},
         ),
         engine=SimpleNamespace(
             update_count=step - 1,
             loss_scale_state={"cur_scale": 2.0},
-            gate=SimpleNamespace(to_json=lambda: {"loss": [2.5]}),
             freezing=EVERYTHING_IS_TRAINED,
         ),
         mesh=mesh,
-        lock="lock",
-        plan=PLAN,
-        tokenizer=SimpleNamespace(fingerprint="f", vocab_size=600, name="GPT2BPE", eod_id=0),
+        data=SimpleNamespace(
+            plan=PLAN,
+            tokenizer=SimpleNamespace(fingerprint="f", vocab_size=600, name="GPT2BPE", eod_id=0, behaviour={}),
+        ),
         progress=Progress(step, 8 * step, 80 * step),
-        saved_step=None,
-        failed_saves=0,
-        identity=RunIdentity("0123456789abcdef", {"run_id": "fedcba9876543210", "step": 3}),
-        passed_batches=({"step": 2, "first_sample": 8, "last_sample": 15},),
-        writer=None,
-        save_failure=None,
-        validation=(step, 2.25),
-        after_commit="after",
-        watch=SimpleNamespace(beat=lambda: None),
-        report=SimpleNamespace(style=megatron),
+        saves=Saves(
+            RunIdentity("0123456789abcdef", {"run_id": "fedcba9876543210", "step": 3}),
+            lock=lock,
+            writer=writer,
+            after_commit=after,
+        ),
+        evaluator=SimpleNamespace(validation_loss=lambda at: 2.25 if at == step else None),
+        report=SimpleNamespace(style=megatron, failed_save=lambda progress, *words: told.append(words)),
+        parts=Parts([Remembering(told)]),
+        told=told,
     )
+
+
+def save(run: Any, *, must_succeed: bool = False) -> None:
+    run.saves.save(run, must_succeed=must_succeed)
 
 
 def test_a_step_is_saved_once(disk: Disk) -> None:
     run = run_at(4)
-    save_run(run)
-    save_run(run, must_succeed=True)
+    run.saves.save(run)
+    run.saves.save(run, must_succeed=True)
     assert disk.steps == [4]
-    assert run.saved_step == 4
+    assert run.saves.saved_step == 4
     directory, pieces, record, lock, after = disk.calls[0]
     assert (directory, pieces, lock, after) == (Path("checkpoints"), ("pieces", True), "lock", "after")
     assert record == run_record(run).to_json()
@@ -107,48 +129,62 @@ def test_a_step_is_saved_once(disk: Disk) -> None:
 
 def test_a_step_that_was_loaded_is_not_saved_again(disk: Disk) -> None:
     run = run_at(4)
-    run.saved_step = 4
-    save_run(run)
+    run.saves.saved_step = 4
+    run.saves.save(run)
     assert disk.calls == []
 
 
 def test_without_save_nothing_is_saved(disk: Disk) -> None:
-    save_run(run_at(4, save=None, save_interval=None), must_succeed=True)
+    save(run_at(4, save=None, save_interval=None), must_succeed=True)
     assert disk.calls == []
 
 
 def test_the_optimizer_state_can_be_omitted(disk: Disk) -> None:
-    save_run(run_at(4, no_save_optim=True))
+    save(run_at(4, no_save_optim=True))
     assert disk.calls[0][1] == ("pieces", False)
 
 
-def test_one_failed_save_is_reported_and_training_continues(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_save_is_reported_and_training_continues(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4)
     disk.refusals = 1
-    save_run(run)
+    run.saves.save(run)
     said = capsys.readouterr().err
     assert "cannot write checkpoints: No space left on device." in said
     assert "Training continues; the next attempt to save is at the next --save-interval." in said
-    assert (run.saved_step, run.failed_saves) == (None, 1)
+    assert "The run ends if 2 more in a row fail (--max-failed-saves 3)." in said
+    assert run.told[0] == (4, "cannot write checkpoints: No space left on device.", 1) and len(run.told) == 2
+    assert (run.saves.saved_step, run.saves.failed) == (None, 1)
     run.progress = Progress(6, 48, 480)
-    save_run(run)
-    assert (disk.steps, run.saved_step, run.failed_saves) == ([6], 6, 0)
+    run.saves.save(run)
+    assert (disk.steps, run.saves.saved_step, run.saves.failed) == ([6], 6, 0)
 
 
 def test_one_rank_reports_a_failed_save(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4, rank=1)
     disk.refusals = 1
-    save_run(run)
+    run.saves.save(run)
     assert capsys.readouterr().err == ""
-    assert run.failed_saves == 1
+    assert run.saves.failed == 1
 
 
-def test_the_second_consecutive_failure_ends_the_run(disk: Disk) -> None:
+def test_the_last_of_many_failures_in_a_row_ends_the_run(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4)
-    disk.refusals = 2
-    save_run(run)
-    with pytest.raises(StorageError, match="cannot write checkpoints: No space left"):
-        save_run(run)
+    disk.refusals = 3
+    run.saves.save(run)
+    run.saves.save(run)
+    assert capsys.readouterr().err.count("the checkpoint of iteration 4 was not saved: cannot write checkpoints") == 2
+    with pytest.raises(StorageError, match="No space left.* 3 saves in a row failed .--max-failed-saves 3"):
+        run.saves.save(run)
+    assert [told[2] for told in run.told if len(told) == 3] == [1, 2, 3]
+
+
+def test_the_first_failure_ends_a_run_that_asks_for_it(disk: Disk) -> None:
+    disk.refusals = 1
+    with pytest.raises(StorageError, match="No space left.* because --exit-on-failed-save is given"):
+        save(run_at(4, exit_on_failed_save=True))
+    disk.refusals = 1
+    with pytest.raises(StorageError, match="1 saves in a row failed .--max-failed-saves 1"):
+        save(run_at(4, max_failed_saves=1))
 
 
 def test_non_consecutive_failures_do_not_accumulate(disk: Disk) -> None:
@@ -156,23 +192,25 @@ def test_non_consecutive_failures_do_not_accumulate(disk: Disk) -> None:
     for step in (2, 4, 6, 8):
         run.progress = Progress(step, 8 * step, 80 * step)
         disk.refusals = 1 if step in (2, 6) else 0
-        save_run(run)
+        run.saves.save(run)
     assert disk.steps == [4, 8]
 
 
 def test_the_last_save_must_succeed(disk: Disk) -> None:
     disk.refusals = 1
+    run = run_at(4)
     with pytest.raises(StorageError, match="cannot write checkpoints: No space left"):
-        save_run(run_at(4), must_succeed=True)
+        run.saves.save(run, must_succeed=True)
+    assert run.told[0][0] == 4
 
 
 def test_other_errors_are_not_treated_as_storage_failures(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **keywords: Any) -> None:
         raise ValueError("a mistake of ours")
 
-    monkeypatch.setattr(checkpoints, "save", broken)
+    monkeypatch.setattr(checkpoints, "save_checkpoint", broken)
     with pytest.raises(ValueError, match="a mistake of ours"):
-        save_run(run_at(4))
+        save(run_at(4))
 
 
 def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
@@ -183,20 +221,20 @@ def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
         "config": {"config": 1},
         "data_plan": PLAN.to_json(),
         "data": {"of": "data"},
-        "tokenizer": {"fingerprint": "f", "vocab_size": 600, "name": "GPT2BPE"},
+        "tokenizer": {"fingerprint": "f", "vocab_size": 600, "name": "GPT2BPE", "eod_id": 0},
         "program": {"version": __version__},
         "recent": {"loss": [2.5]},
         "run_id": "0123456789abcdef",
         "finetuned_from": {"run_id": "fedcba9876543210", "step": 3},
         "passed_batches": [{"step": 2, "first_sample": 8, "last_sample": 15}],
         "validation_loss": 2.25,
+        "parts": {"counter": {"seen": 3}},
     }
 
 
-@pytest.mark.parametrize("validation", [None, (3, 2.25), (4, float("nan"))])
-def test_a_validation_loss_is_that_of_the_saved_step(disk: Disk, validation: tuple[int, float] | None) -> None:
+def test_a_validation_loss_is_that_of_the_saved_step(disk: Disk) -> None:
     run = run_at(4)
-    run.validation = validation
+    run.progress = Progress(5, 40, 400)
     assert run_record(run).validation_loss is None
 
 
@@ -209,7 +247,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.began: list[int] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[SaveOutcome] = []
         self.next_failure: Exception | None = None
         self.heard = True
         self.stall_seconds = 0.0
@@ -222,10 +260,10 @@ class Writer:
             self.end()
 
     def end(self) -> None:
-        self.outcomes.append(Outcome(self.began[-1], self.next_failure, 0.1))
+        self.outcomes.append(SaveOutcome(self.began[-1], self.next_failure, 0.1))
         self.heard = False
 
-    def take_outcome(self) -> Outcome | None:
+    def take_outcome(self) -> SaveOutcome | None:
         if not self.outcomes or self.heard:
             return None
         self.heard = True
@@ -235,70 +273,68 @@ class Writer:
 @pytest.fixture
 def run(disk: Disk) -> Any:
     """A single rank that saves in the background."""
-    made = run_at(2)
-    made.mesh = ParallelMesh.single()
-    made.writer = Writer()
-    return made
+    return run_at(2, writer=Writer())
 
 
 def test_only_what_is_committed_counts_as_saved(run: Any, disk: Disk) -> None:
-    save_run(run)
-    hear_of_save(run)
-    assert (run.writer.began, run.saved_step, disk.steps) == ([2], None, [])
-    run.writer.end()
-    hear_of_save(run)
-    assert run.saved_step == 2
+    run.saves.save(run)
+    run.saves.note_outcome(run)
+    assert (run.saves.writer.began, run.saves.saved_step, disk.steps) == ([2], None, [])
+    run.saves.writer.end()
+    run.saves.note_outcome(run)
+    assert run.saves.saved_step == 2
 
 
 def test_a_save_waits_for_the_one_before(run: Any, disk: Disk) -> None:
-    save_run(run)
+    run.saves.save(run)
     run.progress = Progress(4, 32, 320)
-    save_run(run)
-    assert (run.writer.began, run.saved_step) == ([2, 4], 2)
-    save_run(run, must_succeed=True)
-    assert (run.writer.began, run.saved_step, disk.steps) == ([2, 4], 4, [])
+    run.saves.save(run)
+    assert (run.saves.writer.began, run.saves.saved_step) == ([2, 4], 2)
+    run.saves.save(run, must_succeed=True)
+    assert (run.saves.writer.began, run.saves.saved_step, disk.steps) == ([2, 4], 4, [])
     run.progress = Progress(5, 40, 400)
-    save_run(run, must_succeed=True)
-    assert (run.writer.began, run.saved_step, disk.steps) == ([2, 4], 5, [5])
+    run.saves.save(run, must_succeed=True)
+    assert (run.saves.writer.began, run.saves.saved_step, disk.steps) == ([2, 4], 5, [5])
 
 
 def test_a_save_in_the_background_that_fails_once(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    run.writer.next_failure = StorageError("cannot write x: No space left on device.")
-    save_run(run)
-    run.writer.end()
-    hear_of_save(run)
-    hear_of_save(run)
+    run.saves.writer.next_failure = StorageError("cannot write x: No space left on device.")
+    run.saves.save(run)
+    run.saves.writer.end()
+    run.saves.note_outcome(run)
+    run.saves.note_outcome(run)
     assert capsys.readouterr().err.count("Training continues; the next attempt to save is at the next") == 1
-    assert (run.saved_step, run.failed_saves, run.save_failure) == (None, 1, None)
-    run.writer.next_failure = None
-    save_run(run)
-    run.writer.end()
-    hear_of_save(run)
-    assert (run.saved_step, run.failed_saves) == (2, 0)
+    assert (run.saves.saved_step, run.saves.failed, run.saves.failure) == (None, 1, None)
+    run.saves.writer.next_failure = None
+    run.saves.save(run)
+    run.saves.writer.end()
+    run.saves.note_outcome(run)
+    assert (run.saves.saved_step, run.saves.failed) == (2, 0)
 
 
-def test_the_second_failure_in_the_background_is_raised(run: Any, disk: Disk) -> None:
-    run.writer.next_failure = StorageError("cannot write x: No space left on device.")
-    for _ in range(2):
-        save_run(run)
-        run.writer.end()
-        hear_of_save(run)
-    assert run.save_failure is run.writer.next_failure
+def test_the_last_failure_in_the_background_is_raised(run: Any, disk: Disk) -> None:
+    run.saves.writer.next_failure = StorageError("cannot write x: No space left on device.")
+    for _ in range(3):
+        assert run.saves.failure is None
+        run.saves.save(run)
+        run.saves.writer.end()
+        run.saves.note_outcome(run)
+    assert "3 saves in a row failed (--max-failed-saves 3)" in str(run.saves.failure)
     with pytest.raises(StorageError, match="cannot write x"):
-        raise_failed_save(run)
+        run.saves.raise_failure(run)
     with pytest.raises(StorageError, match="cannot write x"):
-        save_run(run)
-    save_run(run, must_succeed=True)  # a run that stops for another reason tries once more
-    assert (disk.steps, run.saved_step) == ([2], 2)
+        run.saves.save(run)
+    run.saves.save(run, must_succeed=True)  # a run that stops for another reason tries once more
+    assert (disk.steps, run.saves.saved_step) == ([2], 2)
 
 
 @pytest.mark.parametrize("failure", [NumericsError("tensor a holds nan"), CheckpointError("lost"), ValueError("bug")])
 def test_any_other_failure_in_the_background_ends_the_run_at_once(run: Any, failure: Exception) -> None:
-    run.writer.next_failure = failure
-    save_run(run)
-    run.writer.end()
-    hear_of_save(run)
-    assert run.save_failure is failure
+    run.saves.writer.next_failure = failure
+    run.saves.save(run)
+    run.saves.writer.end()
+    run.saves.note_outcome(run)
+    assert run.saves.failure is failure
     for must_succeed in (False, True):
         with pytest.raises(type(failure), match=str(failure)):
-            save_run(run, must_succeed=must_succeed)
+            run.saves.save(run, must_succeed=must_succeed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.train.evaluation import evaluate, mean_loss
-from megatron.train.watchdog import Watch
-from tests.train.samples import control_config
+from megatron.config import EvaluationConfig
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.evaluation import Evaluation, Evaluator, mean_loss
+from megatron.train.part import Part, Parts
 
 
 class FakeRun:
@@ -21,7 +23,7 @@ class FakeRun:
     def __init__(self, answers: list[tuple[float, int]]) -> None:
         self.config = SimpleNamespace(
             optim=SimpleNamespace(global_batch_size=4),
-            control=control_config(),
+            evaluation=EvaluationConfig(),
             data=SimpleNamespace(num_workers=2, seq_length=50),
         )
         self.asked: list[tuple[int, int, int]] = []
@@ -35,13 +37,11 @@ class FakeRun:
         self.report = SimpleNamespace(evaluation=lambda *told: report(told), task=lambda *told: report(told))
         self.open_loaders = 0
         self.most_samples = 100
-        self.watch = Watch()
-        self.tasks: tuple[Any, ...] = ()
-        self.prompts = None
+        self.data = self
+        self.parts = Parts()
+        self.evaluator = Evaluator()
+        self.mesh = ParallelMesh.single()
         self._answers = iter(answers)
-
-    def scorer(self) -> str:
-        return "the scorer"
 
     @contextlib.contextmanager
     def loader(self, dataset: Any) -> Iterator[Any]:
@@ -85,20 +85,28 @@ def test_the_same_samples_every_time() -> None:
     assert run.asked[:2] == run.asked[2:]
 
 
-def test_zero_counted_tokens_do_not_divide_by_zero() -> None:
-    assert mean_loss(FakeRun([(0.0, 0)]), range(4), 4) == 0.0
+def test_without_a_counted_token_there_is_no_loss_and_a_warning_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mean_loss(FakeRun([(0.0, 0)]), range(4), 4) is None
+    assert mean_loss(FakeRun([(1.0, 0.25), (0.0, 0.25)]), range(8), 8) == 2.0
+    run = FakeRun([(0.0, 0), (0.0, 0), (6.0, 4)] * 2)
+    for _ in range(2):
+        assert run.evaluator.evaluate(run, "iteration 5") == {"news": None, "code": 1.5}
+    assert run.reported[0] == (run.progress, "news", "iteration 5", None)
+    assert (run.evaluator.validation_loss(5), run.evaluator.validation_loss(6)) == (1.5, None)
+    assert run.evaluator.has_validated(5) and not run.evaluator.has_validated(6)
+    assert capsys.readouterr().err.count("the evaluation on news has no loss: none of the tokens of its 8 samples") == 1
 
 
 def test_nothing_is_reported_of_no_samples() -> None:
     run = FakeRun([])
     run.most_samples = 0
-    assert evaluate(run, "iteration 5") == {}
+    assert run.evaluator.evaluate(run, "iteration 5") == {}
     assert run.reported == []
 
 
 def test_every_group_is_reported_under_its_name() -> None:
     run = FakeRun([(4.0, 4), (8.0, 4), (12.0, 4)])
-    assert evaluate(run, "iteration 5") == {"news": 1.5, "code": 3.0}
+    assert run.evaluator.evaluate(run, "iteration 5") == {"news": 1.5, "code": 3.0}
     assert run.reported == [
         (run.progress, "news", "iteration 5", 1.5),
         (run.progress, "code", "iteration 5", 3.0),
@@ -108,15 +116,20 @@ def test_every_group_is_reported_under_its_name() -> None:
 
 def test_a_split_without_data_reports_nothing() -> None:
     run = FakeRun([])
-    assert evaluate(run, "the end", split="test") == {}
+    assert run.evaluator.evaluate(run, "the end", split="test") == {}
     assert run.reported == []
 
 
-def test_tasks_run_with_the_validation_split_only() -> None:
-    run = FakeRun([])
-    run.evaluation_datasets = lambda split: {}  # type: ignore[method-assign]
-    run.tasks = (SimpleNamespace(run=lambda scorer: f"measured by {scorer}"),)
-    assert evaluate(run, "the end", split="test") == {}
-    assert run.reported == []
-    assert evaluate(run, "iteration 5") == {}
-    assert run.reported == [(run.progress, "iteration 5", "measured by the scorer")]
+def test_the_parts_follow_every_evaluation() -> None:
+    class Following(Part):
+        def at_evaluation(self, run: Any, evaluation: Evaluation) -> None:
+            run.reported.append(evaluation)
+
+    run = FakeRun([(4.0, 4), (8.0, 4), (math.inf, 4)])
+    run.parts = Parts([Following()])
+    run.evaluator.evaluate(run, "the end", split="test")
+    run.evaluator.evaluate(run, "iteration 5")
+    losses = {"news": 1.5, "code": math.inf}
+    followed = [one for one in run.reported if isinstance(one, Evaluation)]
+    assert followed == [Evaluation("test", "the end", {}), Evaluation("valid", "iteration 5", losses)]
+    assert run.evaluator.validation_loss(5) is None, "it is not finite"

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
-from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import Sample, SampleDataset
+from megatron.data.datasets.shortened import ShortenedDataset
 from megatron.model.interface.step_context import MaskKind
-from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.language_model import LanguageModelObjective, PrefixObjective
 from megatron.objective.masked import MaskedLanguageModelObjective
-from megatron.objective.prefix import PrefixObjective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
+from megatron.train.objectives import batch_options, build_objective, samples_to_learn, step_settings
 from tests.config.command_lines import small
 
 TOKENIZER = cast(Tokenizer, SimpleNamespace(eod_id=9))
@@ -80,16 +79,16 @@ def test_the_objective_of_each_kind() -> None:
         ("--reset-attention-mask --loss-on-targets-only", {"eod_id": 9, "on_targets_only": True}),
     ],
 )
-def test_every_split_gets_prefixes(flags: str, found: dict[str, Any]) -> None:
-    splits = SplitDatasets(DATASET, {"a": DATASET, "b": DATASET}, {"test": DATASET})
-    prefixed = with_prefixes(splits, _config(f"--objective prefix --seed 77 {flags}"), TOKENIZER)
-    for dataset in (prefixed.train, *prefixed.valid.values(), *prefixed.test.values()):
-        assert dataset == PrefixDataset(DATASET, 77, **found)
-    assert (list(prefixed.valid), list(prefixed.test)) == (["a", "b"], ["test"])
-    assert with_prefixes(SplitDatasets(None, {}, {}), _config("--objective prefix"), TOKENIZER).train is None
+def test_samples_get_prefixes_within_the_length_in_use(flags: str, found: dict[str, Any]) -> None:
+    config = _config(f"--objective prefix --seed 77 {flags}")
+    whole = PrefixDataset(DATASET, 77, **found)
+    assert samples_to_learn(DATASET, config, TOKENIZER) == whole
+    assert samples_to_learn(DATASET, config, TOKENIZER, config.data.seq_length) == whole
+    short = PrefixDataset(ShortenedDataset(DATASET, 3), 77, **found)
+    assert samples_to_learn(DATASET, config, TOKENIZER, 3) == short
 
 
 def test_other_objectives_keep_their_samples() -> None:
-    splits = SplitDatasets(DATASET, {}, {})
-    assert with_prefixes(splits, _config(), TOKENIZER) is splits
-    assert with_prefixes(splits, _config("--objective multitask"), TOKENIZER) is splits
+    for flags in ("", "--objective multitask"):
+        assert samples_to_learn(DATASET, _config(flags), TOKENIZER) is DATASET
+    assert samples_to_learn(DATASET, _config(), TOKENIZER, 3) == ShortenedDataset(DATASET, 3)

@@ -11,7 +11,7 @@ import pytest
 import pretrain_gpt
 from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode
-from megatron.train.build import warn_if_done
+from megatron.train.restarts.restore import warn_if_done
 from tests.helpers.programs import forking_python
 from tests.helpers.samples import sampled
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus

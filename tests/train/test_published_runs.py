@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 
+from docs.site.published_commands import LIST, Command, check, read_commands
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scaled_commands import PROCESSES, scaled
 from tests.helpers.tiny_run import TinyCorpus, steps, train_here, write_tiny_corpus
-from tools.published_commands import LIST, Command, check, read_commands
 
-# One command of each kind: experts, dense with the flags of experts and a ramp-up, a curriculum, an encoder norm with
+# One command of each kind: experts, the same number in every layer or not, with a teacher that has such experts too, a
+# part of the optimizer on the host, dense with the flags of experts and a ramp-up, a curriculum, an encoder norm with
 # ALiBi, grouped queries in stages, stage 3 of ZeRO.
 KINDS = (
     "ds_pretrain_gpt_125M_MoE64.sh",
+    "ds_pretrain_gpt_350M_PR-MoE32or64.sh",
+    "ds_pretrain_gpt_350M_PR-MoE32or64_MoS.sh",
+    "offload_pp/ds_pretrain_gpt_350M.sh",
     "ds_pretrain_gpt_1.3B_dense.sh",
     "ds_pretrain_gpt_125M_dense_cl.sh",
     "run_bf16.sh",
@@ -72,7 +76,9 @@ def as_upstream() -> dict[int, tuple[float, int, int]]:
 def chosen(cases: int) -> list[Command]:
     """The commands that are trained."""
     accepted = [command for command in read_commands(LIST) if not check(command).refusals]
-    return [command for command in accepted if cases >= ALL or Path(command.script).name in KINDS]
+    return [
+        command for command in accepted if cases >= ALL or command.script.endswith(tuple(f"/{name}" for name in KINDS))
+    ]
 
 
 def test_published_commands_and_growing_samples_train(tmp_path: Path, pytestconfig: pytest.Config) -> None:
@@ -88,8 +94,12 @@ def test_published_commands_and_growing_samples_train(tmp_path: Path, pytestconf
         "growing, resumed": growing(corpus, cut, **two),
     }
     published = {f"{place:02}": command for place, command in enumerate(chosen(cases))}
+    pyramid = whole
     for place, command in published.items():
-        commands[f"{place} {command.name}"] = scaled(command, corpus, tmp_path / place, count, whole / "checkpoints")
+        teacher = (pyramid if "--num-experts-teacher" in command.flags else whole) / "checkpoints"
+        commands[f"{place} {command.name}"] = scaled(command, corpus, tmp_path / place, count, teacher)
+        if "PR-MoE" in command.name and "--mos" not in command.flags:
+            pyramid = tmp_path / place
     results = run_ranks(train_all, PROCESSES, list(commands.values()), timeout_seconds=60 + 30 * len(commands))
     for ended in results:
         assert {name: result for name, result in zip(commands, ended, strict=True) if result != (0, "")} == {}

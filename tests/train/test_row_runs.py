@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.windows import shard_name
+from megatron.data.formats.parquet_windows import shard_name
 from megatron.data.loader import MicroBatches
+from megatron.data.sources.request import DataRequest
 from megatron.parallel.joining import open_mesh
-from megatron.train.build import build_engine
+from megatron.train.engine_opening import build_engine
 from tests.data.databases import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows
 from tests.helpers.ranks import run_ranks
@@ -75,7 +76,9 @@ def unigram_losses(rank: int, paths: list[str], probabilities: list[float]) -> l
                     weight[0] = 1.0
     results = []
     for path in paths:
-        datasets, _ = build_split_datasets(DataConfig(seq_length=8, valid_data_path=(path,)), 8, 1, (0, 4, 0))
+        datasets, _ = build_split_datasets(
+            DataRequest(DataConfig(seq_length=8, valid_data_path=(path,)), 8, 1, (0, 4, 0))
+        )
         batches = MicroBatches(datasets.valid["valid"], first_sample=0, global_batch_size=4, micro_batch_size=2)
         results.append(engine.evaluate(batches))
     return results

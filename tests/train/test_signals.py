@@ -31,8 +31,8 @@ class Ends:
 class State:
     """What is known of the other ranks and the step; set by hand."""
 
-    def __init__(self, answer: bool = True, stuck: float = 0.0, longest: float = 0.0) -> None:
-        self.answer, self.stuck, self.longest = answer, stuck, longest
+    def __init__(self, answer: bool = True, stuck: float = 0.0, longest: float = 0.0, saving: bool = False) -> None:
+        self.answer, self.stuck, self.longest, self.saving = answer, stuck, longest, saving
 
     def peers_answer(self) -> bool:
         return self.answer
@@ -42,6 +42,9 @@ class State:
 
     def longest_seconds(self) -> float:
         return self.longest
+
+    def is_saving(self) -> bool:
+        return self.saving
 
 
 @pytest.fixture
@@ -89,6 +92,7 @@ def test_in_the_loop_a_signal_is_noted_and_nothing_ends(ends: Ends, quick: None)
     ("state", "reason"),
     [
         (State(answer=False), "another rank does not answer"),
+        (State(answer=False, saving=True), "another rank does not answer"),
         (State(stuck=31.0, longest=10.0), "the current step has not moved for 31 s"),
     ],
 )
@@ -97,6 +101,23 @@ def test_a_loop_that_is_stuck_ends_with_the_signal(ends: Ends, quick: None, stat
         os.kill(os.getpid(), signal.SIGTERM)
         code, text = ends.seen.get(timeout=30)
     assert (code, reason in text) == (ExitCode.REQUEUE, True)
+
+
+@pytest.mark.parametrize("in_loop", [True, False], ids=["in the loop", "after it"])
+def test_a_save_that_is_being_written_is_waited_for(ends: Ends, quick: None, in_loop: bool) -> None:
+    state = State(stuck=31.0, longest=10.0, saving=True)
+    with StopSignals(ends).installed() as signals:
+        with signals.steps_follow(state):
+            if in_loop:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.6)
+                assert ends.seen.empty()
+        if not in_loop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.6)
+        assert ends.seen.empty()
+        state.saving = False
+        assert ends.seen.get(timeout=30)[0] == ExitCode.REQUEUE
 
 
 def test_a_signal_reaches_a_process_whose_main_thread_is_stuck_outside_python() -> None:

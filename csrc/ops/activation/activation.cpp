@@ -6,7 +6,7 @@
 #include "base/host.h"
 #include "base/row_sums.h"
 
-namespace megatron {
+namespace megatron::activation {
 namespace {
 
 // A row is taken a tile at a time: elements become float32 (or float64) in a buffer that stays in the nearest cache, the
@@ -263,7 +263,7 @@ at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& bias, i
   const at::Tensor y = at::empty(shape, x.options());
   if (y.numel() == 0) return y;
 #if defined(MEGATRON_WITH_CUDA)
-  if (x.is_cuda()) {
+  if (is_on_gpu(x)) {
     check_launch(megatron_activation_forward(
                      y.mutable_data_ptr(), call.x.const_data_ptr(),
                      call.bias.defined() ? call.bias.const_data_ptr() : nullptr, call.rows, call.columns,
@@ -290,7 +290,7 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const at
   const at::Tensor none = at::empty({0}, x.options());
   if (dy.numel() == 0) return {dx, call.bias.defined() ? at::empty_like(call.bias).zero_() : none};
 #if defined(MEGATRON_WITH_CUDA)
-  if (x.is_cuda()) {
+  if (is_on_gpu(x)) {
     const at::Tensor scratch = at::empty({call.bias.defined() ? part_count(call.rows) : 0, call.input_columns()},
                                          x.options().dtype(at::kFloat));
     const at::Tensor bias_gradient = call.bias.defined() ? at::empty_like(call.bias) : none;
@@ -309,7 +309,7 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const at
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::activation
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def("activation(Tensor x, Tensor? bias, int function, bool gated) -> Tensor");
@@ -318,13 +318,13 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
-  library.impl("activation", &megatron::forward);
-  library.impl("activation_backward", &megatron::backward);
+  library.impl("activation", &megatron::activation::forward);
+  library.impl("activation_backward", &megatron::activation::backward);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
 TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
-  library.impl("activation", &megatron::forward);
-  library.impl("activation_backward", &megatron::backward);
+  library.impl("activation", &megatron::activation::forward);
+  library.impl("activation_backward", &megatron::activation::backward);
 }
 #endif

@@ -3,7 +3,7 @@
 
 #include "multi_tensor/list.h"
 
-namespace megatron {
+namespace megatron::adamw {
 namespace {
 
 MEGATRON_CLONES void update_all(float* __restrict__ weight, float* __restrict__ exp_avg,
@@ -94,7 +94,7 @@ void adamw(at::TensorList weights, at::TensorList gradients, at::TensorList exp_
   AdamW optimizer{learning_rate, beta1, beta2, epsilon, weight_decay};
   const c10::OptionalDeviceGuard guard(weights[0].device());
 #if defined(MEGATRON_WITH_CUDA)
-  if (weights[0].is_cuda()) {
+  if (is_on_gpu(weights[0])) {
     const std::vector<at::Tensor> own_copies = copies.empty() ? std::vector<at::Tensor>(weights.size()) : copies.vec();
     const DeviceTable table = device_table(
         {weights.vec(), gradients.vec(), exp_avgs.vec(), exp_avg_sqs.vec(), steps.vec(), own_copies},
@@ -114,7 +114,7 @@ void adamw(at::TensorList weights, at::TensorList gradients, at::TensorList exp_
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::adamw
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def(
@@ -123,8 +123,8 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
       "float weight_decay, float factor, Tensor? device_rate, Tensor? device_factor, Tensor? skip) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(megatron, CPU, library) { library.impl("adamw_", &megatron::adamw); }
+TORCH_LIBRARY_IMPL(megatron, CPU, library) { library.impl("adamw_", &megatron::adamw::adamw); }
 
 #if defined(MEGATRON_WITH_CUDA)
-TORCH_LIBRARY_IMPL(megatron, CUDA, library) { library.impl("adamw_", &megatron::adamw); }
+TORCH_LIBRARY_IMPL(megatron, CUDA, library) { library.impl("adamw_", &megatron::adamw::adamw); }
 #endif

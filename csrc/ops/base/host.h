@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <optional>
 
-#if defined(MEGATRON_WITH_CUDA)
+#if defined(MEGATRON_WITH_CUDA) && !defined(MEGATRON_SIMT)
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -103,9 +103,22 @@ inline int dtype_code(at::ScalarType dtype) {
   }
 }
 
+// Whether a launcher computes what belongs to a tensor. With MEGATRON_SIMT, that is the emulator of the tests, whose GPU is
+// the CPU.
+inline bool is_on_gpu(const at::Tensor& tensor) {
+#if defined(MEGATRON_SIMT)
+  return tensor.is_cpu();
+#else
+  return tensor.is_cuda();
+#endif
+}
+
 // The stream that torch uses on the tensor's device.
 inline void* stream_of(const at::Tensor& tensor) {
-#if defined(MEGATRON_WITH_CUDA)
+#if defined(MEGATRON_SIMT)
+  static_cast<void>(tensor);
+  return nullptr;
+#elif defined(MEGATRON_WITH_CUDA)
   return c10::cuda::getCurrentCUDAStream(tensor.get_device()).stream();
 #else
   TORCH_CHECK(false, "this library was built without CUDA, and the tensor is on ", tensor.device());

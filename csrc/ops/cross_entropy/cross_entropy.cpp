@@ -5,7 +5,7 @@
 
 #include "base/host.h"
 
-namespace megatron {
+namespace megatron::cross_entropy {
 namespace {
 
 constexpr int64_t kBlock = 256;  // columns whose logits are held, and summed, in the precision of the arithmetic
@@ -88,7 +88,7 @@ at::Tensor statistics(const at::Tensor& logits, const at::Tensor& labels, int64_
   const at::Tensor result = at::empty({4, rows}, logits.options().dtype(wide_of(logits.scalar_type())));
   if (rows == 0) return result;
 #if defined(MEGATRON_WITH_CUDA)
-  if (logits.is_cuda()) {
+  if (is_on_gpu(logits)) {
     check_launch(megatron_logit_statistics(mutable_data_of<float>(result), from.const_data_ptr(),
                                            data_of<int64_t>(own), rows, from.stride(0), valid,
                                            dtype_code(from.scalar_type()), static_cast<float>(softcap),
@@ -141,7 +141,7 @@ void write_gradient(const at::Tensor& result, const at::Tensor& from, const at::
   const int64_t rows = from.size(0), columns = from.size(1);
   if (rows == 0 || columns == 0) return;
 #if defined(MEGATRON_WITH_CUDA)
-  if (from.is_cuda()) {
+  if (is_on_gpu(from)) {
     const LossTerms<float> terms = of.terms<float>();
     check_launch(megatron_logit_gradient(result.mutable_data_ptr(), from.const_data_ptr(), data_of<int64_t>(labels),
                                          terms.normalizer, terms.of_label, terms.of_normalizer, terms.of_uniform,
@@ -196,7 +196,7 @@ void gradient_(at::Tensor& logits, const at::Tensor& labels, const at::Tensor& n
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::cross_entropy
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def("logit_statistics(Tensor logits, Tensor labels, int valid, float softcap) -> Tensor");
@@ -209,15 +209,15 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
-  library.impl("logit_statistics", &megatron::statistics);
-  library.impl("logit_gradient", &megatron::gradient);
-  library.impl("logit_gradient_", &megatron::gradient_);
+  library.impl("logit_statistics", &megatron::cross_entropy::statistics);
+  library.impl("logit_gradient", &megatron::cross_entropy::gradient);
+  library.impl("logit_gradient_", &megatron::cross_entropy::gradient_);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
 TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
-  library.impl("logit_statistics", &megatron::statistics);
-  library.impl("logit_gradient", &megatron::gradient);
-  library.impl("logit_gradient_", &megatron::gradient_);
+  library.impl("logit_statistics", &megatron::cross_entropy::statistics);
+  library.impl("logit_gradient", &megatron::cross_entropy::gradient);
+  library.impl("logit_gradient_", &megatron::cross_entropy::gradient_);
 }
 #endif

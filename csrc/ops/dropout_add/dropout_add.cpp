@@ -7,7 +7,7 @@
 #include "base/host.h"
 #include "base/row_sums.h"
 
-namespace megatron {
+namespace megatron::dropout_add {
 namespace {
 
 constexpr int64_t kBlock = 512;  // columns whose factors are held at once
@@ -178,7 +178,7 @@ at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& bias,
   const at::Tensor result = at::empty_like(from);
   if (x.numel() == 0) return result;
 #if defined(MEGATRON_WITH_CUDA)
-  if (x.is_cuda()) {
+  if (is_on_gpu(x)) {
     const at::Tensor own_bias = bias.has_value() ? bias->contiguous() : at::Tensor();
     check_launch(megatron_dropout_add_forward(
                      result.mutable_data_ptr(), from.const_data_ptr(),
@@ -209,7 +209,7 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const st
   const at::Tensor of_bias = at::empty({bias_dtype.has_value() ? columns : 0}, options);
   if (gradient.numel() == 0) return {result, of_bias.zero_()};
 #if defined(MEGATRON_WITH_CUDA)
-  if (gradient.is_cuda()) {
+  if (is_on_gpu(gradient)) {
     const int64_t row_count = from.numel() / columns;
     const at::Tensor parts =
         at::empty({bias_dtype.has_value() ? part_count(row_count) : 0, columns}, options.dtype(at::kFloat));
@@ -230,7 +230,7 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const st
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::dropout_add
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def(
@@ -242,13 +242,13 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
-  library.impl("dropout_add", &megatron::forward);
-  library.impl("dropout_add_backward", &megatron::backward);
+  library.impl("dropout_add", &megatron::dropout_add::forward);
+  library.impl("dropout_add_backward", &megatron::dropout_add::backward);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
 TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
-  library.impl("dropout_add", &megatron::forward);
-  library.impl("dropout_add_backward", &megatron::backward);
+  library.impl("dropout_add", &megatron::dropout_add::forward);
+  library.impl("dropout_add_backward", &megatron::dropout_add::backward);
 }
 #endif

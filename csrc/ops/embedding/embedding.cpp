@@ -13,7 +13,7 @@
 #include <ATen/ops/zeros.h>
 #endif
 
-namespace megatron {
+namespace megatron::embedding {
 namespace {
 
 constexpr int64_t kTile = 512;  // columns summed at once
@@ -132,7 +132,7 @@ at::Tensor forward(const at::Tensor& weight, const at::Tensor& ids, int64_t firs
   const at::Tensor result = at::empty(shape, weight.options());
   if (result.numel() == 0) return result;
 #if defined(MEGATRON_WITH_CUDA)
-  if (weight.is_cuda()) {
+  if (is_on_gpu(weight)) {
     check_launch(megatron_embedding_forward(result.mutable_data_ptr(), table.const_data_ptr(),
                                             data_of<int64_t>(own_ids), ids.numel(), weight.size(0), weight.size(1),
                                             first_row, dtype_code(weight.scalar_type()), stream_of(weight)),
@@ -154,10 +154,11 @@ at::Tensor backward(const at::Tensor& gradient, const at::Tensor& ids, int64_t r
   const at::Tensor from = gradient.contiguous(), own_ids = ids.contiguous();
   const int64_t columns = gradient.size(-1);
 #if defined(MEGATRON_WITH_CUDA)
-  if (gradient.is_cuda()) {
+  if (is_on_gpu(gradient)) {
     const at::Tensor result = at::zeros({rows, columns}, gradient.options());
     if (result.numel() == 0 || ids.numel() == 0) return result;
-    const auto [sorted, positions] = at::sort(own_ids.view({-1}), /*stable=*/true);
+    // A plain `true` would be the dimension, 1, of another overload.
+    const auto [sorted, positions] = at::sort(own_ids.view({-1}), std::optional<bool>(true), /*dim=*/0, /*descending=*/false);
     const int64_t chunks = (ids.numel() + kChunkPositions - 1) / kChunkPositions;
     const at::Tensor sums = at::empty({chunks, 2, columns}, gradient.options().dtype(at::kFloat));
     check_launch(megatron_embedding_backward(result.mutable_data_ptr(), from.const_data_ptr(),
@@ -175,7 +176,7 @@ at::Tensor backward(const at::Tensor& gradient, const at::Tensor& ids, int64_t r
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::embedding
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def("embedding(Tensor weight, Tensor ids, int first_row) -> Tensor");
@@ -183,13 +184,13 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
-  library.impl("embedding", &megatron::forward);
-  library.impl("embedding_backward", &megatron::backward);
+  library.impl("embedding", &megatron::embedding::forward);
+  library.impl("embedding_backward", &megatron::embedding::backward);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
 TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
-  library.impl("embedding", &megatron::forward);
-  library.impl("embedding_backward", &megatron::backward);
+  library.impl("embedding", &megatron::embedding::forward);
+  library.impl("embedding_backward", &megatron::embedding::backward);
 }
 #endif

@@ -3,7 +3,7 @@
 
 #include "base/host.h"
 
-namespace megatron {
+namespace megatron::initial_values {
 namespace {
 
 constexpr int64_t kBlockPairs = 256;  // pairs of columns drawn at once
@@ -80,7 +80,7 @@ void fill(const at::Tensor& target, int64_t first, at::IntArrayRef shape, at::In
   const c10::OptionalDeviceGuard guard(target.device());
   if (target.numel() == 0) return;
 #if defined(MEGATRON_WITH_CUDA)
-  if (target.is_cuda()) {
+  if (is_on_gpu(target)) {
     check_launch(megatron_initial_values_fill(target.mutable_data_ptr(), first, target.numel(),
                                               dtype_code(target.scalar_type()), shape.data(), start.data(), box.data(),
                                               place.dimensions, static_cast<int>(distribution),
@@ -97,7 +97,7 @@ void fill(const at::Tensor& target, int64_t first, at::IntArrayRef shape, at::In
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::initial_values
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def(
@@ -105,8 +105,8 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
       "float deviation) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(megatron, CPU, library) { library.impl("initial_values_", &megatron::fill); }
+TORCH_LIBRARY_IMPL(megatron, CPU, library) { library.impl("initial_values_", &megatron::initial_values::fill); }
 
 #if defined(MEGATRON_WITH_CUDA)
-TORCH_LIBRARY_IMPL(megatron, CUDA, library) { library.impl("initial_values_", &megatron::fill); }
+TORCH_LIBRARY_IMPL(megatron, CUDA, library) { library.impl("initial_values_", &megatron::initial_values::fill); }
 #endif

@@ -9,7 +9,7 @@
 
 #include "multi_tensor/list.h"
 
-namespace megatron {
+namespace megatron::multi_tensor {
 namespace {
 
 constexpr int kLanes = 32;  // a fixed number, so that the result is the same with every instruction set
@@ -125,7 +125,7 @@ std::tuple<at::Tensor, at::Tensor> norm(at::TensorList tensors, bool per_tensor)
   const at::Tensor whole = at::empty({}, results_on(tensors[0]));
   const at::Tensor each = at::empty({per_tensor ? static_cast<int64_t>(tensors.size()) : 0}, results_on(tensors[0]));
 #if defined(MEGATRON_WITH_CUDA)
-  if (tensors[0].is_cuda()) {
+  if (is_on_gpu(tensors[0])) {
     const DeviceTable table = device_table({tensors.vec()}, tensors[0].device());
     const at::Tensor sums = at::empty({table.chunks}, results_on(tensors[0]).dtype(at::kDouble));
     check_launch(megatron_multi_tensor_norm(mutable_data_of<float>(whole),
@@ -157,7 +157,7 @@ void scale(at::TensorList destinations, at::TensorList sources, double factor,
               "multi_tensor_scale_: device_factor must be one float32 on ", destinations[0].device());
   const c10::OptionalDeviceGuard guard(destinations[0].device());
 #if defined(MEGATRON_WITH_CUDA)
-  if (destinations[0].is_cuda()) {
+  if (is_on_gpu(destinations[0])) {
     const DeviceTable table = device_table({destinations.vec(), sources.vec()}, destinations[0].device());
     if (table.chunks == 0) return;
     check_launch(megatron_multi_tensor_scale(data_of<int64_t>(table.entries), destinations.size(), table.chunks,
@@ -181,7 +181,7 @@ at::Tensor not_finite(at::TensorList tensors) {
   const c10::OptionalDeviceGuard guard(tensors[0].device());
   const at::Tensor flag = at::zeros({}, results_on(tensors[0]));
 #if defined(MEGATRON_WITH_CUDA)
-  if (tensors[0].is_cuda()) {
+  if (is_on_gpu(tensors[0])) {
     const DeviceTable table = device_table({tensors.vec()}, tensors[0].device());
     if (table.chunks == 0) return flag;
     check_launch(megatron_multi_tensor_not_finite(mutable_data_of<float>(flag), data_of<int64_t>(table.entries),
@@ -207,7 +207,7 @@ at::Tensor not_finite(at::TensorList tensors) {
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::multi_tensor
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def("multi_tensor_norm(Tensor[] tensors, bool per_tensor) -> (Tensor, Tensor)");
@@ -217,15 +217,15 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
-  library.impl("multi_tensor_norm", &megatron::norm);
-  library.impl("multi_tensor_scale_", &megatron::scale);
-  library.impl("multi_tensor_not_finite", &megatron::not_finite);
+  library.impl("multi_tensor_norm", &megatron::multi_tensor::norm);
+  library.impl("multi_tensor_scale_", &megatron::multi_tensor::scale);
+  library.impl("multi_tensor_not_finite", &megatron::multi_tensor::not_finite);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
 TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
-  library.impl("multi_tensor_norm", &megatron::norm);
-  library.impl("multi_tensor_scale_", &megatron::scale);
-  library.impl("multi_tensor_not_finite", &megatron::not_finite);
+  library.impl("multi_tensor_norm", &megatron::multi_tensor::norm);
+  library.impl("multi_tensor_scale_", &megatron::multi_tensor::scale);
+  library.impl("multi_tensor_not_finite", &megatron::multi_tensor::not_finite);
 }
 #endif

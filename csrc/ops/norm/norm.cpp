@@ -8,7 +8,7 @@
 
 #include "base/host.h"
 
-namespace megatron {
+namespace megatron::norm {
 namespace {
 
 using at::Tensor;
@@ -334,7 +334,7 @@ Forward normalize(const Tensor& x, const OptionalTensor& residual, const Tensor&
   out.inverse = at::empty(statistics, options);
   if (x.numel() == 0) return out;
 #if defined(MEGATRON_WITH_CUDA)
-  const auto run = x.is_cuda() ? forward_on_device : forward_on_cpu;
+  const auto run = is_on_gpu(x) ? forward_on_device : forward_on_cpu;
 #else
   const auto run = forward_on_cpu;
 #endif
@@ -427,7 +427,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& dy, const Optiona
             at::empty({has_bias ? weight.size(0) : 0}, weight.options()).zero_()};
   }
 #if defined(MEGATRON_WITH_CUDA)
-  const auto run = x.is_cuda() ? backward_on_device : backward_on_cpu;
+  const auto run = is_on_gpu(x) ? backward_on_device : backward_on_cpu;
 #else
   const auto run = backward_on_cpu;
 #endif
@@ -437,7 +437,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& dy, const Optiona
 }
 
 }  // namespace
-}  // namespace megatron
+}  // namespace megatron::norm
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def(
@@ -452,15 +452,15 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
-  library.impl("norm", &megatron::norm);
-  library.impl("add_norm", &megatron::add_norm);
-  library.impl("norm_backward", &megatron::norm_backward);
+  library.impl("norm", &megatron::norm::norm);
+  library.impl("add_norm", &megatron::norm::add_norm);
+  library.impl("norm_backward", &megatron::norm::norm_backward);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
 TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
-  library.impl("norm", &megatron::norm);
-  library.impl("add_norm", &megatron::add_norm);
-  library.impl("norm_backward", &megatron::norm_backward);
+  library.impl("norm", &megatron::norm::norm);
+  library.impl("add_norm", &megatron::norm::add_norm);
+  library.impl("norm_backward", &megatron::norm::norm_backward);
 }
 #endif

@@ -5,7 +5,7 @@
 
 #include "base/host.h"
 
-namespace megatron {
+namespace megatron::rotary {
 namespace {
 
 struct Rotation {
@@ -92,7 +92,7 @@ void rotate_all(const Rotation& task) {
 void run(const Rotation& task, const at::Tensor& like, const at::Tensor& cosines) {
   if (task.sizes.batch * task.sizes.tokens * task.sizes.channels == 0) return;
 #if defined(MEGATRON_WITH_CUDA)
-  if (like.is_cuda()) {
+  if (is_on_gpu(like)) {
     check_launch(megatron_rotary(task.parts, task.part_count, &task.table, &task.sizes, task.interleaved,
                                  task.direction, dtype_code(like.scalar_type()), dtype_code(cosines.scalar_type()),
                                  stream_of(like)),
@@ -269,4 +269,4 @@ TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
 }
 #endif
 
-}  // namespace megatron
+}  // namespace megatron::rotary

@@ -5,7 +5,7 @@
 
 #include "base/host.h"
 
-namespace megatron {
+namespace megatron::softmax {
 namespace {
 
 constexpr int64_t kPairsAtOnce = 64;  // of which random bits are held at a time
@@ -74,31 +74,11 @@ MEGATRON_HOST_DEVICE Divisor<W> exponentiate_row(W* scores, int64_t count) {
   return divisor_of(sum);
 }
 
-// The same from scores yet to be scaled. Where products and sums are fused, what is left of the rounding of the scaled
-// maximum is a common factor, which normalization takes out.
+// The exponentials of a row of scores, scaled, with bias and mask. The scaled scores are stored before any is subtracted:
+// fused with the subtraction, a product is not rounded as the maximum was, and from 1e10 on that decides everything.
 template <typename T>
-MEGATRON_HOST_DEVICE Divisor<Wide<T>> exponentiate_scaled_row(Wide<T>* weights, const T* scores, Wide<T> scale,
-                                                              int64_t count) {
-  Wide<T> largest = -static_cast<Wide<T>>(INFINITY), sum = 0;
-#pragma omp simd reduction(max : largest)
-  for (int64_t j = 0; j < count; ++j) {
-    const Wide<T> score = load(scores + j) * scale;
-    largest = score > largest ? score : largest;
-  }
-  const Wide<T> shift = exponent_shift(largest);
-#pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < count; ++j) {
-    weights[j] = exp_of(load(scores + j) * scale - shift);
-    sum += weights[j];
-  }
-  return divisor_of(sum);
-}
-
-// The exponentials of a row of scores with a bias or a mask.
-template <typename T>
-MEGATRON_HOST_DEVICE Divisor<Wide<T>> exponentiate_bounded_row(Wide<T>* weights, const T* scores,
-                                                               const Forward<T>& task, const RowPlace& place,
-                                                               int64_t visible) {
+MEGATRON_HOST_DEVICE Divisor<Wide<T>> exponentiate_scaled_row(Wide<T>* weights, const T* scores, const Forward<T>& task,
+                                                              const RowPlace& place, int64_t visible) {
   const Wide<T> scale = task.scale;
   const int64_t offset = offset_of(place, task.bias.strides);
   if (task.bias.data == nullptr) {
@@ -159,14 +139,11 @@ MEGATRON_HOST_DEVICE void write_dropped_row(T* result, const Wide<T>* weights, D
 template <typename T>
 MEGATRON_CLONES void forward_rows(const Forward<T>& task, int64_t first, int64_t last, Wide<T>* weights) {
   const int64_t keys = task.sizes.keys;
-  const bool is_bounded = task.bias.data != nullptr || task.mask.data != nullptr;
   for (int64_t row = first; row < last; ++row) {
     const RowPlace place = place_of(row, task.sizes);
     const int64_t visible = visible_keys(place.query, task.sizes, task.causal);
     const T* scores = task.scores + row * keys;
-    const Divisor<Wide<T>> divisor = is_bounded
-                                         ? exponentiate_bounded_row(weights, scores, task, place, visible)
-                                         : exponentiate_scaled_row(weights, scores, task.scale, visible);
+    const Divisor<Wide<T>> divisor = exponentiate_scaled_row(weights, scores, task, place, visible);
     if (task.probabilities == nullptr) {
       write_row(task.result + row * keys, weights, divisor, visible, keys);
     } else {
@@ -255,7 +232,7 @@ at::Tensor column_hashes(const at::Tensor& scores, const std::optional<at::Tenso
               ", not ", rows->scalar_type(), " ", rows->sizes(), " on ", rows->device());
   const int64_t pairs = (scores.size(3) + 1) / 2;
   at::Tensor columns = at::empty({pairs}, scores.options().dtype(at::kInt));
-  if (scores.is_cpu()) {
+  if (!is_on_gpu(scores)) {
     uint32_t* hashes = mutable_data_of<uint32_t>(columns);
     for (int64_t pair = 0; pair < pairs; ++pair) {
       hashes[pair] = column_hash(pair, static_cast<uint64_t>(column_base));
@@ -293,7 +270,7 @@ std::tuple<at::Tensor, at::Tensor> softmax(const at::Tensor& any_scores, double 
   if (scores.numel() == 0) return {result, probabilities};
   const bool bias_is_float = bias.defined() && bias.scalar_type() == at::kFloat;
 #if defined(MEGATRON_WITH_CUDA)
-  if (scores.is_cuda()) {
+  if (is_on_gpu(scores)) {
     const BroadcastStrides mask_strides = strides_of(mask), bias_strides = strides_of(bias);
     check_launch(
         megatron_softmax_forward(result.mutable_data_ptr(),
@@ -338,7 +315,7 @@ at::Tensor softmax_backward(const at::Tensor& any_gradient, const at::Tensor& an
   at::Tensor result = at::empty_like(probabilities);
   if (result.numel() == 0) return result;
 #if defined(MEGATRON_WITH_CUDA)
-  if (gradient.is_cuda()) {
+  if (is_on_gpu(gradient)) {
     check_launch(megatron_softmax_backward(
                      result.mutable_data_ptr(), gradient.const_data_ptr(), probabilities.const_data_ptr(),
                      data_of<int64_t>(rows), columns.defined() ? mutable_data_of<uint32_t>(columns) : nullptr,
@@ -384,4 +361,4 @@ TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
 }
 #endif
 
-}  // namespace megatron
+}  // namespace megatron::softmax

@@ -134,7 +134,8 @@ struct ForwardRow {
     hash = task.rows == nullptr ? 0 : static_cast<uint32_t>(task.rows[row]);
   }
 
-  // The scaled, biased scores from column `first` on; -inf where hidden.
+  // The scaled, biased scores from column `first` on; -inf where hidden. The products are rounded by themselves: fused with
+  // the subtraction of the maximum, which was rounded, they would differ from it by more than 1 from 1e8 on.
   __device__ __forceinline__ void load(const Forward<T>& task, int64_t first, float* values) const {
     if (first >= visible) {
       MEGATRON_UNROLL
@@ -143,7 +144,7 @@ struct ForwardRow {
     }
     const Run<kSize, T> run = load_run<kSize>(scores + first);
     MEGATRON_UNROLL
-    for (int i = 0; i < kSize; ++i) values[i] = to_float(run.values[i]) * task.scale;
+    for (int i = 0; i < kSize; ++i) values[i] = __fmul_rn(to_float(run.values[i]), task.scale);
     if (bias != nullptr) add(load_run<kSize>(bias + first), values);
     if (float_bias != nullptr) add(load_run<kSize>(float_bias + first), values);
     if (mask != nullptr) {
@@ -158,7 +159,7 @@ struct ForwardRow {
   template <typename B>
   static __device__ __forceinline__ void add(const Run<kSize, B>& run, float* values) {
     MEGATRON_UNROLL
-    for (int i = 0; i < kSize; ++i) values[i] += to_float(run.values[i]);
+    for (int i = 0; i < kSize; ++i) values[i] = __fadd_rn(values[i], to_float(run.values[i]));
   }
 
   // Writes probabilities from column `first` on, and what dropout leaves of them.

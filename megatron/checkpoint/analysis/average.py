@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.analysis.slices import SLICE_BYTES, OpenCheckpoint, batches_of, slices_of
+from megatron.checkpoint.keeping.copying import point_to_newest
+from megatron.checkpoint.lock import CheckpointLock
+from megatron.checkpoint.publish import sweep_at_start
 from megatron.checkpoint.record import Record
 from megatron.checkpoint.recovery import find
 from megatron.checkpoint.saving import write_snapshot
 from megatron.checkpoint.snapshot import Snapshot
+from megatron.checkpoint.storage import Storage
 from megatron.config.resume import architecture_differences
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
@@ -22,28 +27,38 @@ from megatron.parallel.pieces import PieceKey
 
 
 @dataclass(frozen=True)
-class Share:
+class WeightedCheckpoint:
     """A checkpoint and how much it counts; only the ratios of coefficients matter."""
 
     checkpoint: OpenCheckpoint
     coefficient: float = 1.0
 
 
-def average(shares: Sequence[Share], directory: Path, *, slice_bytes: int = SLICE_BYTES) -> Path:
+def average(shares: Sequence[WeightedCheckpoint], directory: Path, *, slice_bytes: int = SLICE_BYTES) -> Path:
     """Writes the mean of the weights as a checkpoint in a directory and returns its folder.
 
     fp32 masters are averaged where they are stored, sums are made in float64, and the mean is stored in float32. The
-    record is that of the newest checkpoint, without optimizer state. Memory is constant.
+    record is the newest checkpoint's, without optimizer state. Memory is constant.
 
     Raises:
+        LaunchError: a run saves to the directory.
         CheckpointError: the checkpoints hold different networks, names the fields; or the directory holds checkpoints.
         DamagedError: the bytes of a checkpoint are not those that were written.
         StorageError: the file system refused.
     """
     for share in shares[1:]:
         _check_fits(shares[0].checkpoint, share.checkpoint)
+    mesh = ParallelMesh.single()
+    with CheckpointLock(directory, mesh):
+        return _write_mean(shares, directory, slice_bytes, mesh)
+
+
+def _write_mean(shares: Sequence[WeightedCheckpoint], directory: Path, slice_bytes: int, mesh: ParallelMesh) -> Path:
+    """Writes the mean into a folder that no run uses."""
     present = find(directory)
-    if present:
+    if present:  # perhaps by the same command, which was killed before it had finished the folder
+        sweep_at_start(directory, mesh)
+        point_to_newest(directory, secrets.token_hex(8), Storage())
         raise CheckpointError(
             f"{directory} holds checkpoints already ({present[0].path.name}), and nothing is overwritten. Give --save "
             "another folder."
@@ -51,14 +66,14 @@ def average(shares: Sequence[Share], directory: Path, *, slice_bytes: int = SLIC
     newest = max((share.checkpoint for share in shares), key=lambda checkpoint: checkpoint.manifest.step)
     pieces = AveragedPieces(tuple(shares), slice_bytes)
     record = {**_weights_only(newest.record).to_json(), "averaged": _origin(shares)}
-    return write_snapshot(directory, newest.manifest.step, pieces.snapshot(), record, ParallelMesh.single())
+    return write_snapshot(directory, newest.manifest.step, pieces.snapshot(), record, mesh)
 
 
 @dataclass(frozen=True)
 class AveragedPieces:
     """The mean as pieces for the checkpoint writer, computed slice by slice when they are asked for."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[WeightedCheckpoint, ...]
     slice_bytes: int = SLICE_BYTES
 
     def snapshot(self) -> Snapshot:
@@ -93,10 +108,12 @@ def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
         )
     one, two = first.record.tokenizer, other.record.tokenizer
     if not one.is_of(two):
+        differing = one.differences(two)
         raise CheckpointError(
             f"{first.folder} and {other.folder} were trained with different tokenizers: {one.name} with "
             f"{one.vocab_size} tokens, fingerprint {str(one.fingerprint)[:12]}, and {two.name} with {two.vocab_size}, "
-            f"{str(two.fingerprint)[:12]}. The rows of their embeddings mean different words."
+            f"{str(two.fingerprint)[:12]}{f' ({differing})' if differing else ''}. The rows of their embeddings mean "
+            "different words."
         )
     ours, theirs = first.tensors(), other.tensors()
     left = sorted(set(ours) ^ set(theirs))
@@ -108,11 +125,19 @@ def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
 
 
 def _weights_only(record: Record) -> Record:
-    """The record of a checkpoint with the same progress and no optimizer state, which is of no run."""
-    sections = [name for name, entries in record.config.items() if _knows_saving(entries)] or ["control"]
+    """The record of a checkpoint with the same progress and no optimizer state, which belongs to no run."""
+    sections = [name for name, entries in record.config.items() if _knows_saving(entries)] or ["saving"]
     changed = {name: {**record.config.get(name, {}), "no_save_optim": True} for name in sections}
     config: dict[str, Any] = {**record.config, **changed}
-    return dataclasses.replace(record, config=config, optimizer_updates=0, loss_scale={}, run_id="", finetuned_from={})
+    return dataclasses.replace(
+        record,
+        config=config,
+        optimizer_updates=0,
+        loss_scale={},
+        run_id="",
+        finetuned_from={},
+        family=record.first_family,
+    )
 
 
 def _knows_saving(entries: Any) -> bool:
@@ -120,7 +145,7 @@ def _knows_saving(entries: Any) -> bool:
     return isinstance(entries, Mapping) and "no_save_optim" in entries
 
 
-def _origin(shares: Sequence[Share]) -> list[dict[str, Any]]:
+def _origin(shares: Sequence[WeightedCheckpoint]) -> list[dict[str, Any]]:
     total = sum(share.coefficient for share in shares)
     return [
         {

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in tensors, in the values of those that both hold, in configuration and progress."""
+"""How two checkpoints differ: in tensors, in values of the tensors both hold, in configuration and progress."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import SLICE_BYTES, OpenCheckpoint, StoredTensor, batches_of, slices_of
+from megatron.checkpoint.analysis.slices import SLICE_BYTES, CheckpointTensor, OpenCheckpoint, batches_of, slices_of
 from megatron.checkpoint.analysis.summary import chosen_tensors
-from megatron.checkpoint.copies import is_regrouped
+from megatron.checkpoint.layout import is_regrouped
+from megatron.config.run import in_current_sections
 from megatron.parallel.pieces import Kind
 
 
@@ -35,7 +36,7 @@ class TensorDifference:
     squares_first: float = 0.0
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Takes the values of one more slice in."""
+        """Adds the values of one more slice."""
         if first.dtype != second.dtype:
             first, second = first.double(), second.double()
         self.elements += first.numel()
@@ -145,7 +146,7 @@ def compare(
         theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
     both = [name for name in ours if name in theirs]
     fitting = [name for name in both if is_regrouped(ours[name].shape, theirs[name].shape)]
-    found: dict[tuple[str, Kind], TensorDifference] = {}
+    by_tensor: dict[tuple[str, Kind], TensorDifference] = {}
     keys = (
         key
         for name in fitting
@@ -154,14 +155,14 @@ def compare(
     )
     for batch in batches_of(keys, slice_bytes):
         for key, one, other in zip(batch, first.read(batch), second.read(batch), strict=True):
-            found.setdefault((key.name, key.kind), TensorDifference(key.name, key.kind)).add(one, other)
+            by_tensor.setdefault((key.name, key.kind), TensorDifference(key.name, key.kind)).add(one, other)
     return Comparison(
         first,
         second,
         sorted(set(ours) - set(theirs)),
         sorted(set(theirs) - set(ours)),
         [Change(name, list(ours[name].shape), list(theirs[name].shape)) for name in sorted(set(both) - set(fitting))],
-        [found[key] for key in sorted(found)],
+        [by_tensor[key] for key in sorted(by_tensor)],
         list(_changes(flat_config(first.record.config), flat_config(second.record.config))),
         list(_changes(first.record.progress.to_json(), second.record.progress.to_json())),
     )
@@ -171,13 +172,13 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a stored configuration by "section.field"; where they came from is left out."""
     return {
         f"{section}.{name}": value
-        for section, entries in config.items()
+        for section, entries in in_current_sections(config).items()
         if section != "provenance" and isinstance(entries, Mapping)
         for name, value in entries.items()
     }
 
 
-def _kinds(one: StoredTensor, other: StoredTensor, with_moments: bool) -> Iterator[Kind]:
+def _kinds(one: CheckpointTensor, other: CheckpointTensor, with_moments: bool) -> Iterator[Kind]:
     yield "weight"  # read from the fp32 master where only that is stored
     if with_moments:
         moments: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")

@@ -22,7 +22,7 @@ SLICE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     """One tensor of a checkpoint.
 
     Args:
@@ -60,19 +60,19 @@ class OpenCheckpoint:
         Raises:
             CheckpointError: there is none, or all are damaged.
         """
-        found = newest_record(path, ParallelMesh.single())
-        if found is None or found.manifest is None:
+        newest = newest_record(path, ParallelMesh.single())
+        if newest is None or newest.manifest is None:
             raise CheckpointError(f"there is no checkpoint in {path}. Give a folder to which a run saved checkpoints.")
-        catalogue = Catalogue.of(found.manifest.pieces)
-        return cls(found.path, found.manifest, Record.from_json(found.record, found.path), catalogue)
+        catalogue = Catalogue.of(newest.manifest.pieces)
+        return cls(newest.path, newest.manifest, Record.from_json(newest.record, newest.path), catalogue)
 
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, CheckpointTensor]:
         """All tensors by name, in the order in which they lie in the files."""
         catalogue = self.catalogue
         kinds: dict[str, dict[Kind, str]] = {}
         for (name, kind), pieces in catalogue.pieces.items():
             kinds.setdefault(name, {})[kind] = pieces[0].dtype
-        return {name: StoredTensor(name, catalogue.shape(name) or (), stored) for name, stored in kinds.items()}
+        return {name: CheckpointTensor(name, catalogue.shape(name) or (), stored) for name, stored in kinds.items()}
 
     def read(self, keys: Sequence[PieceKey]) -> list[torch.Tensor]:
         """The values of pieces, verified but not necessarily finite; all of them are in memory at once.
@@ -83,16 +83,16 @@ class OpenCheckpoint:
             CheckpointError: something is not stored, or has another shape.
             DamagedError: the bytes are not those that were written.
         """
-        found: dict[int, torch.Tensor] = {}
-        wanted = [(key, _into(found, number)) for number, key in enumerate(keys)]
+        by_number: dict[int, torch.Tensor] = {}
+        wanted = [(key, _into(by_number, number)) for number, key in enumerate(keys)]
         reader = CheckpointReader(self.folder, self.manifest, wanted, catalogue=self.catalogue, finite=False)
         reader.verify()
         reader.deliver()
-        return [found[number] for number in range(len(keys))]
+        return [by_number[number] for number in range(len(keys))]
 
 
 def slices_of(name: str, kind: Kind, shape: tuple[int, ...], slice_bytes: int = SLICE_BYTES) -> Iterator[PieceKey]:
-    """Flat ranges of at most so many bytes in float32 that make up a tensor, in order."""
+    """Flat ranges of at most this many bytes in float32 that make up a tensor, in order."""
     tensor = whole(name, kind, shape)
     most = max(1, slice_bytes // ITEM_BYTES["F32"])
     for first in range(0, tensor.numel, most):
@@ -100,7 +100,7 @@ def slices_of(name: str, kind: Kind, shape: tuple[int, ...], slice_bytes: int = 
 
 
 def batches_of(keys: Iterable[PieceKey], batch_bytes: int = SLICE_BYTES) -> Iterator[list[PieceKey]]:
-    """Consecutive pieces of at most so many bytes in float32 together, so that small tensors are read at once."""
+    """Consecutive pieces of at most this many bytes in float32 together, so that small tensors are read at once."""
     batch: list[PieceKey] = []
     filled = 0
     for key in keys:
@@ -114,8 +114,8 @@ def batches_of(keys: Iterable[PieceKey], batch_bytes: int = SLICE_BYTES) -> Iter
         yield batch
 
 
-def _into(found: dict[int, torch.Tensor], number: int) -> Accept:
+def _into(by_number: dict[int, torch.Tensor], number: int) -> Accept:
     def accept(values: torch.Tensor) -> None:
-        found[number] = values
+        by_number[number] = values
 
     return accept

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import SLICE_BYTES, OpenCheckpoint, StoredTensor, batches_of, slices_of
+from megatron.checkpoint.analysis.slices import SLICE_BYTES, CheckpointTensor, OpenCheckpoint, batches_of, slices_of
 from megatron.checkpoint.manifest import ITEM_BYTES
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind
@@ -18,7 +18,7 @@ from megatron.parallel.pieces import Kind
 
 @dataclass
 class ValueFigures:
-    """Figures of a tensor's values, collected slice by slice in float64; those not finite are only counted."""
+    """Figures of a tensor's values, collected slice by slice in float64; non-finite values are only counted."""
 
     finite: int = 0
     not_finite: int = 0
@@ -28,7 +28,7 @@ class ValueFigures:
     largest: float = -math.inf
 
     def add(self, values: torch.Tensor) -> None:
-        """Takes more values in."""
+        """Adds more values."""
         count = values.numel()
         total = float(values.sum(dtype=torch.float64))
         if not math.isfinite(total):  # a sum of finite values of 32 bits is finite
@@ -49,7 +49,7 @@ class ValueFigures:
         return math.sqrt(self.squares)
 
     def to_json(self) -> dict[str, Any]:
-        """Norm, mean, smallest and largest value (null without a finite value) and the number of those not finite."""
+        """Norm, mean, smallest and largest value (null without a finite value) and the number of non-finite values."""
         known = self.finite > 0
         return {
             "norm": self.norm if known else None,
@@ -64,7 +64,7 @@ class ValueFigures:
 class TensorSummary:
     """One tensor, with the figures of the kinds whose values were read."""
 
-    tensor: StoredTensor
+    tensor: CheckpointTensor
     figures: Mapping[Kind, ValueFigures] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -104,8 +104,9 @@ class CheckpointSummary:
     @property
     def norm(self) -> float | None:
         """The norm of all weights shown; None if no values were read."""
-        read = [found for summary in self.tensors if (found := summary.figures.get(summary.tensor.weight_kind))]
-        return math.sqrt(math.fsum(figures.squares for figures in read)) if read else None
+        weights = [summary.figures.get(summary.tensor.weight_kind) for summary in self.tensors]
+        squares = [figures.squares for figures in weights if figures]
+        return math.sqrt(math.fsum(squares)) if squares else None
 
     def to_json(self) -> dict[str, Any]:
         """The whole summary, with the record as it is stored."""
@@ -123,7 +124,7 @@ class CheckpointSummary:
         }
 
 
-def chosen_tensors(checkpoint: OpenCheckpoint, patterns: Sequence[str] = ()) -> dict[str, StoredTensor]:
+def chosen_tensors(checkpoint: OpenCheckpoint, patterns: Sequence[str] = ()) -> dict[str, CheckpointTensor]:
     """The tensors whose names match one of the shell patterns, all without patterns, in the order of the files.
 
     Raises:

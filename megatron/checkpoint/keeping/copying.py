@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint.keeping.summaries import steps_in
+from megatron.checkpoint.keeping.listing import steps_in
 from megatron.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -19,7 +20,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
 from megatron.checkpoint.reader import check_files, verified_chunks
-from megatron.checkpoint.storage import Storage, append, cannot_write, write_file
+from megatron.checkpoint.storage import Storage, append, cannot_write, write_file, writing
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -54,110 +55,110 @@ def copy_checkpoint(
     """
     storage = storage or Storage()
     manifest = run_on_all(mesh, lambda: read_manifest(source, storage))
-    final = directory / folder_name(manifest.step)
-    if run_on_first(mesh, lambda: _is_there(final, manifest, replaces, flag, storage)):
-        return None
     run = run_on_first(mesh, lambda: secrets.token_hex(8))
-    temporary = temporary_folder(directory, manifest.step, run)
-    need_bytes = sum(file.size_bytes for file in manifest.files)
-    run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage, flag))
-
-    def copy_own() -> None:
-        for number in range(mesh.control.rank, len(manifest.files), mesh.control.size):
-            _copy_file(source, temporary, manifest, number, flag, storage, beat)
-
-    def commit() -> None:
-        target = temporary / MANIFEST_NAME
-        try:
-            _copy_manifest(source, target, manifest, storage)
-            storage.sync_directory(temporary)
-            publish(temporary, final, run, storage)
-        except OSError as failure:
-            raise cannot_write(storage, target, need_bytes, failure, flag) from failure
-        _point_to_newest(directory, run, storage)
-
+    copy = _Copy(source, directory, manifest, run, flag, storage, beat)
+    if run_on_first(mesh, lambda: copy.is_there(replaces)):
+        return None
+    run_on_first(mesh, lambda: open_temporary(copy.temporary, copy.size_bytes, storage, flag))
     try:
-        run_on_all(mesh, copy_own)
-        run_on_first(mesh, commit)
+        run_on_all(mesh, lambda: copy.copy_files(range(mesh.control.rank, len(manifest.files), mesh.control.size)))
+        run_on_first(mesh, copy.commit)
     except Exception:
         if mesh.control.rank == 0:
-            discard(temporary, storage)
+            discard(copy.temporary, storage)
         raise
-    return final
+    return copy.final
 
 
-def _is_there(final: Path, manifest: Manifest, replaces: bool, flag: str, storage: Storage) -> bool:
-    """Whether the checkpoint was copied before; looks at the sizes and headers of its files, not at their data.
+@dataclass(frozen=True)
+class _Copy:
+    """One copy of a checkpoint, on one rank."""
 
-    Raises:
-        CheckpointError: there is another one, which is not to be replaced.
-        StorageError: the directory, or the copy that is there, cannot be read.
-    """
-    try:
-        if storage.exists(final.parent):
-            sweep(final.parent, storage)  # may put another checkpoint of the step back in its place
-    except OSError as failure:
-        raise cannot_write(storage, final, 0, failure, flag) from failure
-    if not storage.exists(final):
-        return False
-    is_same = not storage.is_link(final) and stored_digest(final, storage) == manifest.digest
-    if is_same:
+    source: Path
+    directory: Path
+    manifest: Manifest
+    run: str
+    flag: str
+    storage: Storage
+    beat: Callable[[], None]
+
+    @property
+    def final(self) -> Path:
+        return self.directory / folder_name(self.manifest.step)
+
+    @property
+    def temporary(self) -> Path:
+        return temporary_folder(self.directory, self.manifest.step, self.run)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.manifest.files)
+
+    def is_there(self, replaces: bool) -> bool:
+        """Whether the checkpoint was copied before; looks at the sizes and headers of its files, not at their data. If
+        so, the hint is written, which a copy that was killed after its folder had appeared has not done.
+
+        Raises:
+            CheckpointError: there is another one, which is not to be replaced.
+            StorageError: the directory, or the copy that is there, cannot be read.
+        """
+        final, storage = self.final, self.storage
         try:
-            check_files(final, manifest, storage)
-        except DamagedError as damage:
-            log.warning(f"copying to {final} again: {damage}")
+            if storage.exists(final.parent):
+                sweep(final.parent, storage)  # may put another checkpoint of the step back in its place
+        except OSError as failure:
+            raise cannot_write(storage, final, 0, failure, self.flag) from failure
+        if not storage.exists(final):
             return False
-        return True
-    if not replaces:
-        raise CheckpointError(
-            f"{final} is another checkpoint of step {manifest.step} than the one to be copied. Copy it to another "
-            "directory, or remove the one that is there."
-        )
-    return False
+        if not storage.is_link(final) and stored_digest(final, storage) == self.manifest.digest:
+            try:
+                check_files(final, self.manifest, storage)
+            except DamagedError as damage:
+                log.warning(f"copying to {final} again: {damage}")
+                return False
+            point_to_newest(final.parent, self.run, storage)
+            return True
+        if not replaces:
+            raise CheckpointError(
+                f"{final} is another checkpoint of step {self.manifest.step} than the one to be copied. Copy it to "
+                "another directory, or remove the one that is there."
+            )
+        return False
 
+    def copy_files(self, numbers: Iterable[int]) -> None:
+        """Copies the files of these numbers."""
+        for number in numbers:
+            file, storage = self.manifest.files[number], self.storage
+            target = self.temporary / file.name
+            try:
+                with writing(storage, target, file.size_bytes, self.flag) as handle:
+                    for content in verified_chunks(self.source, self.manifest, number, storage):
+                        self.beat()
+                        append(storage, handle, content)
+            except DamagedError as damage:
+                raise DamagedError(f"{damage} It was not copied.") from damage
 
-def _copy_file(
-    source: Path,
-    temporary: Path,
-    manifest: Manifest,
-    number: int,
-    flag: str,
-    storage: Storage,
-    beat: Callable[[], None],
-) -> None:
-    file = manifest.files[number]
-    target = temporary / file.name
-    try:
-        handle = storage.create(target)
+    def commit(self) -> None:
+        """Copies the manifest that was read before, compares it with its digest, and makes the copy visible."""
+        target = self.temporary / MANIFEST_NAME
         try:
-            for content in verified_chunks(source, manifest, number, storage):
-                beat()
-                append(storage, handle, content)
-            storage.sync(handle)
-        finally:
-            storage.close(handle)
-    except DamagedError as damage:
-        raise DamagedError(f"{damage} It was not copied.") from damage
-    except OSError as failure:
-        raise cannot_write(storage, target, file.size_bytes, failure, flag) from failure
+            write_file(self.storage, target, self._manifest_text())
+            read_manifest(self.temporary, self.storage, self.manifest)
+            self.storage.sync_directory(self.temporary)
+            publish(self.temporary, self.final, self.run, self.storage)
+        except OSError as failure:
+            raise cannot_write(self.storage, target, self.size_bytes, failure, self.flag) from failure
+        point_to_newest(self.directory, self.run, self.storage)
+
+    def _manifest_text(self) -> bytes:
+        text = read_whole(self.storage, self.source / MANIFEST_NAME)
+        if stored_digest(self.source, self.storage) != self.manifest.digest:
+            raise DamagedError(f"{self.source / MANIFEST_NAME} changed while it was being copied. Copy it again.")
+        return bytes(text)
 
 
-def _point_to_newest(directory: Path, run: str, storage: Storage) -> None:
+def point_to_newest(directory: Path, run: str, storage: Storage) -> None:
     """Writes the hint for other programs, which need not be for the copy: it may be of an older checkpoint."""
     with contextlib.suppress(OSError):
         for step in list(steps_in(directory, storage))[:1]:
             write_hint(directory, step, run, storage)
-
-
-def _copy_manifest(source: Path, target: Path, manifest: Manifest, storage: Storage) -> None:
-    """Copies the manifest that was read before; what was written is compared with its digest."""
-    write_file(storage, target, _manifest_text(source, manifest, storage))
-    read_manifest(target.parent, storage, manifest)
-
-
-def _manifest_text(source: Path, manifest: Manifest, storage: Storage) -> bytes:
-    """The text of the manifest that was read before."""
-    text = read_whole(storage, source / MANIFEST_NAME)
-    if stored_digest(source, storage) != manifest.digest:
-        raise DamagedError(f"{source / MANIFEST_NAME} changed while it was being copied. Copy it again.")
-    return bytes(text)

@@ -1,15 +1,29 @@
-"""What lies in a folder of checkpoints: whole ones, damaged ones, and what dead saves and deletions left."""
+"""What lies in a folder of checkpoints: whole ones, damaged ones, and what dead saves and deletions left.
+
+What is known of a checkpoint without its tensors is read once for each manifest.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from megatron.checkpoint.keeping.summaries import Summaries, Summary
-from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step
-from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    folder_step,
+    read_manifest,
+    stored_digest,
+    unreadable,
+)
+from megatron.checkpoint.publish import ASIDE_PREFIX
+from megatron.checkpoint.reader import check_files
+from megatron.checkpoint.record import run_id_of
+from megatron.checkpoint.storage import Storage, opened
 from megatron.errors import CheckpointError, DamagedError, StorageError
 
 COMPLETE, DAMAGED, UNREADABLE, LINK = "complete", "damaged", "unreadable", "link"
@@ -20,7 +34,103 @@ _LEFTOVER_STATES = {"tmp": UNFINISHED, "trash": DELETED, "old": ASIDE}
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestSummary:
+    """A checkpoint whose manifest and file sizes are good.
+
+    Attributes:
+        digest: of its manifest, and so of all its bytes.
+        files: names and sizes in bytes, without the manifest.
+        run_id: the run it belongs to; empty if it names none.
+        validation_loss: of the evaluation at its step, in nats per token; None without one.
+        layout: sizes of the axes of the run that saved it, by name; empty if its record does not say.
+    """
+
+    path: Path
+    step: int
+    digest: str
+    files: tuple[tuple[str, int], ...]
+    run_id: str
+    validation_loss: float | None
+    layout: Mapping[str, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its files, without the manifest."""
+        return sum(size for _, size in self.files)
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest) -> ManifestSummary:
+        """Takes from a manifest what is needed."""
+        return cls(
+            path,
+            manifest.step,
+            manifest.digest,
+            tuple((file.name, file.size_bytes) for file in manifest.files),
+            run_id_of(manifest.record),
+            _validation_loss(manifest.record),
+            _layout(manifest.record),
+        )
+
+
+@final
+class ManifestSummaries:
+    """ManifestSummaries of checkpoint folders; a manifest is parsed again only if another one has taken its place."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: dict[Path, ManifestSummary] = {}
+
+    def of(self, folder: Path) -> ManifestSummary:
+        """The summary of a folder; looks at the sizes of its files each time.
+
+        Raises:
+            DamagedError: its manifest is missing or damaged, or a file is missing or has another size.
+            CheckpointError: it was written in another format version.
+            StorageError: the system refused for a reason that has nothing to do with the checkpoint.
+        """
+        known = self._known.pop(folder, None)
+        if known is not None and stored_digest(folder, self._storage) == known.digest:
+            _check_sizes(known, self._storage)
+        else:
+            manifest = read_manifest(folder, self._storage)
+            check_files(folder, manifest, self._storage)
+            known = ManifestSummary.of(folder, manifest)
+        self._known[folder] = known
+        return known
+
+    def forget(self, folder: Path) -> None:
+        """Drops what is known of a folder that was deleted."""
+        self._known.pop(folder, None)
+
+
+def steps_in(directory: Path, storage: Storage) -> dict[int, Path]:
+    """The folders with the name of a checkpoint, newest first, by step; links are left out.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    folders = {
+        step: directory / name
+        for name in storage.names(directory)
+        if not name.startswith(ASIDE_PREFIX) and (step := folder_step(name)) is not None
+    }
+    return {
+        step: path for step, path in sorted(folders.items(), reverse=True) if path.is_dir() and not path.is_symlink()
+    }
+
+
+def other_files(summary: ManifestSummary, storage: Storage) -> list[str]:
+    """What lies in a checkpoint's folder and is not part of it; remains of network file systems do not count.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    own = {MANIFEST_NAME, *(name for name, _ in summary.files)}
+    return [name for name in storage.names(summary.path) if name not in own and not name.startswith(".nfs")]
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
     """A folder that is, was or was to be a checkpoint.
 
     Attributes:
@@ -36,7 +146,7 @@ class Entry:
     step: int
     state: str
     size_bytes: int | None
-    summary: Summary | None = None
+    summary: ManifestSummary | None = None
     problem: str = ""
 
     @property
@@ -59,7 +169,7 @@ class Entry:
         }
 
 
-def entries_in(directory: Path, storage: Storage) -> list[Entry]:
+def entries_in(directory: Path, storage: Storage) -> list[ListedCheckpoint]:
     """The checkpoints of a folder and what is left of others, newest first; no tensor is read.
 
     A folder that is a checkpoint itself is its own only entry.
@@ -74,7 +184,7 @@ def entries_in(directory: Path, storage: Storage) -> list[Entry]:
             f"cannot list {directory}: {failure.strerror or failure}. Give a folder of checkpoints that this user can "
             "read."
         ) from failure
-    summaries = Summaries(storage)
+    summaries = ManifestSummaries(storage)
     if MANIFEST_NAME in names:
         return [_entry(directory, folder_step(directory.name) or 0, None, summaries, storage)]
     entries = []
@@ -87,18 +197,49 @@ def entries_in(directory: Path, storage: Storage) -> list[Entry]:
     return sorted(entries, key=lambda entry: (-entry.step, entry.is_leftover, entry.path.name))
 
 
-def _entry(path: Path, step: int, state: str | None, summaries: Summaries, storage: Storage) -> Entry:
+def _check_sizes(summary: ManifestSummary, storage: Storage) -> None:
+    for name, expected in summary.files:
+        path = summary.path / name
+        try:
+            with opened(storage, path) as (_, size_bytes):
+                pass
+        except OSError as failure:
+            raise unreadable(path, failure) from failure
+        if size_bytes != expected:
+            raise DamagedError(
+                f"{path} has {size_bytes} bytes, but its manifest says {expected}. Use another checkpoint."
+            )
+
+
+def _validation_loss(record: Mapping[str, Any]) -> float | None:
+    entry = record.get("validation_loss")
+    if not isinstance(entry, int | float) or isinstance(entry, bool) or not math.isfinite(entry):
+        return None
+    return float(entry)
+
+
+def _layout(record: Mapping[str, Any]) -> dict[str, int]:
+    config = record.get("config")
+    section = config.get("parallel") if isinstance(config, Mapping) else None
+    if not isinstance(section, Mapping):
+        return {}
+    return {axis: section[name] for axis, name in _AXES if type(section.get(name)) is int}
+
+
+def _entry(
+    path: Path, step: int, state: str | None, summaries: ManifestSummaries, storage: Storage
+) -> ListedCheckpoint:
     """Looks at one folder; a checkpoint that was moved aside may be whole."""
     if storage.is_link(path):
-        return Entry(path, step, LINK, None, problem="symbolic links are not followed")
+        return ListedCheckpoint(path, step, LINK, None, problem="symbolic links are not followed")
     if state in (UNFINISHED, DELETED):
-        return Entry(path, step, state, _taken_bytes(path, storage))
+        return ListedCheckpoint(path, step, state, _taken_bytes(path, storage))
     try:
         summary = summaries.of(path)
     except (CheckpointError, StorageError) as failure:
         wrong = DAMAGED if isinstance(failure, DamagedError) else UNREADABLE
-        return Entry(path, step, state or wrong, _taken_bytes(path, storage), problem=str(failure))
-    return Entry(path, summary.step, state or COMPLETE, summary.size_bytes, summary)
+        return ListedCheckpoint(path, step, state or wrong, _taken_bytes(path, storage), problem=str(failure))
+    return ListedCheckpoint(path, summary.step, state or COMPLETE, summary.size_bytes, summary)
 
 
 def _taken_bytes(path: Path, storage: Storage) -> int | None:
@@ -106,3 +247,10 @@ def _taken_bytes(path: Path, storage: Storage) -> int | None:
         return storage.taken_bytes(path)
     except OSError:
         return None
+
+
+_AXES = (
+    ("tp", "tensor_model_parallel_size"),
+    ("pp", "pipeline_model_parallel_size"),
+    ("dp", "data_parallel_size"),
+)

@@ -1,7 +1,7 @@
 """Which checkpoints of a folder are kept; the others are deleted, after a newer one is committed and never before.
 
 What is not certainly a checkpoint of this run is left alone: folders of other programs and runs, links, checkpoints
-that are damaged, and those that somebody put other files into.
+that are damaged, and checkpoints that somebody put other files into.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import final
 
 from megatron import log
-from megatron.checkpoint.keeping.summaries import Summaries, Summary, other_files, steps_in
+from megatron.checkpoint.keeping.listing import ManifestSummaries, ManifestSummary, other_files, steps_in
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.publish import remove_checkpoint
 from megatron.checkpoint.reader import verify_files
@@ -26,7 +26,7 @@ class KeepRules:
     """Which checkpoints of a run are not deleted.
 
     Attributes:
-        last: so many of the newest.
+        last: this many of the newest.
         every: those whose step is a multiple of this; None for no such.
         best: the one with the lowest validation loss, the newest of equal ones.
     """
@@ -44,21 +44,24 @@ class KeepRules:
         """Whether a checkpoint is kept for its step alone."""
         return self.every is not None and step % self.every == 0
 
-    def superfluous(self, found: Sequence[Summary], counts: Callable[[Summary], bool]) -> list[Summary]:
-        """Those of some checkpoints that need not be kept.
+    def superfluous(
+        self, checkpoints: Sequence[ManifestSummary], counts: Callable[[ManifestSummary], bool]
+    ) -> list[ManifestSummary]:
+        """The checkpoints that need not be kept.
 
         Args:
-            found: newest first.
-            counts: whether a checkpoint can stand for older ones: one that does not may go, but lets no other go.
+            checkpoints: newest first.
+            counts: whether a checkpoint makes older ones dispensable: one that does not may be deleted itself, but is
+                no reason to delete another.
         """
-        good = [summary for summary in found if counts(summary)]
+        good = [summary for summary in checkpoints if counts(summary)]
         kept = {summary.step for summary in good[: self.last]}
         rated = [(summary.validation_loss, -summary.step) for summary in good if summary.validation_loss is not None]
         if self.best and rated:
             kept.add(-min(rated)[1])
         if len(good) < self.last:
             return []
-        return [summary for summary in found if summary.step not in kept and not self.keep_step(summary.step)]
+        return [summary for summary in checkpoints if summary.step not in kept and not self.keep_step(summary.step)]
 
 
 @final
@@ -74,12 +77,12 @@ class Retention:
         self._rules = rules
         self._storage = storage
         self._resumed_step = resumed_step
-        self._summaries = Summaries(storage)
+        self._summaries = ManifestSummaries(storage)
         self._saved_steps: set[int] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def apply(self, newest: Path) -> list[Path]:
-        """Deletes what is not kept beside the checkpoint that was just committed, and returns what is gone.
+        """Deletes what is not kept besides the checkpoint that was just committed, and returns what is gone.
 
         A failure is a warning.
         """
@@ -95,13 +98,13 @@ class Retention:
             log.info(f"deleted {', '.join(path.name for path in gone)} in {newest.parent}, which need not be kept")
         return gone
 
-    def plan(self, newest: Summary) -> list[Summary]:
+    def plan(self, newest: ManifestSummary) -> list[ManifestSummary]:
         """What would be deleted, newest first; checkpoints of later steps belong to another past and are left alone.
 
         Raises:
             OSError: the directory cannot be listed.
         """
-        found = [newest]
+        checkpoints = [newest]
         counted = 1
         for step, path in steps_in(newest.path.parent, self._storage).items():
             is_kept = counted >= self._rules.last and self._rules.keep_step(step) and not self._rules.best
@@ -109,12 +112,12 @@ class Retention:
                 continue
             summary = self._look(path, newest.run_id)
             if summary is not None:
-                found.append(summary)
+                checkpoints.append(summary)
                 counted += self._counts(summary)
-        self._tell_of_losses(found)
-        return [summary for summary in self._rules.superfluous(found, self._counts) if self._may_remove(summary)]
+        self._warn_without_losses(checkpoints)
+        return [summary for summary in self._rules.superfluous(checkpoints, self._counts) if self._may_remove(summary)]
 
-    def newest_in(self, directory: Path, run_id: str) -> Summary:
+    def newest_in(self, directory: Path, run_id: str) -> ManifestSummary:
         """The newest checkpoint of a folder that is whole: every byte is compared, since others are deleted for it.
 
         Args:
@@ -137,7 +140,7 @@ class Retention:
             try:
                 verify_files(path, read_manifest(path, self._storage), self._storage)
             except DamagedError as damage:
-                self._tell_once(f"{path} does not count as a checkpoint to keep and is not deleted: {damage}")
+                self._warn_once(f"{path} does not count as a checkpoint to keep and is not deleted: {damage}")
                 continue
             return summary
         raise CheckpointError(
@@ -145,30 +148,30 @@ class Retention:
             "verify say what is wrong."
         )
 
-    def _counts(self, summary: Summary) -> bool:
+    def _counts(self, summary: ManifestSummary) -> bool:
         return self._resumed_step is None or summary.step <= self._resumed_step or summary.step in self._saved_steps
 
-    def _look(self, path: Path, run_id: str) -> Summary | None:
+    def _look(self, path: Path, run_id: str) -> ManifestSummary | None:
         """A checkpoint of the same run that is good; None for anything else."""
         try:
             summary = self._summaries.of(path)
         except (CheckpointError, StorageError) as failure:
-            self._tell_once(f"{path} does not count as a checkpoint to keep and is not deleted: {failure}")
+            self._warn_once(f"{path} does not count as a checkpoint to keep and is not deleted: {failure}")
             return None
         if summary.run_id and summary.run_id != run_id:
-            self._tell_once(f"{path} is of another run ({summary.run_id}) and is not deleted")
+            self._warn_once(f"{path} is of another run ({summary.run_id}) and is not deleted")
             return None
         return summary
 
-    def _may_remove(self, summary: Summary) -> bool:
+    def _may_remove(self, summary: ManifestSummary) -> bool:
         others = other_files(summary, self._storage)
         if others:
-            self._tell_once(
+            self._warn_once(
                 f"{summary.path} holds files that are not part of it ({', '.join(others[:3])}): not deleted"
             )
         return not others
 
-    def _remove(self, summary: Summary) -> bool:
+    def _remove(self, summary: ManifestSummary) -> bool:
         try:
             remove_checkpoint(summary.path, self._storage)
         except OSError as failure:
@@ -177,14 +180,14 @@ class Retention:
         self._summaries.forget(summary.path)
         return True
 
-    def _tell_of_losses(self, found: Sequence[Summary]) -> None:
-        if self._rules.best and all(summary.validation_loss is None for summary in found):
-            self._tell_once(
-                f"--keep-best keeps no checkpoint in {found[0].path.parent}: none has a validation loss. It is that "
-                "of an evaluation at the step that is saved; let --save-interval be a multiple of --eval-interval."
+    def _warn_without_losses(self, checkpoints: Sequence[ManifestSummary]) -> None:
+        if self._rules.best and all(summary.validation_loss is None for summary in checkpoints):
+            self._warn_once(
+                f"--keep-best keeps no checkpoint in {checkpoints[0].path.parent}: none has a validation loss. It is "
+                "that of an evaluation at the step that is saved; let --save-interval be a multiple of --eval-interval."
             )
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             log.warning(text)

@@ -1,4 +1,4 @@
-"""Which probabilities of dropout can be had: masks are made of 16 random bits an entry."""
+"""Which probabilities of dropout can be had: masks are made of 16 random bits per entry."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def dropout_problems(option: str, probability: float) -> Iterator[str]:
     usable = [f"{step / DROPOUT_STEPS!r}" for step in (int(steps), int(steps) + 1) if 0 < step < DROPOUT_STEPS]
     below = ["0"] if steps < 1 else []
     yield (
-        f"{option} {probability!r} cannot be had: masks round it to a multiple of 1/{DROPOUT_STEPS}, here to "
+        f"{option} {probability!r} is not possible: masks round it to a multiple of 1/{DROPOUT_STEPS}, here to "
         f"{round(steps) / DROPOUT_STEPS!r}. Use {' or '.join(below + usable)}."
     )

@@ -14,7 +14,7 @@ class EncoderFields(ConfigSection):
     """What BERT and RoBERTa have and GPT does not.
 
     Source: Devlin et al., "BERT", 2019, section 3 and appendix A; NVIDIA Megatron-LM
-    `megatron/core/models/bert/bert_model.py` and `pretrain_bert.py` (token types only beside the sentence-order head).
+    `megatron/core/models/bert/bert_model.py` and `pretrain_bert.py` (token types only with the sentence-order head).
     """
 
     bidirectional: bool = flag(

@@ -58,10 +58,18 @@ class ExpertFields(FeedForwardFields):
 
     num_experts: int = flag(
         1,
-        "feed-forward networks per layer that tokens are routed to",
+        "feed-forward networks per layer that tokens are routed to; several numbers: one for each layer with experts",
         at_least=1,
         at_most=2**16,
-        repeated=True,
+        by_layer="moe_expert_counts",
+        resume=MUST_MATCH,
+    )
+    moe_expert_counts: tuple[int, ...] = flag(
+        (),
+        "experts of each layer that --moe-layer-pattern gives some, in order, where they differ; half as many numbers "
+        "as layers are for every second layer",
+        at_least=1,
+        at_most=2**16,
         resume=MUST_MATCH,
     )
     moe_layer_pattern: tuple[int, ...] = flag(
@@ -82,12 +90,18 @@ class ExpertFields(FeedForwardFields):
     moe_shared_expert_intermediate_size: int = flag(
         0, "inner width of an expert that sees every token; 0 for none", at_least=0, at_most=2**28, resume=MUST_MATCH
     )
+    moe_residual: bool = flag(
+        False,
+        "residual experts: a dense feed-forward layer of --ffn-hidden-size sees every token as well, and learned "
+        "coefficients mix the two",
+        resume=MUST_MATCH,
+    )
     moe_router_score_function: str = flag(
         "softmax", "how router logits become scores", choices=("softmax", "sigmoid"), resume=MUST_MATCH
     )
     moe_router_pre_softmax: bool = flag(
         False,
-        "weights are the scores over all experts; off: those of the chosen ones, which then sum to 1",
+        "weights are the scores over all experts; off: over the chosen ones only, so they sum to 1",
         resume=MUST_MATCH,
     )
     moe_router_topk_scaling_factor: float = flag(1.0, "factor of the experts' weights", above=0, resume=MUST_MATCH)
@@ -96,28 +110,52 @@ class ExpertFields(FeedForwardFields):
     )
     moe_z_loss_coeff: float = flag(0.0, "coefficient of the router's z-loss", at_least=0)
 
+    def complete(self) -> None:
+        super().complete()
+        counts = self.moe_expert_counts
+        if not counts:
+            return
+        if self.num_experts == 1:
+            self.set_derived("num_experts", max(counts))
+        if not self.moe_layer_pattern and len(counts) == self.num_layers // 2 != self.num_layers:
+            self.set_derived("moe_layer_pattern", (0, 1))
+
+    def experts_of(self, layer: int) -> int:
+        """Feed-forward networks of block `layer` that tokens are routed to; 1 for a dense layer."""
+        if not self._may_have_experts(layer):
+            return 1
+        if not self.moe_expert_counts:
+            return self.num_experts
+        place = sum(self._may_have_experts(before) for before in range(layer))
+        return self.moe_expert_counts[place]
+
     def has_experts(self, layer: int) -> bool:
         """Whether block `layer` routes tokens to experts."""
+        return self.experts_of(layer) > 1
+
+    def _may_have_experts(self, layer: int) -> bool:
         pattern = self.moe_layer_pattern
-        return self.num_experts > 1 and (not pattern or bool(pattern[layer % len(pattern)]))
+        return not pattern or bool(pattern[layer % len(pattern)])
 
     @property
     def widths(self) -> dict[str, int]:
         """The inner widths of the feed-forward layers that the network has, by flag."""
         if self.num_experts == 1:
             return {"--ffn-hidden-size": self.ffn_hidden_size}
-        found = {"--moe-ffn-hidden-size": self.moe_ffn_hidden_size}
-        if 0 in self.moe_layer_pattern[: self.num_layers]:
-            found["--ffn-hidden-size"] = self.ffn_hidden_size
+        widths = {"--moe-ffn-hidden-size": self.moe_ffn_hidden_size}
+        if self.moe_residual or 0 in self.moe_layer_pattern[: self.num_layers] or 1 in self.moe_expert_counts:
+            widths["--ffn-hidden-size"] = self.ffn_hidden_size
         if self.moe_shared_expert_intermediate_size:
-            found["--moe-shared-expert-intermediate-size"] = self.moe_shared_expert_intermediate_size
-        return found
+            widths["--moe-shared-expert-intermediate-size"] = self.moe_shared_expert_intermediate_size
+        return widths
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.num_experts > 1 and self.moe_router_topk > self.num_experts:
+        yield from self._count_problems()
+        fewest = min((count for count in self.moe_expert_counts if count > 1), default=self.num_experts)
+        if self.num_experts > 1 and self.moe_router_topk > fewest:
             yield (
-                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}. A token "
+                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {fewest}. A token "
                 f"cannot go to more experts than there are."
             )
         if self.num_experts > 1 and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
@@ -125,4 +163,22 @@ class ExpertFields(FeedForwardFields):
                 f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The "
                 "weights of the chosen experts sum to 1, so the weight of a single one is constant and the router "
                 "would learn nothing."
+            )
+
+    def _count_problems(self) -> Iterator[str]:
+        """Numbers of experts by layer: one for each layer that has some, and the largest equals --num-experts."""
+        counts = self.moe_expert_counts
+        if not counts:
+            return
+        shown = " ".join(map(str, counts))
+        layers = sum(self._may_have_experts(layer) for layer in range(self.num_layers))
+        if len(counts) != layers:
+            yield (
+                f"--num-experts {shown} has {len(counts)} numbers, and {layers} of the {self.num_layers} layers "
+                f"have experts (--num-layers, --expert-interval). Give {layers} numbers, or one for all layers."
+            )
+        if max(counts) != self.num_experts:
+            yield (
+                f"--num-experts {self.num_experts} is not the largest of --moe-expert-counts {shown}. Drop "
+                "--num-experts, which follows from them."
             )

@@ -1,4 +1,4 @@
-"""Norms: which kind, and where they stand in a block."""
+"""Norms: which kind, and where they are in a block."""
 
 from __future__ import annotations
 

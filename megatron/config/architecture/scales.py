@@ -29,7 +29,7 @@ class ScaleFields(AttentionFields):
     """
 
     untie_embeddings_and_output_weights: bool = flag(
-        False, "an output matrix of its own instead of the word embedding", resume=MUST_MATCH
+        False, "a separate output matrix instead of the word embedding", resume=MUST_MATCH
     )
     init_method_std: float = flag(
         0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0, at_most=1000

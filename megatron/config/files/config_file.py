@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.files.bounded_file import read_json, read_yaml
-from megatron.config.flags.command_line import nearest, shown_value, value_from_file
+from megatron.config.flags.command_line import check_paths, nearest, shown_value, value_from_file
 from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
+from megatron.files.settings import read_json, read_yaml
 from megatron.secret_text import masked
 
 _MOST_UNKNOWN = 20  # looking for what was meant takes a millisecond each
@@ -69,16 +69,22 @@ def _read_entry(path: str, key: str, place: str, flag: Flag, value: Any, reading
         reading.problems.append(f'{path}: "{key}" sets the same flag as another key. Keep one of them.')
         return
     try:
-        found: Any = value_from_file(flag, value)
+        setting: Any = value_from_file(flag, value)
         turned = flag.element is bool and not flag.spellings.get("--" + key.replace("_", "-"), True)
-        found = (not found) if turned else found
-        for item in found if flag.is_tuple else [found]:
+        setting = (not setting) if turned else setting
+        for item in setting if flag.is_tuple else [setting]:
             if flag.facts.choices and item not in flag.facts.choices:
                 raise ConfigError(f"must be one of {', '.join(map(str, flag.facts.choices))}, not {shown_value(item)}")
-        reading.values[place] = found
     except ConfigError as failure:
         reading.broken.add(flag.field)
         reading.problems.append(f'{path}: "{key}" {failure}.')
+        return
+    try:
+        check_paths(flag, f'{path}: "{key}"', setting)
+        reading.values[place] = setting
+    except ConfigError as failure:
+        reading.broken.add(flag.field)
+        reading.problems.extend(failure.problems)
 
 
 def _entries(tree: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.files.bounded_file import read_json
 from megatron.config.files.deepspeed_keys import CheckedSettings, check_settings
+from megatron.config.files.deepspeed_training import training_settings
 from megatron.config.flags.command_line import value_from_file
 from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
+from megatron.files.settings import read_json
 
 # The settings of a DeepSpeed file that flags govern: path in the file -> "section.field".
 GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
@@ -29,6 +30,10 @@ GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("fp16", "loss_scale_window"): "precision.loss_scale_window",
         ("fp16", "min_loss_scale"): "precision.min_loss_scale",
         ("fp16", "hysteresis"): "precision.hysteresis",
+        ("optimizer", "params", "lr"): "optim.lr",
+        ("optimizer", "params", "eps"): "optim.adam_eps",
+        ("optimizer", "params", "weight_decay"): "optim.weight_decay",
+        ("scheduler", "params", "warmup_max_lr"): "optim.lr",  # after the optimizer's, which it replaces
         ("curriculum_learning", "enabled"): "optim.curriculum_learning",
         ("curriculum_learning", "schedule_type"): "optim.curriculum_schedule",
         ("curriculum_learning", "min_difficulty"): "optim.curriculum_min_length",
@@ -45,6 +50,7 @@ GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
 # A section that says `"enabled": false` is not compared with flags, nor is anything else in it.
 _SWITCHES = frozenset({"fp16", "bf16", "bfloat16", "curriculum_learning"})
 _DYNAMIC = ("fp16", "loss_scale")
+_OPTIMIZER = "optimizer."  # Megatron-DeepSpeed hands DeepSpeed an optimizer made of its flags, whatever a file says
 
 
 def read_settings(path: str) -> dict[str, Any]:
@@ -53,10 +59,10 @@ def read_settings(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or an entry is unknown, of the wrong type, out of range or refused.
     """
-    found = _checked(path)
-    if found.problems:
-        raise ConfigError(found.problems)
-    return found.settings
+    checked = _checked(path)
+    if checked.problems:
+        raise ConfigError(checked.problems)
+    return checked.settings
 
 
 def _checked(path: str) -> CheckedSettings:
@@ -77,23 +83,48 @@ class DeepSpeedReading:
     notices: list[str] = field(default_factory=list)
     overruled: set[str] = field(default_factory=set)  # destinations whose given value the file replaces
 
+    def take(self, path: str, flag: Flag, given: Mapping[str, Any], said: tuple[str, Any, str, Any]) -> None:
+        """Takes a value of the file, or notes that a given one differs.
+
+        Args:
+            said: the key in the file, what it says, the destination, and the value for it.
+        """
+        key, entry, destination, value = said
+        if destination not in given:
+            if value is not None:
+                self.values[destination] = value
+            return
+        asked = given[destination]
+        there = f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there'
+        if asked == value:
+            return
+        if value is False and key.partition(".")[0] in _SWITCHES:
+            self.notices.append(f"{there}, and {flag.positive_name} was given: the flag is used.")
+        elif key.startswith(_OPTIMIZER):
+            self.notices.append(f"{there}, and {flag.positive_name} {asked} was given: the flag is used, as upstream.")
+        else:
+            self.problems.append(f"{there}, and {flag.positive_name} is {asked}. Make them equal or drop one of them.")
+
     def applied(
         self, given: Mapping[str, Any], values: Mapping[str, Any], broken: set[str]
     ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
         """The given values, all values, and the fields that could not be read, with what the file says."""
         given, values = (
-            {name: found[name] for name in found if name not in self.overruled} for found in (given, values)
+            {name: layer[name] for name in layer if name not in self.overruled} for layer in (given, values)
         )
         return dict(given), {**self.values, **values}, broken | self.broken
 
 
-def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> DeepSpeedReading:
+def governed_values(
+    path: str, flags: Mapping[str, Flag], given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> DeepSpeedReading:
     """Reads what a DeepSpeed file says about fields that were not given.
 
     Args:
         path: the file.
         flags: destination ("section.field") -> flag.
         given: destination -> value of the command line or of `--config`.
+        defaults: destination -> value that the program prefers to the flag's default.
 
     Returns:
         The values by destination, with one sentence for each entry that disagrees with a given value, cannot be used
@@ -118,20 +149,36 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
                 f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, so the scale is dynamic: '
                 f"{flag.positive_name} {given[destination]} is not used, as upstream."
             )
-        elif destination in given and given[destination] != value:
-            if value is False and place[0] in _SWITCHES:
-                reading.notices.append(
-                    f'--deepspeed_config {path}: "{key}" is false there, and {flag.positive_name} was given: the flag '
-                    "is used."
-                )
-                continue
-            reading.problems.append(
-                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, and {flag.positive_name} is '
-                f"{given[destination]}. Make them equal or drop one of them."
+            continue
+        is_off = place == ("fp16", "enabled") and value is False
+        if is_off and given.get(destination) and _trains_in_bf16(checked.settings, given):
+            reading.overruled.add(destination)
+            reading.notices.append(
+                f'--deepspeed_config {path}: "fp16.enabled" is false and "bf16.enabled" is true there, so the run '
+                "trains in bfloat16: --fp16 is not used, as upstream."
             )
-        elif destination not in given and value is not None:
-            reading.values[destination] = value
+            continue
+        if place[0] == "scheduler" and reading.values.get(destination, value) != value:
+            reading.notices.append(
+                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, which is used: a schedule replaces '
+                "the learning rate of the optimizer."
+            )
+        reading.take(path, flag, given, (key, entry, destination, value))
+    peak = {**defaults, **given, **reading.values}.get("optim.lr")
+    further = training_settings(checked.settings, checked.tree, peak)
+    reading.problems += [f"--deepspeed_config {path}: {problem}" for problem in further.problems]
+    for each in further.entries:
+        reading.take(path, flags[each[2]], given, each)
     return reading
+
+
+def _trains_in_bf16(settings: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether the file asks for bfloat16 and no flag says otherwise; DeepSpeed then casts the network to it.
+
+    Source: DeepSpeed `runtime/engine.py`, `_configure_distributed_model`.
+    """
+    is_asked = any(_lookup(settings, (section, "enabled")) for section in ("bf16", "bfloat16"))
+    return is_asked and "precision.bf16" not in given
 
 
 def _is_present(settings: Mapping[str, Any], place: tuple[str, ...]) -> bool:

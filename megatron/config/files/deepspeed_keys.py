@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.files.deepspeed_table import GOVERNED, IGNORED, KEYS, REFUSED, DeepSpeedKey
+from megatron.config.files.deepspeed_table import GOVERNED, IGNORED, KEYS, REFUSED, DeepSpeedKey, Range, as_text
 from megatron.config.flags.command_line import shown_value
 
 # A key may contain one typing error for this many letters, and always at least one.
@@ -31,6 +31,7 @@ class CheckedSettings:
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     unknown: int = 0
+    tree: Mapping[str, Any] = field(default_factory=dict)  # the file as it is
 
 
 def check_settings(tree: Mapping[str, Any], name: str) -> CheckedSettings:
@@ -43,73 +44,75 @@ def check_settings(tree: Mapping[str, Any], name: str) -> CheckedSettings:
         tree: the contents of the file.
         name: what the file is called in messages.
     """
-    found = CheckedSettings()
-    found.settings = _check_section(tree, "", name, found)
-    if found.unknown > _MOST_UNKNOWN:
-        found.problems.append(f"{name}: {found.unknown - _MOST_UNKNOWN} more keys are not known. Is it the right file?")
-    return found
+    checked = CheckedSettings(tree=tree)
+    checked.settings = _check_section(tree, "", name, checked)
+    if checked.unknown > _MOST_UNKNOWN:
+        checked.problems.append(
+            f"{name}: {checked.unknown - _MOST_UNKNOWN} more keys are not known. Is it the right file?"
+        )
+    return checked
 
 
-def _check_section(section: Mapping[str, Any], prefix: str, name: str, found: CheckedSettings) -> dict[str, Any]:
+def _check_section(section: Mapping[str, Any], prefix: str, name: str, checked: CheckedSettings) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in section.items():
         if key.startswith(("_", "/", "#")):
             continue
         row = KEYS.get(prefix + key)
         if row is None:
-            _report_unknown(prefix + key, prefix, name, found)
+            _report_unknown(prefix + key, prefix, name, checked)
         elif value is None or (value == "auto" and row.off != "auto"):
             continue
         elif row.status in (IGNORED, REFUSED):
-            _report_without_effect(row, value, name, found)
-        elif row.values == "section":
+            _report_without_effect(row, value, name, checked)
+        elif row.values is dict:
             if not isinstance(value, Mapping):
-                found.problems.append(_wrong(name, row, "an object", value))
-            elif inner := _check_inside(value, f"{prefix}{key}.", name, found):
+                checked.problems.append(_wrong(name, row, "an object", value))
+            elif inner := _check_inside(value, f"{prefix}{key}.", name, checked):
                 kept[key] = inner
         else:
-            kept[key] = _checked_value(row, value, name, found)
+            kept[key] = _checked_value(row, value, name, checked)
     for key in [key for key in kept if key.startswith(_PREFIX) and key.removeprefix(_PREFIX) in kept]:
-        found.problems.append(
+        checked.problems.append(
             f'{name}: "{prefix}{key}" sets the same as "{key.removeprefix(_PREFIX)}". Keep one of them.'
         )
     return kept
 
 
-def _check_inside(section: Mapping[str, Any], prefix: str, name: str, found: CheckedSettings) -> dict[str, Any]:
+def _check_inside(section: Mapping[str, Any], prefix: str, name: str, checked: CheckedSettings) -> dict[str, Any]:
     """What a section sets; of one that is switched off only that, whatever else it says."""
     is_disabled = section.get("enabled") is False and f"{prefix}enabled" in KEYS
     if is_disabled or (section.get("device") == "none" and f"{prefix}device" in KEYS):
         for key in section:
             if not key.startswith(("_", "/", "#")) and prefix + key not in KEYS:
-                _report_unknown(prefix + key, prefix, name, found)
+                _report_unknown(prefix + key, prefix, name, checked)
         return {"enabled": False} if is_disabled else {}
-    return _check_section(section, prefix, name, found)
+    return _check_section(section, prefix, name, checked)
 
 
-def _report_unknown(key: str, prefix: str, name: str, found: CheckedSettings) -> None:
-    found.unknown += 1
-    if found.unknown > _MOST_UNKNOWN:
+def _report_unknown(key: str, prefix: str, name: str, checked: CheckedSettings) -> None:
+    checked.unknown += 1
+    if checked.unknown > _MOST_UNKNOWN:
         return
     shown = shown_value(key[:_LONGEST_KEY])[1:-1]
     known = [one.removeprefix(prefix) for one in KEYS if one.startswith(prefix) and "." not in one[len(prefix) :]]
     meant = closest_key(key.removeprefix(prefix), known)
     hint = f'Did you mean "{prefix}{meant}"?' if meant else "DeepSpeed 0.19 reads no such key: remove it."
-    found.problems.append(f'{name}: "{shown}" is not known. {hint}')
+    checked.problems.append(f'{name}: "{shown}" is not known. {hint}')
 
 
-def _report_without_effect(row: DeepSpeedKey, value: Any, name: str, found: CheckedSettings) -> None:
+def _report_without_effect(row: DeepSpeedKey, value: Any, name: str, checked: CheckedSettings) -> None:
     if not _is_active(value, row.off):
         return
     if row.status == IGNORED:
-        found.notices.append(f'{name}: "{row.name}" is ignored: {row.reason}.')
+        checked.notices.append(f'{name}: "{row.name}" is ignored: {row.reason}.')
     else:
-        found.problems.append(f'{name}: "{row.name}" cannot be set here: {row.reason}. Remove it from the file.')
+        checked.problems.append(f'{name}: "{row.name}" cannot be set here: {row.reason}. Remove it from the file.')
 
 
-def _is_active(value: Any, off: str) -> bool:
+def _is_active(value: Any, off: Any) -> bool:
     """Whether an entry turns something on."""
-    if value is None or value is False or value in ("auto", "") or (off and _as_text(value) == off):
+    if value is None or value is False or value in ("auto", "") or (off is not None and as_text(value) == as_text(off)):
         return False
     if isinstance(value, Mapping):
         shared = value.get("shared_parameters")  # of a method of compression
@@ -120,43 +123,32 @@ def _is_active(value: Any, off: str) -> bool:
     return bool(value)
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value).lower() if isinstance(value, (bool, int, str)) else ""
-
-
-def _checked_value(row: DeepSpeedKey, value: Any, name: str, found: CheckedSettings) -> Any:
+def _checked_value(row: DeepSpeedKey, value: Any, name: str, checked: CheckedSettings) -> Any:
     """The value in the form DeepSpeed wants; a problem if it is not one that the key takes."""
-    kind, _, bounds = row.values.partition(" ")
-    if kind == "one":
-        choices = bounds.removeprefix("of ").split(", ")
-        if value in choices:
+    if isinstance(row.values, Range):
+        if row.values.is_list and isinstance(value, list) and all(_lies_within(item, row.values) for item in value):
+            return [int(item) if row.values.is_whole else item for item in value]
+        if not row.values.is_list and _lies_within(value, row.values):
+            return int(value) if row.values.is_whole else value if abs(value) < _LARGEST_WHOLE else float(value)
+        expected = row.values.words
+    elif isinstance(row.values, tuple):
+        if value in row.values:
             return value
-        expected = f"one of {', '.join(choices)}"
-    elif kind == "bool":
+        expected = f"one of {', '.join(row.values)}"
+    elif row.values is bool:
         if isinstance(value, bool):
             return value
         expected = "true or false"
-    elif kind == "texts":
+    else:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
         expected = "a list of strings"
-    elif kind == "wholes":
-        if isinstance(value, list) and all(_lies_within(item, bounds, is_whole=True) for item in value):
-            return [int(item) for item in value]
-        expected = f"a list of whole numbers from {bounds.replace('..', ' to ')}"
-    else:
-        if _lies_within(value, bounds, is_whole=kind == "whole"):
-            return int(value) if kind == "whole" else value if abs(value) < _LARGEST_WHOLE else float(value)
-        expected = f"a {'whole ' if kind == 'whole' else ''}number from {bounds.replace('..', ' to ')}"
-    found.problems.append(_wrong(name, row, expected, value))
+    checked.problems.append(_wrong(name, row, expected, value))
     return None
 
 
-def _lies_within(value: Any, bounds: str, *, is_whole: bool) -> bool:
-    least, most = map(float, bounds.split(".."))
-    return _is_number(value, is_whole) and least <= value <= most
+def _lies_within(value: Any, bounds: Range) -> bool:
+    return _is_number(value, bounds.is_whole) and bounds.least <= value <= bounds.most
 
 
 def _is_number(value: Any, is_whole: bool) -> bool:
@@ -173,7 +165,7 @@ def _wrong(name: str, row: DeepSpeedKey, expected: str, value: Any) -> str:
 
 
 def closest_key(key: str, known: Iterable[str]) -> str | None:
-    """The known key that `key` probably stands for: misspelt, in another style (zeroOptimization) or cut short.
+    """The known key that `key` probably means: misspelt, in another style (zeroOptimization) or cut short.
 
     Sharing words is not enough: a key of a newer DeepSpeed may share all but one of its words with an old key.
     """

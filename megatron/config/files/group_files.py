@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.files.bounded_file import read_text
 from megatron.errors import ConfigError
+from megatron.files.settings import read_text
 from megatron.secret_text import guarded
 
 
@@ -16,7 +16,7 @@ def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     Source: the file format is bigscience Megatron-DeepSpeed's: one line, each group in double quotes, a blank between
     groups.
     """
-    found, problems = dict(values), []
+    complete, problems = dict(values), []
     for split in ("train", "valid", "test"):
         place, file_place = f"data.{split}_weighted_split_paths", f"data.{split}_weighted_split_paths_path"
         path = values.get(file_place)
@@ -27,10 +27,10 @@ def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
             problems.append(f"{name} and {name}-path are both given. Drop one of them.")
             continue
         try:
-            found[place] = _read_group_file(path, f"{name}-path")
+            complete[place] = _read_group_file(path, f"{name}-path")
         except ConfigError as failure:
             problems.extend(failure.problems)
-    return found, problems
+    return complete, problems
 
 
 def _read_group_file(path: str, name: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.other_names import meant_flag
+from megatron.config.flags.paths import path_problems
 from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 from megatron.secret_text import guarded, masked
@@ -32,7 +33,7 @@ _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 
 @dataclass
-class Reading:
+class CommandLineReading:
     """What a command line said, before any rule between the values is looked at."""
 
     values: dict[str, Any]  # destination -> value
@@ -51,7 +52,7 @@ def read_command_line(
     groups: Sequence[tuple[str, Sequence[str]]],
     epilog: str = "",
     hidden: Sequence[str] = (),
-) -> Reading:
+) -> CommandLineReading:
     """Reads `argv` against a set of flags; prints the help and exits if asked to.
 
     Args:
@@ -66,12 +67,13 @@ def read_command_line(
     parser, known = _build_parser(flags, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
-    reading = Reading({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
+    reading = CommandLineReading({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
     for destination, option, words in namespace.occurrences:
         flag = flags[destination]
         reading.spellings[destination] = option
         try:
-            reading.values[destination] = value_from_words(flag, option, words)
+            reading.values[destination] = value = value_from_words(flag, option, words)
+            check_paths(flag, option, value)
         except ConfigError as failure:
             reading.problems.extend(failure.problems)
             reading.broken.add(flag.field)
@@ -110,7 +112,7 @@ def parse_flags(
 
 
 def areas_of(cls: type) -> list[tuple[str, list[str]]]:
-    """The flags of a tool by area, for its help: its own, then those of each base class that has a title."""
+    """The flags of a tool by area, for its help: its own, then the flags of each base class with a title."""
     area_of = dict.fromkeys((flag.field for flag in flags_of(cls)), _OWN_FLAGS)
     for base in reversed(cls.__mro__[1:]):
         title = vars(base).get("help_title")
@@ -156,6 +158,22 @@ def value_from_file(flag: Flag, value: Any) -> Any:
     return _from_file(flag, value)
 
 
+def check_paths(flag: Flag, option: str, value: Any) -> None:
+    """Checks that what lies at the paths of a flag can be used as the flag does.
+
+    Args:
+        option: the flag as it was written, or the entry of a file, for the message.
+
+    Raises:
+        ConfigError: one of them is a pipe, a device, a link to nothing or the like.
+    """
+    if flag.facts.path is None:
+        return
+    paths = value if flag.is_tuple else (value,)
+    if problems := [text for path in paths for text in path_problems(option, flag.facts.path, path)]:
+        raise ConfigError(problems)
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known spelling that resembles `name` most, if any does."""
     close = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1, cutoff=0.7)
@@ -163,10 +181,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _single_value(flag: Flag, option: str, words: Sequence[str]) -> Any:
-    if flag.facts.repeated and len(words) > 1:
-        if len(set(words)) > 1:
-            raise ConfigError(f"{option} {' '.join(words)} gives different values. Only one for all layers is known.")
-        words = words[:1]
+    if flag.facts.by_layer is not None and len(words) > 1:
+        values = tuple(_convert(flag, option, word) for word in words)
+        return values if len(set(values)) > 1 else values[0]
     if len(words) != 1:
         given = f"{len(words)} given ({' '.join(words)})" if words else "none given"
         raise ConfigError(f"{option} takes one value, {given}.")
@@ -353,15 +370,15 @@ def _help_text(flag: Flag) -> str:
 
 def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
     """Sentences about the words argparse could not assign: unknown flags, and values without a flag."""
-    found: list[str] = []
+    problems: list[str] = []
     after_unknown = False
     for word in extra:
         if word.startswith("-"):
             name = masked(word.split("=", 1)[0])
             guess = meant_flag(name, known) or nearest(name, known)
             hint = f"Did you mean {guess}?" if guess else "See --help for all flags."
-            found.append(f"{name} is not a flag of this program. {hint}")
+            problems.append(f"{name} is not a flag of this program. {hint}")
             after_unknown = True
         elif not after_unknown:
-            found.append(f'"{masked(word)}" does not belong to a flag. Put each value right after its flag.')
-    return found
+            problems.append(f'"{masked(word)}" does not belong to a flag. Put each value right after its flag.')
+    return problems

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.flags.paths import PathUse
+
 MAY_CHANGE = "may change"
 MUST_MATCH = "must match"
 RUN_MUST_MATCH = "must match unless --finetune"
@@ -30,7 +32,7 @@ class Unset(enum.Enum):
 
 @dataclass(frozen=True)
 class FlagFacts:
-    """What `flag()` was told about a field, in addition to what the field's type says."""
+    """What `flag()` was given about a field, in addition to what the field's type says."""
 
     help: str
     spelled: tuple[str, ...] = ()
@@ -46,8 +48,9 @@ class FlagFacts:
     ignored: str | None = None
     remedy: str = ""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    repeated: bool = False
+    by_layer: str | None = None
     numeric: bool = False
+    path: PathUse | None = None
 
 
 def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
@@ -61,9 +64,9 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
             below`, `computed` (a function of the section that gives the default, and raises ConfigError if it cannot),
             `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
             `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused),
-            `synonyms` (other words for values), `repeated` (one value may be written several times, as upstream
-            writes one for each layer), `numeric` (a switch that may also be written with 1 or 0, because upstream's
-            takes a word).
+            `synonyms` (other words for values), `by_layer` (several values may be written, one for each layer; the
+            field that takes them where they differ), `numeric` (a switch that may also be written with 1 or 0, because
+            upstream's takes a word), `path` (what the flag does with the path that is its value).
     """
     if "computed" in facts:
         default = Unset.COMPUTED
@@ -83,7 +86,7 @@ def derived(help: str, *, default: Any = dataclasses.MISSING, resume: str = MAY_
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a dataclass: its name, its type and what `flag()` was told."""
+    """A flag of a dataclass: its name, its type and what `flag()` was given."""
 
     field: str
     element: type
@@ -106,15 +109,15 @@ class Flag:
     @property
     def spellings(self) -> dict[str, bool]:
         """Every accepted option string; False marks those that turn a boolean off."""
-        found = {self.positive_name: True}
+        accepted = {self.positive_name: True}
         if self.element is bool:
             if not self.field.startswith("no_"):
-                found["--no-" + self.field.replace("_", "-")] = False
+                accepted["--no-" + self.field.replace("_", "-")] = False
             for text in self.facts.spelled:
-                found[text] = self.field.startswith("no_") or "-no-" not in text
+                accepted[text] = self.field.startswith("no_") or "-no-" not in text
         else:
-            found.update(dict.fromkeys(self.facts.spelled, True))
-        return found
+            accepted.update(dict.fromkeys(self.facts.spelled, True))
+        return accepted
 
     @property
     def type_name(self) -> str:
@@ -146,15 +149,15 @@ def flags_of(cls: type) -> tuple[Flag, ...]:
 @functools.cache
 def _read_flags(cls: type) -> tuple[Flag, ...]:
     hints = typing.get_type_hints(cls)
-    found = []
+    flags = []
     for field in dataclasses.fields(cls):
         facts = field.metadata.get("flag")
         if facts is not None:
             element, is_tuple, count = _read_type(hints[field.name])
             required = field.default is dataclasses.MISSING
             default = None if required or field.default is Unset.COMPUTED else field.default
-            found.append(Flag(field.name, element, facts, default, required, is_tuple, count))
-    return tuple(found)
+            flags.append(Flag(field.name, element, facts, default, required, is_tuple, count))
+    return tuple(flags)
 
 
 def resume_rule(field: dataclasses.Field[Any]) -> str:

@@ -23,21 +23,21 @@ def read_pattern(option: str, text: str, num_layers: int | None) -> int | tuple[
     Source: NVIDIA Megatron-LM `megatron/training/arguments.py`, `moe_freq_type`.
     """
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        pattern = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        found = None
-    if isinstance(found, int) and 1 <= found <= _MOST_ENTRIES:
-        return found
-    if not isinstance(found, tuple) or not found or not set(found) <= {0, 1}:
+        pattern = None
+    if isinstance(pattern, int) and 1 <= pattern <= _MOST_ENTRIES:
+        return pattern
+    if not isinstance(pattern, tuple) or not pattern or not set(pattern) <= {0, 1}:
         raise ConfigError(
             f"{option} {text} is not a choice of layers. Write a number from 1 to {_MOST_ENTRIES}, or a list of 0 and "
             "1 such as ([0]*1+[1]*3)*2."
         )
-    if num_layers is not None and len(found) != num_layers:
+    if num_layers is not None and len(pattern) != num_layers:
         raise ConfigError(
-            f"{option} {text} has {len(found)} entries, and --num-layers is {num_layers}. Give one entry a layer."
+            f"{option} {text} has {len(pattern)} entries, and --num-layers is {num_layers}. Give one entry a layer."
         )
-    return found
+    return pattern
 
 
 def shortest_period(pattern: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,6 @@
 """Flags of published launch scripts that set no field here: accepted and ignored, or refused with what to use instead.
 
-A row is a reason and the flags it holds for, each written `name:type=harmless` (type: `int`, `float`, `str`, `word`; a
-trailing `*` takes several values; no type: an on/off flag). A harmless value asks for what is done anyway, so no
-message is shown for it.
+A row is a reason and the flags it holds for: `Known`, or the name of an on/off flag.
 
 Source: the flags, types and defaults of bigscience-workshop/Megatron-DeepSpeed `megatron/arguments.py` and
 deepspeedai's fork.
@@ -13,15 +11,14 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.flags.fields import Flag, FlagFacts
 
 SUPPORTED = "supported"
 IGNORED = "ignored"
 REFUSED = "refused"
-
-_TYPES: Mapping[str, type] = types.MappingProxyType({"": bool, "int": int, "float": float, "str": str})
+IGNORING = "is accepted and ignored"
 
 
 @dataclass(frozen=True)
@@ -31,44 +28,62 @@ class Legacy:
     flag: Flag
     status: str
     reason: str
-    harmless: tuple[Any, ...]
+    harmless: Any
 
     def sentence(self, option: str, value: Any) -> str | None:
         """The sentence for a user who gave it; None if the value asks for what is done anyway."""
         words = value if self.flag.is_tuple else (value,)
-        if value is False or (self.harmless and all(word in self.harmless for word in words)):
+        if value is False or (self.harmless is not None and value == self.harmless):
             return None
         shown = option if value is True else f"{option} {' '.join(str(word) for word in words)}".rstrip()
-        verb = "is accepted and ignored" if self.status == IGNORED else "is refused"
+        verb = IGNORING if self.status == IGNORED else "is refused"
         return f"{shown} {verb}: {self.reason}"
 
 
-_REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
+class Known(NamedTuple):
+    """A flag of a row.
+
+    Attributes:
+        harmless: the value that asks for what is done anyway, so that no message is shown for it; None if each has one.
+    """
+
+    name: str
+    element: type = bool
+    harmless: Any = None
+    is_tuple: bool = False
+
+
+Row = tuple[str, tuple[str | Known, ...]]
+
+_REFUSED_ROWS: tuple[Row, ...] = (
     # removed by upstream
-    ("it was renamed. Use --micro-batch-size (samples per forward pass) and --global-batch-size.", ("batch_size:int",)),
-    ("it was renamed. Use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples.", ("warmup:int",)),
-    ("it was renamed. Use --tensor-model-parallel-size.", ("model_parallel_size:int",)),
+    (
+        "it was renamed. Use --micro-batch-size (samples per forward pass) and --global-batch-size.",
+        (Known("batch_size", int),),
+    ),
+    ("it was renamed. Use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples.", (Known("warmup", int),)),
+    ("it was renamed. Use --tensor-model-parallel-size.", (Known("model_parallel_size", int),)),
     # other kinds of model
     (
         "models with an encoder and a decoder are not supported. Use --num-layers and --seq-length for a GPT.",
-        ("encoder_num_layers:int", "decoder_num_layers:int", "decoder_seq_length:int"),
+        (Known("encoder_num_layers", int), Known("decoder_num_layers", int), Known("decoder_seq_length", int)),
     ),
     (
         "the vocabulary has no room for sentinel tokens. Add them to the tokenizer's files.",
-        ("vocab_extra_ids:int=0",),
+        (Known("vocab_extra_ids", int, 0),),
     ),
     (
         "retrieval models are not supported. Drop the flag to train a GPT.",
         (
-            "ict_head_size:int",
-            "ict_load:str",
-            "bert_load:str",
+            Known("ict_head_size", int),
+            Known("ict_load", str),
+            Known("bert_load", str),
             "biencoder_shared_query_context_model",
-            "titles_data_path:str",
-            "evidence_data_path:str",
-            "embedding_path:str",
+            Known("titles_data_path", str),
+            Known("evidence_data_path", str),
+            Known("embedding_path", str),
             "output_bert_embeddings",
-            "retro_workdir:str",
+            Known("retro_workdir", str),
             "retro_add_retriever",
         ),
     ),
@@ -78,41 +93,72 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
         ("fp32_residual_connection",),
     ),
-    (
-        "experts replace the feed-forward layer; none is added to it. Use --moe-shared-expert-intermediate-size for an "
-        "expert that sees every token.",
-        ("mlp_type:str=standard",),
-    ),
-    ("it is an older router. Use --num-experts with --moe-router-topk 1.", ("num_experts_switch:int",)),
+    ("it is an older router. Use --num-experts with --moe-router-topk 1.", (Known("num_experts_switch", int),)),
     (
         "all weights have one learning rate. Use --lr, or --use-mup for learning rates by kind of parameter.",
-        ("decoupled_lr:float", "decoupled_min_lr:float"),
+        (Known("decoupled_lr", float), Known("decoupled_min_lr", float)),
     ),
-    ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", "fp8_format:str")),
+    ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", Known("fp8_format", str))),
+    (
+        'gradients in bfloat16 are accumulated in float32. Use "data_types": {"grad_accum_dtype": "bf16"} in a '
+        "--deepspeed_config file.",
+        ("grad_reduce_in_bf16",),
+    ),
+    ("all weights have one dtype. Drop the flag.", ("embedding_weights_in_fp32",)),
+    (
+        "no token is dropped, so an expert has no capacity to fill. Drop the flag.",
+        ("moe_pad_expert_input_to_capacity",),
+    ),
+    # memory
+    (
+        "every block of every stage is recomputed. Use --recompute-method uniform, or --recompute-granularity "
+        "selective to recompute attention only.",
+        (Known("recompute_method", str, "uniform"),),
+    ),
+    (
+        "a block is recomputed as a whole. Use --checkpoint-activations, or --recompute-granularity selective for "
+        "attention only.",
+        ("split_transformers",),
+    ),
+    (
+        "what recompute keeps stays on the device. Use --distribute-saved-activations with "
+        "--tensor-model-parallel-size to divide it, or --cpu-optimizer to make room.",
+        ("checkpoint_in_cpu",),
+    ),
     # layout
+    (
+        "a stage holds consecutive layers, without virtual stages. Drop the flag; more micro-batches "
+        "(--global-batch-size) shorten the pipeline's idle time too.",
+        (Known("num_layers_per_virtual_pipeline_stage", int),),
+    ),
+    (
+        "the embedding is on the first stage, with blocks. Drop the flag; --tensor-model-parallel-size divides the "
+        "embedding.",
+        ("standalone_embedding_stage",),
+    ),
     (
         "sequences are not split over ranks, and ranks that hold parts of one would train on samples of their own. Use "
         "--checkpoint-activations or --tensor-model-parallel-size to save memory.",
         (
-            "ds_sequence_parallel_size:int=1",
+            Known("ds_sequence_parallel_size", int, 1),
             "force_ds_sequence_parallel",
             "ds_sequence_parallel_fpdt",
-            "context_parallel_size:int=1",
+            Known("context_parallel_size", int, 1),
         ),
     ),
     (
         "it names a place for weights. Use --cpu-optimizer for the optimizer's state, and for weights --zero-stage 3 "
         "with an offload_param section in a --deepspeed_config file.",
-        ("remote_device:str=none",),
+        (Known("remote_device", str, "none"),),
     ),
     # data
     (
-        "random tokens are not trained on. Give --data-path; tools/build_demo_corpus.py writes a small corpus.",
+        "random tokens are not trained on. Give --data-path; tools/corpus/build_demo_corpus.py writes a small corpus.",
         ("mock_data",),
     ),
     (
         "every epoch is shuffled already, and there is only one loader. Drop the flag.",
-        ("dataloader_type:str=single",),
+        (Known("dataloader_type", str, "single"),),
     ),
     ("every layer sees every token. Drop the flag to train without dropped tokens.", ("random_ltd",)),
     (
@@ -124,19 +170,22 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "the order of samples follows from the data and the seed, and index files are found by their content. Use "
         "--data-cache-path.",
         (
-            "train_desc_path:str",
-            "train_idx_path:str",
-            "train_doc_idx_path:str",
-            "train_sample_idx_path:str",
-            "train_shuffle_idx_path:str",
+            Known("train_desc_path", str),
+            Known("train_idx_path", str),
+            Known("train_doc_idx_path", str),
+            Known("train_sample_idx_path", str),
+            Known("train_shuffle_idx_path", str),
         ),
     ),
     (
         "the run's length is a number of steps, samples or tokens. Use --train-iters, --train-samples or "
         "--train-tokens.",
-        ("train_data_exact_num_epochs:int",),
+        (Known("train_data_exact_num_epochs", int),),
     ),
-    ("data is read from local folders only. Give full prefixes in --data-path.", ("aml_data_download_path:str",)),
+    (
+        "data is read from local folders only. Give full prefixes in --data-path.",
+        (Known("aml_data_download_path", str),),
+    ),
     # checkpoints and modes
     (
         "flags are not read from a checkpoint. Repeat the command, or give --config RUN_DIR/config.json of the run "
@@ -149,7 +198,7 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 
-_IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
+_IGNORED_ROWS: tuple[Row, ...] = (
     # kernels
     (
         "attention selects the fastest available kernel by itself.",
@@ -159,7 +208,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "use_flash_attn_v2",
             "use_flash_attn_triton",
             "use_flash_attn_builder",
-            "attention_backend:str=auto",
+            Known("attention_backend", str, "auto"),
         ),
     ),
     (
@@ -168,8 +217,8 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
     (
-        "bfloat16 accumulates gradients in float32 at ZeRO stages 0 and 1 in any case; other dtypes in their own.",
-        ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"),
+        "bfloat16 accumulates gradients in float32 in any case, and float32 in its own.",
+        ("accumulate_allreduce_grads_in_fp32",),
     ),
     (
         "no fused kernel is required; each operation falls back to plain PyTorch.",
@@ -181,7 +230,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "disable_mem_efficient_ln",
             "no_gradient_accumulation_fusion",
             "cross_entropy_loss_fusion",
-            "cross_entropy_fusion_impl:str=native",
+            Known("cross_entropy_fusion_impl", str, "native"),
         ),
     ),
     # parallelism
@@ -195,7 +244,12 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "DeepSpeed reduces the gradients; its own buffers are used.",
-        ("DDP_impl:str=local", "use_contiguous_buffers_in_ddp", "no_contiguous_buffers_in_local_ddp", "lazy_mpu_init"),
+        (
+            Known("DDP_impl", str, "local"),
+            "use_contiguous_buffers_in_ddp",
+            "no_contiguous_buffers_in_local_ddp",
+            "lazy_mpu_init",
+        ),
     ),
     ("ZeRO stage 1, the default, shards the optimizer already.", ("use_distributed_optimizer",)),
     (
@@ -209,8 +263,8 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "overlap_param_gather",
             "tp_comm_overlap",
             "manual_gc",
-            "manual_gc_interval:int",
-            "empty_unused_memory_level:int=0",
+            Known("manual_gc_interval", int),
+            Known("empty_unused_memory_level", int, 0),
         ),
     ),
     ("a run with one pipeline stage never uses the pipeline engine.", ("no_pipeline_parallel",)),
@@ -219,25 +273,20 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "zero_reduce_scatter",
             "zero_contigious_gradients",
-            "zero_reduce_bucket_size:float=0",
-            "zero_allgather_bucket_size:float=0",
+            Known("zero_reduce_bucket_size", float, 0.0),
+            Known("zero_allgather_bucket_size", float, 0.0),
             "use_pin_memory",
         ),
     ),
-    ("upstream reads it nowhere.", ("scattered_embeddings", "memory_centric_tiled_linear", "tile_factor:int=1")),
+    (
+        "upstream reads it nowhere.",
+        ("scattered_embeddings", "memory_centric_tiled_linear", Known("tile_factor", int, 1)),
+    ),
     ("launchers, mpirun included, are detected automatically.", ("deepspeed_mpi",)),
     (
-        "it trades memory for traffic during recompute; results are the same without it.",
-        (
-            "distribute_checkpointed_activations",
-            "distribute_saved_activations",
-            "split_transformers",
-            "deepspeed_activation_checkpointing",
-            "partition_activations",
-            "contigious_checkpointing",
-            "checkpoint_in_cpu",
-            "synchronize_each_layer",
-        ),
+        "the layers recompute themselves (--checkpoint-activations); how their inputs are allocated and awaited "
+        "changes neither memory nor results.",
+        ("deepspeed_activation_checkpointing", "contigious_checkpointing", "synchronize_each_layer"),
     ),
     ("--profile records what is recomputed with everything else.", ("profile_backward",)),
     ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
@@ -246,22 +295,16 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "no token is dropped: an expert takes all tokens that are routed to it.",
         (
             "disable_moe_token_dropping",
-            "moe_train_capacity_factor:float=1.0",
-            "moe_eval_capacity_factor:float=1.0",
-            "moe_min_capacity:int=4",
-            "moe_expert_capacity_factor:float",
-            "moe_token_drop_policy:str=probs",
-            "moe_pad_expert_input_to_capacity",
+            Known("moe_train_capacity_factor", float, 1.0),
+            Known("moe_eval_capacity_factor", float, 1.0),
+            Known("moe_min_capacity", int, 4),
+            Known("moe_expert_capacity_factor", float),
+            Known("moe_token_drop_policy", str, "probs"),
         ),
     ),
     (
-        "every rank of a copy of the model has all experts, or a part of each of them; results are the same.",
-        (
-            "moe_expert_parallel_size:int=1",
-            "expert_model_parallel_size:int=1",
-            "expert_tensor_parallel_size:int=1",
-            "enable_expert_tensor_parallelism",
-        ),
+        "every expert is split over the tensor-parallel ranks, as all matrices are.",
+        (Known("expert_tensor_parallel_size", int, 1), "enable_expert_tensor_parallelism"),
     ),
     ("experts are chosen by their scores alone, without sampling.", ("disable_moe_top2_2nd_expert_sampling",)),
     (
@@ -270,7 +313,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "create_moe_param_group",
             "use_tutel",
             "moe_grouped_gemm",
-            "moe_token_dispatcher_type:str=allgather",
+            Known("moe_token_dispatcher_type", str, "allgather"),
             "moe_permute_fusion",
             "moe_shared_expert_overlap",
         ),
@@ -283,7 +326,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("the loss is always the sum over tokens divided by their number.", ("calculate_per_token_loss",)),
     ("tokens per second are always in the log line.", ("log_throughput",)),
-    ("validation reads with --num-workers too.", ("valid_num_workers:int=2",)),
+    ("validation reads with --num-workers too.", (Known("valid_num_workers", int, 2),)),
     (
         "the data order has no such option; samples are never repeated within an epoch.",
         ("repeated_dataloader", "return_data_index"),
@@ -296,17 +339,21 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("the schedule follows from the samples consumed, so none is stored.", ("no_load_lr_state",)),
     (
         "every checkpoint loads into every layout.",
-        ("universal_checkpoint", "auto_detect_ckpt_format", "ckpt_format:str=torch_dist"),
+        ("universal_checkpoint", "auto_detect_ckpt_format", Known("ckpt_format", str, "torch_dist")),
     ),
     # reports and surroundings
-    ("emissions are not tracked.", ("codecarbon_dir:str",)),
+    ("emissions are not tracked.", (Known("codecarbon_dir", str),)),
     (
         "SIGTERM and SIGUSR1 save and stop the run (--exit-on-signal).",
-        ("adlr_autoresume", "adlr_autoresume_interval:int=1000"),
+        ("adlr_autoresume", Known("adlr_autoresume_interval", int, 1000)),
     ),
     (
         "timers are always on and cost nothing noticeable.",
-        ("timing_log_level:int=0", "timing_log_option:str=minmax", "no_barrier_with_level_1_timing"),
+        (
+            Known("timing_log_level", int, 0),
+            Known("timing_log_option", str, "minmax"),
+            "no_barrier_with_level_1_timing",
+        ),
     ),
     (
         "this value is not written to TensorBoard.",
@@ -315,87 +362,79 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "it has no effect without a feature that is not supported.",
         (
-            "embedding_weights_in_fp32",
             "no_fp8_wgrad",
-            "fp8_margin:int=0",
+            Known("fp8_margin", int, 0),
             "fp8_param_gather",
-            "fp8_interval:int=1",
-            "fp8_amax_history_len:int=1",
-            "fp8_amax_compute_algo:str=most_recent",
-            "ds_sequence_parallel_fpdt_chunk_size:int=65536",
+            Known("fp8_interval", int, 1),
+            Known("fp8_amax_history_len", int, 1),
+            Known("fp8_amax_compute_algo", str, "most_recent"),
+            Known("ds_sequence_parallel_fpdt_chunk_size", int, 65536),
             "ds_sequence_parallel_fpdt_offloading",
-            "inference_batch_times_seqlen_threshold:int=512",
-            "max_tokens_to_oom:int=12000",
-            "bert_embedder_type:str=megatron",
+            Known("inference_batch_times_seqlen_threshold", int, 512),
+            Known("max_tokens_to_oom", int, 12000),
+            Known("bert_embedder_type", str, "megatron"),
             "use_dataset_only",
-            "classes_fraction:float=1.0",
-            "data_per_class_fraction:float=1.0",
+            Known("classes_fraction", float, 1.0),
+            Known("data_per_class_fraction", float, 1.0),
             "no_data_sharding",
-            "head_lr_mult:float=1.0",
-            "vision_pretraining_type:str=classify",
-            "vision_backbone_type:str=vit",
-            "swin_backbone_type:str=tiny",
-            "mask_type:str=random",
-            "mask_factor:float=1.0",
-            "iter_per_epoch:int=1250",
-            "dino_local_img_size:int=96",
-            "dino_local_crops_number:int=10",
-            "dino_head_hidden_size:int=2048",
-            "dino_bottleneck_size:int=256",
-            "dino_freeze_last_layer:float=1",
+            Known("head_lr_mult", float, 1.0),
+            Known("vision_pretraining_type", str, "classify"),
+            Known("vision_backbone_type", str, "vit"),
+            Known("swin_backbone_type", str, "tiny"),
+            Known("mask_type", str, "random"),
+            Known("mask_factor", float, 1.0),
+            Known("iter_per_epoch", int, 1250),
+            Known("dino_local_img_size", int, 96),
+            Known("dino_local_crops_number", int, 10),
+            Known("dino_head_hidden_size", int, 2048),
+            Known("dino_bottleneck_size", int, 256),
+            Known("dino_freeze_last_layer", float, 1.0),
             "dino_norm_last_layer",
-            "dino_warmup_teacher_temp:float=0.04",
-            "dino_teacher_temp:float=0.07",
-            "dino_warmup_teacher_temp_epochs:int=30",
-            "retro_cyclic_train_iters:int",
-            "retro_encoder_layers:int=2",
-            "retro_encoder_hidden_dropout:float=0.1",
-            "retro_encoder_attention_dropout:float=0.1",
-            "retro_num_neighbors:int=2",
-            "retro_num_retrieved_chunks:int=2",
+            Known("dino_warmup_teacher_temp", float, 0.04),
+            Known("dino_teacher_temp", float, 0.07),
+            Known("dino_warmup_teacher_temp_epochs", int, 30),
+            Known("retro_cyclic_train_iters", int),
+            Known("retro_encoder_layers", int, 2),
+            Known("retro_encoder_hidden_dropout", float, 0.1),
+            Known("retro_encoder_attention_dropout", float, 0.1),
+            Known("retro_num_neighbors", int, 2),
+            Known("retro_num_retrieved_chunks", int, 2),
             "retro_return_doc_ids",
         ),
     ),
     (
         "there is one implementation of the model.",
-        ("use_mcore_models", "use_legacy_models", "transformer_impl:str=local"),
+        ("use_mcore_models", "use_legacy_models", Known("transformer_impl", str, "local")),
     ),
     (
-        "pipelines alternate one forward and one backward pass: the schedule changes the time of a step, not its "
-        "result.",
-        (
-            "num_layers_per_virtual_pipeline_stage:int",
-            "enable_zbh1_pipeline",
-            "enable_zbh1_exact_semantics",
-            "standalone_embedding_stage",
-        ),
+        "pipelines alternate one forward and one backward pass: this schedule has the memory and the result of that "
+        "one, and another step time.",
+        ("enable_zbh1_pipeline", "enable_zbh1_exact_semantics"),
     ),
-    ("it saves memory and changes no result; --checkpoint-activations saves more.", ("sequence_parallel",)),
-    ("every block is recomputed alike; which are kept changes memory, not results.", ("recompute_method:str=uniform",)),
     ("every operation used can be exported, and there is no exporter to ONNX.", ("onnx_safe",)),
     ("no code of a tokenizer's author is run; a tokenizer.json needs none.", ("trust_remote_code",)),
     (
         "only other kinds of model read it.",
         (
-            "retriever_seq_length:int=256",
-            "pipeline_model_parallel_split_rank:int",
-            "sample_rate:float=1.0",
-            "noise_density:float",
-            "mean_noise_span_length:int",
-            "biencoder_projection_dim:int=0",
-            "query_in_block_prob:float=0.1",
+            Known("retriever_seq_length", int, 256),
+            Known("pipeline_model_parallel_split_rank", int),
+            Known("sample_rate", float, 1.0),
+            Known("noise_density", float),
+            Known("mean_noise_span_length", int),
+            Known("biencoder_projection_dim", int, 0),
+            Known("query_in_block_prob", float, 0.1),
             "use_one_sent_docs",
-            "retriever_report_topk_accuracies:int*",
+            Known("retriever_report_topk_accuracies", int, is_tuple=True),
             "retriever_score_scaling",
-            "block_data_path:str",
-            "indexer_batch_size:int=128",
-            "indexer_log_interval:int=1000",
-            "num_classes:int=1000",
-            "img_dim:int=224",
-            "img_h:int=224",
-            "img_w:int=224",
-            "num_channels:int=3",
-            "patch_dim:int=16",
+            Known("block_data_path", str),
+            Known("indexer_batch_size", int, 128),
+            Known("indexer_log_interval", int, 1000),
+            Known("num_classes", int, 1000),
+            Known("img_dim", int, 224),
+            Known("img_h", int, 224),
+            Known("img_w", int, 224),
+            Known("num_channels", int, 3),
+            Known("patch_dim", int, 16),
         ),
     ),
 )
@@ -423,23 +462,16 @@ DEPRECATED: Mapping[str, str] = types.MappingProxyType(
 
 def legacy_flags() -> dict[str, Legacy]:
     """Every flag that is known but sets no field, by its destination `legacy.name`."""
-    found: dict[str, Legacy] = {}
-    for status, rows in ((REFUSED, _REFUSED_ROWS), (IGNORED, _IGNORED_ROWS)):
-        for reason, specs in rows:
-            for spec in specs:
-                entry = _read(spec, status, reason)
-                found[f"legacy.{entry.flag.field}"] = entry
-    return found
+    return {
+        f"legacy.{known.name}": _legacy(known, status, reason)
+        for status, rows in ((REFUSED, _REFUSED_ROWS), (IGNORED, _IGNORED_ROWS))
+        for reason, entries in rows
+        for known in (Known(entry) if isinstance(entry, str) else entry for entry in entries)
+    }
 
 
-def _read(spec: str, status: str, reason: str) -> Legacy:
-    written, _, harmless = spec.partition("=")
-    name, _, kind = written.partition(":")
-    many = kind.endswith("*")
-    element = _TYPES[kind.rstrip("*")]
-    values = tuple(element(word) for word in (harmless.split(",") if harmless else []))
-    facts = FlagFacts(help=reason, spelled=_SPELLED.get(name, ()), numeric=True)
-    default = False if element is bool else values[0] if values else None
-    return Legacy(
-        Flag(name, element, facts, default, required=False, is_tuple=many, count=None), status, reason, values
-    )
+def _legacy(known: Known, status: str, reason: str) -> Legacy:
+    facts = FlagFacts(help=reason, spelled=_SPELLED.get(known.name, ()), numeric=True)
+    default = False if known.element is bool else known.harmless
+    flag = Flag(known.name, known.element, facts, default, required=False, is_tuple=known.is_tuple, count=None)
+    return Legacy(flag, status, reason, known.harmless)

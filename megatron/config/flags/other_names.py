@@ -40,6 +40,6 @@ _NAMES: Mapping[str, str] = types.MappingProxyType(
 
 
 def meant_flag(name: str, known: Collection[str]) -> str | None:
-    """The flag that is called `name` elsewhere; None if there is none among those that are known."""
+    """The flag that is called `name` elsewhere; None if there is none among the known flags."""
     plain = name.lstrip("-").replace("_", "-")
     return next((flag for flag, names in _NAMES.items() if flag in known and plain in names.split()), None)

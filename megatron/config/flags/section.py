@@ -34,9 +34,9 @@ class ConfigSection:
     def __post_init__(self) -> None:
         self.compute_defaults()
         self.complete()
-        found = [*(sentence for _, sentence in bound_problems(self)), *self.all_problems()]
-        if found:
-            raise ConfigError(found)
+        problems = [*(sentence for _, sentence in bound_problems(self)), *self.all_problems()]
+        if problems:
+            raise ConfigError(problems)
 
     def compute_defaults(self) -> None:
         """Fills in every computed default that can be computed; `all_problems` says why one cannot."""
@@ -133,12 +133,12 @@ def relevant_problems(
         for flag in flags_of(type(section))
         if flag.field not in given and wrong.intersection(flag.facts.follows)
     }
-    found = [sentence for name, sentence in bounds if name not in refused | computed]
+    out_of_bounds = [sentence for name, sentence in bounds if name not in refused | computed]
     options = {"--" + name.replace("_", "-") for name in wrong | computed}
     own = [
         sentence for section in sections if isinstance(section, ConfigSection) for sentence in section.all_problems()
     ]
-    return found + [text for text in [*own, *rules] if not options.intersection(_OPTION.findall(text))]
+    return out_of_bounds + [text for text in [*own, *rules] if not options.intersection(_OPTION.findall(text))]
 
 
 def _after(sentence: str) -> str:

@@ -1,7 +1,7 @@
-"""Flags of published launch scripts that stand for values of other fields, such as `--swiglu`.
+"""Flags of published launch scripts that set values of other fields, such as `--swiglu`.
 
-Each row of `SHORTHANDS` gives the values that a flag stands for, which a field that is given beside it may not
-contradict, and defaults for fields that are given nowhere.
+Each row of `SHORTHANDS` gives the values that a flag sets, which a field that is given along with it may not
+contradict, and defaults for fields that are not given at all.
 
 Source: bigscience-workshop/Megatron-DeepSpeed and deepspeedai's fork, `megatron/arguments.py` and
 `megatron/model/transformer.py`; NVIDIA Megatron-LM `megatron/training/arguments.py`.
@@ -29,7 +29,7 @@ _GLU_ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a flag stands for: fields of the model by name.
+    """What a flag means: fields of the model by name.
 
     Attributes:
         values: what the flag says.
@@ -56,12 +56,12 @@ def shorthand_flags() -> dict[str, Shorthand]:
 def expand_shorthands(
     layers: Sequence[Values], *, with_defaults: bool = True
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Replaces the shorthands by the fields they stand for.
+    """Replaces the shorthands by the fields they set.
 
     Args:
         layers: values by destination, from the weakest source (a preset) to the strongest (the command line). Within a
             layer a shorthand and a field may not contradict each other; between layers the stronger one holds.
-        with_defaults: whether fields that are given nowhere get what follows from a shorthand.
+        with_defaults: whether fields that are not given at all get what follows from a shorthand.
 
     Returns:
         The layers without shorthands, and one sentence for every contradiction or value that is not known.
@@ -71,24 +71,24 @@ def expand_shorthands(
     expanded: list[dict[str, Any]] = []
     used: list[tuple[dict[str, Any], Shorthand, Any]] = []
     for layer in layers:
-        found = {name: value for name, value in layer.items() if name not in table}
+        full = {name: value for name, value in layer.items() if name not in table}
         sources: dict[str, str] = {}
         for name, entry in table.items():
             if layer.get(name, False) is False:
                 continue
             try:
-                meaning = entry.meaning(layer[name], _of_model({**fields, **found}))
+                meaning = entry.meaning(layer[name], _of_model({**fields, **full}))
             except ConfigError as failure:
                 problems.extend(failure.problems)
                 continue
-            used.append((found, entry, layer[name]))
-            problems += _taken_over(entry.flag.positive_name, meaning.values, found, sources)
-        fields.update(found)
-        expanded.append(found)
-    for found, entry, value in used if with_defaults else []:
+            used.append((full, entry, layer[name]))
+            problems += _taken_over(entry.flag.positive_name, meaning.values, full, sources)
+        fields.update(full)
+        expanded.append(full)
+    for full, entry, value in used if with_defaults else []:
         for key, default in entry.meaning(value, _of_model(fields)).defaults.items():
             if _MODEL + key not in fields:
-                found[_MODEL + key] = default
+                full[_MODEL + key] = default
     return expanded, problems
 
 
@@ -97,19 +97,18 @@ def _of_model(values: Values) -> dict[str, Any]:
     return {name.removeprefix(_MODEL): value for name, value in values.items() if name.startswith(_MODEL)}
 
 
-def _taken_over(option: str, values: Values, found: dict[str, Any], sources: dict[str, str]) -> list[str]:
+def _taken_over(option: str, values: Values, full: dict[str, Any], sources: dict[str, str]) -> list[str]:
     """Writes the values of a shorthand into a layer; one sentence for each that something else contradicts."""
     problems = []
     for key, value in values.items():
         name, own = _MODEL + key, "--" + key.replace("_", "-")
-        if name in found and found[name] != value:
-            other = sources.get(name, f"{own} {_shown(found[name])}")
+        if name in full and full[name] != value:
+            other = sources.get(name, f"{own} {_shown(full[name])}")
             problems.append(
-                f"{option} and {other} contradict each other: the first stands for {own} {_shown(value)}. Drop one of "
-                "them."
+                f"{option} and {other} contradict each other: the first means {own} {_shown(value)}. Drop one of them."
             )
             continue
-        found[name] = value
+        full[name] = value
         sources[name] = option
     return problems
 
@@ -134,7 +133,7 @@ def _glu_activation(value: str, known: Values) -> Meaning:
 
 
 def _no_position_embedding(value: Any, known: Values) -> Meaning:
-    """Beside rotary positions it only says that there is no table, which there is not."""
+    """With rotary positions it only says that there is no table, and there is none anyway."""
     if known.get("position_embedding_type") in ("rope", "alibi"):
         return Meaning()
     return Meaning({"position_embedding_type": "none"})
@@ -146,7 +145,7 @@ def _use_rope_scaling(value: Any, known: Values) -> Meaning:
 
 
 def _window_size(words: tuple[str, ...], known: Values) -> Meaning:
-    """Upstream counts the tokens beside the own one: (127, 0) is a window of 128."""
+    """Upstream does not count the token itself: (127, 0) is a window of 128."""
     parts = " ".join(words).strip("()[] ").replace(",", " ").split()
     try:
         left, right = (int(part) for part in parts)
@@ -173,13 +172,13 @@ def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False,
 
     def meaning(words: Any, known: Values) -> Meaning:
         text = " ".join(words) if isinstance(words, tuple) else str(words)
-        found = read_pattern(option, text, known.get("num_layers"))
-        if isinstance(found, int):
-            others = (1 - lone,) * (found - 1)
-            found = (lone, *others) if lone_first else (*others, lone)
+        pattern = read_pattern(option, text, known.get("num_layers"))
+        if isinstance(pattern, int):
+            others = (1 - lone,) * (pattern - 1)
+            pattern = (lone, *others) if lone_first else (*others, lone)
         elif flipped:
-            found = tuple(1 - entry for entry in found)
-        return Meaning({field_name: shortest_period(found)})
+            pattern = tuple(1 - entry for entry in pattern)
+        return Meaning({field_name: shortest_period(pattern)})
 
     return meaning
 
@@ -192,8 +191,25 @@ def _load_balancing(value: str, known: Values) -> Meaning:
 
 def _topk(value: int, known: Values) -> Meaning:
     """In the fork that has this flag, a single expert's weight is its score among all experts."""
-    alone = value == 1 and known.get("num_experts", 1) > 1
+    alone = value == 1 and _is_routed(known)
     return Meaning({"moe_router_topk": value}, {"moe_router_pre_softmax": True} if alone else {})
+
+
+def _mlp_type(value: str, known: Values) -> Meaning:
+    """Residual experts, which the fork that has this flag uses alongside one routed expert."""
+    if value not in ("standard", "residual"):
+        raise ConfigError(f"--mlp-type {value} is not known. Use one of: standard, residual.")
+    is_residual = value == "residual" and _is_routed(known)
+    alone = is_residual and known.get("moe_router_topk", 1) == 1
+    defaults = {"moe_router_topk": 1} if is_residual else {}
+    return Meaning(
+        {"moe_residual": value == "residual"}, {**defaults, **({"moe_router_pre_softmax": True} if alone else {})}
+    )
+
+
+def _is_routed(known: Values) -> bool:
+    experts = known.get("num_experts", 1)
+    return (max(experts) if isinstance(experts, tuple) else experts) > 1
 
 
 def _interpolation(value: float, known: Values) -> Meaning:
@@ -228,7 +244,7 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _always({"activation_function": "squared_relu"}),
     ),
     Shorthand(
-        _flag("disable_bias_linear", bool, "no biases, except those of --add-qkv-bias; GELU is exact"),
+        _flag("disable_bias_linear", bool, "no biases, except with --add-qkv-bias; GELU is exact"),
         _always({"add_bias_linear": False}, {"bias_gelu_fusion": False}),
     ),
     Shorthand(
@@ -276,6 +292,7 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _every("--expert-interval", "moe_layer_pattern", 1),
     ),
     Shorthand(_flag("topk", int, "--moe-router-topk; 1 with --moe-router-pre-softmax"), _topk),
+    Shorthand(_flag("mlp_type", str, "standard, or residual for --moe-residual with --moe-router-topk 1"), _mlp_type),
     Shorthand(
         _flag("moe_router_load_balancing_type", str, "aux_loss, or none for --moe-aux-loss-coeff 0"), _load_balancing
     ),

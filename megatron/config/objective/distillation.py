@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
+from megatron.config.flags.paths import PathUse
 from megatron.config.flags.section import ConfigSection
 
 
@@ -22,25 +23,36 @@ class DistillationConfig(ConfigSection):
     kd: bool = flag(False, "distill: train towards the outputs of a teacher as well (--load-teacher)")
     mos: bool = flag(False, "the same under another name: a mixture of students, usually for --kd-iters steps")
     load_teacher: str | None = flag(
-        None, "the teacher: a folder of checkpoints, of which the newest that verifies is taken, or one checkpoint"
+        None,
+        "the teacher: a folder of checkpoints, of which the newest that verifies is taken, or one checkpoint",
+        path=PathUse.FOLDER,
     )
     kd_alpha_ce: float = flag(1.0, "weight of the loss on the labels, which upstream always has at 1", at_least=0)
     kd_beta_ce: float = flag(1.0, "weight of the divergence from the teacher", at_least=0)
     kd_temp: float = flag(1.0, "temperature of both distributions in the divergence", above=0)
     kd_iters: int | None = flag(
         None,
-        "distill for this many iterations from the start and train on the labels alone after; all if unset",
+        "distill for this many iterations from the start and on the labels alone after that; all if unset",
         at_least=1,
     )
     num_layers_teacher: int | None = flag(
-        None, "transformer blocks of the teacher, if they are to be checked", at_least=1
+        None, "transformer blocks of the teacher, to check against its checkpoint", at_least=1
     )
-    hidden_size_teacher: int | None = flag(None, "width of the teacher, if it is to be checked", at_least=1)
+    hidden_size_teacher: int | None = flag(None, "width of the teacher, to check against its checkpoint", at_least=1)
     num_attention_heads_teacher: int | None = flag(
-        None, "attention heads of the teacher, if they are to be checked", at_least=1
+        None, "attention heads of the teacher, to check against its checkpoint", at_least=1
     )
     num_experts_teacher: int | None = flag(
-        None, "feed-forward networks per layer of the teacher, if they are to be checked", at_least=1, repeated=True
+        None,
+        "feed-forward networks per layer of the teacher, to check against its checkpoint; several numbers: one for "
+        "each layer with experts",
+        at_least=1,
+        by_layer="moe_expert_counts_teacher",
+    )
+    moe_expert_counts_teacher: tuple[int, ...] = flag(
+        (),
+        "experts of each layer of the teacher that has some, if they differ, to check against its checkpoint",
+        at_least=1,
     )
 
     @property
@@ -49,18 +61,19 @@ class DistillationConfig(ConfigSection):
         return self.kd or self.mos
 
     @property
-    def teacher_shape(self) -> dict[str, int]:
+    def teacher_shape(self) -> dict[str, int | tuple[int, ...]]:
         """What was given of the teacher's architecture, by field of the architecture."""
         given = {
             "num_layers": self.num_layers_teacher,
             "hidden_size": self.hidden_size_teacher,
             "num_attention_heads": self.num_attention_heads_teacher,
             "num_experts": self.num_experts_teacher,
+            "moe_expert_counts": self.moe_expert_counts_teacher or None,
         }
         return {name: value for name, value in given.items() if value is not None}
 
     def is_over(self, step: int) -> bool:
-        """Whether a run that has made so many steps is to go on without the teacher."""
+        """Whether a run that has made this many steps is to go on without the teacher."""
         return not self.is_on or (self.kd_iters is not None and step >= self.kd_iters)
 
     def problems(self) -> Iterator[str]:

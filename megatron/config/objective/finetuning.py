@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import RUN_MUST_MATCH, flag
+from megatron.config.flags.paths import PathUse
 from megatron.config.flags.section import ConfigSection
 
 
@@ -18,13 +19,14 @@ class FinetuningConfig(ConfigSection):
         "how a conversation is written as text: plain, chatml, llama, dsgpt2, or a file with a Jinja template; if "
         "unset, the tokenizer's own, or plain where it has none",
         resume=RUN_MUST_MATCH,
+        path=PathUse.PLACE,
     )
     pack_examples: bool = flag(
         False, "fill each sample with several examples, which do not attend to each other", resume=RUN_MUST_MATCH
     )
     copy_prompt_probability: float = flag(
         0.0,
-        "share of the training samples, drawn anew in each epoch, in which the answers are replaced by the prompts",
+        "share of the training samples, drawn again in each epoch, in which the answers are replaced by the prompts",
         at_least=0,
         at_most=1,
         resume=RUN_MUST_MATCH,

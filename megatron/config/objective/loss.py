@@ -48,7 +48,7 @@ class LossConfig(ConfigSection):
     loss_mean: str = flag(
         TOKENS,
         "what is minimized: the mean over all tokens that count, or the mean over samples of the mean over the tokens "
-        "of a sample, in which a short answer counts as much as a long one",
+        "of a sample, in which a short answer weighs as much as a long one",
         choices=(TOKENS, SAMPLES),
         resume=RUN_MUST_MATCH,
     )

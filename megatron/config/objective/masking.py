@@ -30,9 +30,7 @@ class MaskingConfig(ConfigSection):
         choices=(SENTENCES, DOCUMENTS, STREAM),
         resume=RUN_MUST_MATCH,
     )
-    mask_prob: float = flag(
-        0.15, "share of the tokens that are to be predicted", above=0, below=1, resume=RUN_MUST_MATCH
-    )
+    mask_prob: float = flag(0.15, "share of the tokens to be predicted", above=0, below=1, resume=RUN_MUST_MATCH)
     random_replace_prob: float = flag(
         0.1,
         "share of the tokens to be predicted that are shown as a random token instead of the mask token",
@@ -78,7 +76,7 @@ class MaskingConfig(ConfigSection):
         return min(most, sequence_length - _ENDS)
 
     def too_short(self, sequence_length: int) -> str:
-        """Why samples of so many tokens cannot be masked; empty if they can."""
+        """Why samples of this many tokens cannot be masked; empty if they can."""
         if self.predictions(sequence_length) > 0:
             return ""
         return (

@@ -42,7 +42,7 @@ class CurriculumFields(ConfigSection):
         (), "tokens of a sample in each part of the run, in ascending order", nargs="+", at_least=1
     )
     curriculum_max_steps: tuple[int, ...] = flag(
-        (), "the last step of each of these parts, but for the last one, which has no end", nargs="+", at_least=1
+        (), "the last step of each of these parts, except the last one, which has no end", nargs="+", at_least=1
     )
 
     def length_at(self, step: int, whole: int) -> int:

@@ -1,4 +1,6 @@
-"""What the run reads: token files, how they are split, the length of a sample, the tokenizer."""
+"""What the run reads: token files, how they are split, the length of a sample, what happens between documents, the
+tokenizer; and the seed of every random choice.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.config.flags.blends import WeightedGroup, WeightedPath, read_blend, read_split, read_weighted_group
 from megatron.config.flags.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
+from megatron.config.flags.paths import PathUse
 from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
@@ -40,28 +43,48 @@ class DataConfig(ConfigSection):
         "a source, or weight source weight source ...: a prefix of token files, a quoted pattern of Parquet windows, "
         "or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
         nargs="+",
+        path=PathUse.PREFIX,
     )
     split: str = flag(
         "969, 30, 1", "shares of train, validation and test when --data-path is used", resume=RUN_MUST_MATCH
     )
     train_weighted_split_paths: tuple[str, ...] = flag(
-        (), 'one group "NAME: W S:E PREFIX, W S:E PREFIX" to train on', nargs="+"
+        (), 'one group "NAME: W S:E PREFIX, W S:E PREFIX" to train on', nargs="+", path=PathUse.PREFIX
     )
-    valid_weighted_split_paths: tuple[str, ...] = flag((), "groups to validate on, each separately", nargs="+")
-    test_weighted_split_paths: tuple[str, ...] = flag((), "groups to test on, each separately", nargs="+")
-    train_weighted_split_paths_path: str | None = flag(None, "file that holds the training group")
-    valid_weighted_split_paths_path: str | None = flag(None, "file that holds the validation groups")
-    test_weighted_split_paths_path: str | None = flag(None, "file that holds the test groups")
-    train_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for training only", nargs="+")
-    valid_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for validation only", nargs="+")
-    test_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for testing only", nargs="+")
+    valid_weighted_split_paths: tuple[str, ...] = flag(
+        (), "groups to validate on, each separately", nargs="+", path=PathUse.PREFIX
+    )
+    test_weighted_split_paths: tuple[str, ...] = flag(
+        (), "groups to test on, each separately", nargs="+", path=PathUse.PREFIX
+    )
+    train_weighted_split_paths_path: str | None = flag(
+        None, "file that holds the training group", path=PathUse.SMALL_FILE
+    )
+    valid_weighted_split_paths_path: str | None = flag(
+        None, "file that holds the validation groups", path=PathUse.SMALL_FILE
+    )
+    test_weighted_split_paths_path: str | None = flag(None, "file that holds the test groups", path=PathUse.SMALL_FILE)
+    train_data_path: tuple[str, ...] = flag(
+        (), "prefixes (or weight prefix ...) used for training only", nargs="+", path=PathUse.PREFIX
+    )
+    valid_data_path: tuple[str, ...] = flag(
+        (), "prefixes (or weight prefix ...) used for validation only", nargs="+", path=PathUse.PREFIX
+    )
+    test_data_path: tuple[str, ...] = flag(
+        (), "prefixes (or weight prefix ...) used for testing only", nargs="+", path=PathUse.PREFIX
+    )
     tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=TOKENIZERS, synonyms=_NVIDIA_NAMES)
-    vocab_file: str | None = flag(None, "vocabulary file of the tokenizer", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges of the tokenizer", spelled=("--merge",))
+    vocab_file: str | None = flag(
+        None, "vocabulary file of the tokenizer", spelled=("--vocab",), path=PathUse.SMALL_FILE
+    )
+    merge_file: str | None = flag(
+        None, "byte-pair merges of the tokenizer", spelled=("--merge",), path=PathUse.SMALL_FILE
+    )
     tokenizer_name_or_path: str | None = flag(
         None,
         "folder or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
         spelled=("--tokenizer-model",),
+        path=PathUse.PLACE,
     )
     data_impl: str = flag(
         "infer",
@@ -69,7 +92,9 @@ class DataConfig(ConfigSection):
         choices=("lazy", "cached", "mmap", "infer"),
     )
     num_workers: int = flag(2, "0 reads batches in the training thread, more reads ahead in the background", at_least=0)
-    data_cache_path: str | None = flag(None, "folder for cached indices; beside the token files if unset")
+    data_cache_path: str | None = flag(
+        None, "folder for cached indices; next to the token files if unset", path=PathUse.FOLDER
+    )
     change_data_blend: bool = flag(
         False, "let a resumed run change its training sources or weights; each source continues where it stopped"
     )
@@ -125,3 +150,30 @@ def _groups(texts: tuple[str, ...], paths: tuple[str, ...], split: str) -> tuple
     pairs = read_blend(paths, f"--{split}-data-path")
     entries = tuple(WeightedPath(weight, 0.0, 1.0, prefix) for weight, prefix in pairs)
     return (WeightedGroup(split, entries),) if entries else ()
+
+
+@dataclass(frozen=True)
+class DocumentConfig(ConfigSection):
+    """Loss, positions and attention at document boundaries."""
+
+    eod_mask_loss: bool = flag(False, "no loss where the input token is end-of-document", resume=RUN_MUST_MATCH)
+    reset_position_ids: bool = flag(False, "restart positions after each end-of-document", resume=RUN_MUST_MATCH)
+    reset_attention_mask: bool = flag(False, "no attention across documents", resume=RUN_MUST_MATCH)
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether the network must know which document each token belongs to."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+
+@dataclass(frozen=True)
+class RandomConfig(ConfigSection):
+    """Randomness of a run."""
+
+    seed: int = flag(
+        1234,
+        "seed of weights, dropout and data order",
+        at_least=1,
+        at_most=2**32 - 1,  # NumPy's RandomState, which shuffles the data, takes no more
+        resume=RUN_MUST_MATCH,
+    )

@@ -41,8 +41,8 @@ class KernelConfig(ConfigSection):
     )
     kernels: str = flag(
         AUTO,
-        f"implementation of the operations: {', '.join(IMPLEMENTATIONS)} (auto: the one that was measured to be "
-        "fastest, of those that are there), or of single ones, such as norm=csrc,softmax=torch; the operations are "
+        f"implementation of the operations: {', '.join(IMPLEMENTATIONS)} (auto: the fastest one "
+        "measured, of those available), or of single ones, such as norm=csrc,softmax=torch; the operations are "
         f"{', '.join(OPERATIONS)}",
     )
     bias_dropout_fusion: bool = flag(
@@ -56,18 +56,18 @@ class KernelConfig(ConfigSection):
     @property
     def requested(self) -> Mapping[str, str]:
         """The implementation asked for, or `auto`, by operation."""
-        found = dict.fromkeys(OPERATIONS, AUTO)
+        wanted = dict.fromkeys(OPERATIONS, AUTO)
         for operation, implementation in self._parts():
             for name in (operation,) if operation else OPERATIONS:
-                found[name] = implementation if operation or implementation != APEX or name in OF_APEX else AUTO
-        return found | {operation: TORCH for field, operation in _SWITCHES.items() if not getattr(self, field)}
+                wanted[name] = implementation if operation or implementation != APEX or name in OF_APEX else AUTO
+        return wanted | {operation: TORCH for field, operation in _SWITCHES.items() if not getattr(self, field)}
 
     def problems(self) -> Iterator[str]:
         named: dict[str, str] = {}
         for operation, implementation in self._parts():
             if implementation not in IMPLEMENTATIONS:
                 yield (
-                    f"--kernels {self.kernels}: {implementation!r} is no implementation. Use one of "
+                    f"--kernels {self.kernels}: {implementation!r} is not an implementation. Use one of "
                     f"{', '.join(IMPLEMENTATIONS)}, or OPERATION=IMPLEMENTATION."
                 )
             if operation and operation not in OPERATIONS:

@@ -24,7 +24,7 @@ class OptimRequest(CurriculumFields):
         None, "samples per step over all replicas; micro batch x replicas if unset", at_least=1
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
-        None, "start, increment, samples: the global batch grows from start to its full size over so many samples"
+        None, "start, increment, samples: the global batch grows from start to its full size over this many samples"
     )
     train_iters: int | None = flag(
         None,
@@ -38,7 +38,7 @@ class OptimRequest(CurriculumFields):
     )
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
     use_bnb_optimizer: bool = flag(
-        False, "AdamW of bitsandbytes: moments of 8 bits, those of embeddings and of small tensors of 32"
+        False, "AdamW of bitsandbytes: 8-bit moments, 32-bit ones for embeddings and small tensors"
     )
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
@@ -173,7 +173,7 @@ class OptimRequest(CurriculumFields):
             )
 
     def _repeated_problems(self, unit: str, warmup: int) -> Iterator[str]:
-        """The warm-up has one length; of those of the decay, one in tokens holds, as upstream."""
+        """The warm-up has one length; of the decay's lengths, one in tokens wins, as upstream."""
         warmups = {
             "--lr-warmup-fraction": self.lr_warmup_fraction,
             f"--lr-warmup-{unit}": warmup or None,
@@ -204,7 +204,7 @@ class OptimRequest(CurriculumFields):
 
     @property
     def is_limited_by_data(self) -> bool:
-        """Whether the run ends when so much data is used; otherwise it ends after so many steps."""
+        """Whether the run ends when so much data is used; otherwise it ends after this many steps."""
         return self.train_samples is not None or self.train_tokens is not None
 
     @property
@@ -226,7 +226,7 @@ class OptimConfig(OptimRequest):
 
     @property
     def given_iters(self) -> int | None:
-        """The steps of --train-iters; `train_iters` are those that are planned."""
+        """The steps of --train-iters; `train_iters` are the planned steps."""
         return self.most_iters if self.train_tokens is not None else self.train_iters
 
     def length_of_step(self, step: int) -> int:

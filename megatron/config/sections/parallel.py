@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import derived, flag
+from megatron.config.flags.paths import PathUse
 from megatron.config.flags.section import ConfigSection
 
 _EVEN_PARTITIONS = ("type:transformer", "type:transformer|embedding")
@@ -21,6 +22,13 @@ class ParallelRequest(ConfigSection):
         1,
         "what is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
         choices=(0, 1, 2, 3),
+    )
+    expert_model_parallel_size: int = flag(
+        1,
+        "ranks that the experts of a layer are divided over; if tensor parallelism does not divide them as far, ZeRO "
+        "stage 3 does, with all other weights",
+        spelled=("--moe-expert-parallel-size", "--ep-world-size"),
+        at_least=1,
     )
     elastic: bool = flag(
         False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
@@ -45,6 +53,7 @@ class ParallelRequest(ConfigSection):
         None,
         "JSON file with more DeepSpeed settings",
         spelled=("--deepspeed_config", "--deepscale_config", "--deepscale-config"),
+        path=PathUse.SMALL_FILE,
     )
     make_vocab_size_divisible_by: int = flag(
         128,

@@ -21,7 +21,15 @@ class RecomputeConfig(ConfigSection):
         "blocks per recompute chunk",
         spelled=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
         at_least=1,
-        ignored="every block is recomputed on its own, the finest and fastest choice; it keeps one input per block",
+    )
+    distribute_saved_activations: bool = flag(
+        False,
+        "with --checkpoint-activations, split the input that is kept of each block over the tensor-parallel ranks",
+        spelled=("--distribute-checkpointed-activations", "--partition-activations"),
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "with tensor parallelism, only with --checkpoint-activations: the same as --distribute-saved-activations",
     )
     recompute_granularity: str | None = flag(
         None, "full: the same as --checkpoint-activations; selective: attention only", choices=("full", "selective")
@@ -30,6 +38,11 @@ class RecomputeConfig(ConfigSection):
     activations_checkpoint_method: str | None = flag(
         None, "uniform: the same as --checkpoint-activations", choices=("uniform",)
     )
+
+    @property
+    def distributes_saved(self) -> bool:
+        """Whether what is kept of a block that is recomputed is split over the tensor-parallel ranks."""
+        return self.checkpoint_activations and (self.distribute_saved_activations or self.sequence_parallel)
 
     @property
     def recomputes_attention(self) -> bool:

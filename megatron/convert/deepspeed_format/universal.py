@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's universal checkpoints: whole fp32 tensors and moments, one folder a parameter.
+"""Reads DeepSpeed's universal checkpoints: whole fp32 tensors and moments, one folder per parameter.
 
 Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/ds_to_universal.py`; bigscience Megatron-DeepSpeed,
 `tools/convert_checkpoint/ds_to_universal.py` (its first version).
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from megatron.config import ModelConfig
-from megatron.convert.megatron_format.architecture import gate_is_last, model_config
-from megatron.convert.megatron_format.model import ForeignModel, Part, Parts, collect
-from megatron.convert.megatron_format.tensors import RowOrder
+from megatron.convert.megatron_format.arguments import gate_is_last, model_config, training_state
+from megatron.convert.megatron_format.foreign_model import ForeignModel, Parts, RankPart, collect, count_of
+from megatron.convert.megatron_format.sharding_rules import StoredRowOrder
 from megatron.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
-from megatron.convert.megatron_format.training import training_state
 from megatron.convert.pickles.reader import ForeignTensor, read_pickles
 from megatron.errors import ConversionError
 from megatron.parallel.pieces import Kind
@@ -54,7 +53,7 @@ def open_universal(folder: Path, choices: Choices) -> ForeignModel:
         parts = _as_first_version(parts, model, ranks, notes)
     state = training_state(first, stored, _updates(folder))
     return ForeignModel(
-        "DeepSpeed universal", folder, model, RowOrder(gate_last=gate_is_last(stored)), parts, state, tuple(notes)
+        "DeepSpeed universal", folder, model, StoredRowOrder(gate_last=gate_is_last(stored)), parts, state, tuple(notes)
     )
 
 
@@ -68,50 +67,50 @@ def _model_state(folder: Path) -> Mapping[str, Any]:
     return content
 
 
-def _whole(content: Any, path: Path) -> Part:
+def _whole(content: Any, path: Path) -> RankPart:
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, ForeignTensor):
         raise ConversionError(f"{path} holds no tensor (param), so it is not part of a universal checkpoint.")
-    return Part.of(tensor)
+    return RankPart.of(tensor)
 
 
 def _as_first_version(parts: Parts, model: ModelConfig, ranks: int, notes: list[str]) -> Parts:
     """Undoes what bigscience's converter does by joining every tensor along its rows.
 
-    Positions come once for each rank, and gated matrices hold both halves of one rank after those of another.
+    Positions come once for each rank, and gated matrices hold both halves of one rank after both halves of another.
     """
-    found: Parts = {}
+    divided: Parts = {}
     for (name, kind), (part,) in parts.items():
         if name == "embedding.position_embeddings.weight" and part.shape[0] == ranks * model.max_position_embeddings:
-            found[name, kind] = (_rows(part, 0, model.max_position_embeddings),)
+            divided[name, kind] = (_rows(part, 0, model.max_position_embeddings),)
             if ranks > 1 and not notes:
                 notes.append(f"the position embedding is stored {ranks} times, once a rank; the first is taken")
         elif model.gated_linear_unit and name.endswith(_GATED) and part.shape[0] % ranks == 0:
             share = part.shape[0] // ranks
-            found[name, kind] = tuple(_rows(part, rank * share, (rank + 1) * share) for rank in range(ranks))
+            divided[name, kind] = tuple(_rows(part, rank * share, (rank + 1) * share) for rank in range(ranks))
         else:
-            found[name, kind] = (part,)
-    return found
+            divided[name, kind] = (part,)
+    return divided
 
 
-def _rows(part: Part, first: int, last: int) -> Part:
+def _rows(part: RankPart, first: int, last: int) -> RankPart:
     def read() -> torch.Tensor:
         return part.read()[first:last]
 
-    return Part((last - first, *part.shape[1:]), part.dtype, read)
+    return RankPart((last - first, *part.shape[1:]), part.dtype, read)
 
 
 def _updates(folder: Path) -> int | None:
-    """Adam's counter: `step.pt` beside a parameter, or the common file of parameter groups."""
+    """Adam's counter: `step.pt` next to a parameter, or the common file of parameter groups."""
     steps = next(iter(sorted((folder / "zero").glob("*/step.pt"))), None)
     if steps is not None:
         (content,) = read_pickles([steps])
-        return _as_number(content.get("param") if isinstance(content, dict) else content)
+        return count_of(content.get("param") if isinstance(content, dict) else content)
     groups_file = folder / "zero" / "optimizer_state.pt"
     if not groups_file.is_file():
         return None
     (content,) = read_pickles([groups_file])
-    return max((count for count in map(_as_number, _steps(content)) if count is not None), default=None)
+    return max((count for count in map(count_of, _steps(content)) if count is not None), default=None)
 
 
 def _steps(content: Any) -> Iterator[Any]:
@@ -120,12 +119,6 @@ def _steps(content: Any) -> Iterator[Any]:
     for group in groups if isinstance(groups, list) else []:
         if isinstance(group, dict) and "step" in group:
             yield group["step"]
-
-
-def _as_number(value: Any) -> int | None:
-    if isinstance(value, ForeignTensor) and value.numel == 1:
-        value = value.read().item()
-    return int(value) if isinstance(value, int | float) else None
 
 
 def _count(value: Any) -> int:

@@ -13,25 +13,30 @@ from megatron import log
 from megatron.checkpoint.layout import Catalogue
 from megatron.checkpoint.manifest import ITEM_BYTES, read_manifest
 from megatron.checkpoint.snapshot import TORCH_TYPES
+from megatron.checkpoint.storage import write_text
 from megatron.config import ModelConfig
+from megatron.config.sections.data import DataConfig
 from megatron.convert.hugging_face.importing import unfinished_folder
-from megatron.convert.hugging_face.network import network_shapes
 from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_for
-from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values
+from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values, network_shapes
 from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
 from megatron.convert.hugging_face.tokenizer_files import (
     adds_special_tokens,
     check_padding,
     check_same_ids,
     special_ids,
+    write_chat_template,
     write_generation_config,
     write_tokenizer,
 )
-from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files, write_files, write_json, write_text
+from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files, write_files, write_json
+from megatron.data.build import data_prefixes
+from megatron.data.datasets.examples.example_files import names_example_files
 from megatron.errors import ConversionError
-from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.chat import ChatTemplate, load_chat_template, tokenizer_folder
+from megatron.tokenizers.record import NO_TOKENIZER, TokenizerRecord
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 
 LARGEST_FILE_BYTES = 5 * 10**9
@@ -51,7 +56,9 @@ class ExportRequest:
         recorded: the tokenizer that the checkpoint was trained with.
         dtype: float32, bfloat16 or float16; None for the types that are stored.
         largest_file_bytes: how large a file of weights may be.
-        model_type: the family to export as; None for the first that can express the network.
+        model_type: the family to export as; None for `origin`, or the first that can express the network.
+        origin: the family that the weights were imported from; empty if they were not.
+        chat_template: the chat template that the model was tuned with; None if it was not.
         proof_layers: how many layers the proof compares; None for all.
         slice_bytes: how much is in memory at a time.
     """
@@ -66,6 +73,8 @@ class ExportRequest:
     model_type: str | None = None
     proof_layers: int | None = None
     slice_bytes: int = SLICE_BYTES
+    origin: str = ""
+    chat_template: ChatTemplate | None = None
 
 
 def export_model(request: ExportRequest) -> Path:
@@ -80,7 +89,7 @@ def export_model(request: ExportRequest) -> Path:
     """
     check_installed()
     model = request.model
-    family = family_for(model, request.model_type)
+    family = family_for(model, request.model_type, request.origin)
     config = family.write_config(model)
     manifest = read_manifest(request.checkpoint)
     source = CheckpointSource(request.checkpoint, manifest)
@@ -96,6 +105,8 @@ def export_model(request: ExportRequest) -> Path:
         tokenizer = build_tokenizer(request.tokenizer)
         _check_tokenizer(request, tokenizer)
         write_tokenizer(request.tokenizer, tokenizer, temporary, model.max_position_embeddings)
+        if request.chat_template is not None:
+            write_chat_template(temporary, request.chat_template, tokenizer)
         check_same_ids(temporary, tokenizer, is_bare=adds_special_tokens(request.tokenizer))
         ids = special_ids(temporary, tokenizer)
         check_padding(family, ids)
@@ -115,6 +126,21 @@ def export_model(request: ExportRequest) -> Path:
     return request.target
 
 
+def tuned_template(name: str | None, data: DataConfig, tokenizer: TokenizerChoice) -> ChatTemplate | None:
+    """The chat template that a model was tuned with; None if its run had no examples and named none.
+
+    Args:
+        name: its name or file; None if none was named.
+        data: what the model was trained on.
+
+    Raises:
+        ConfigError: it cannot be used, or its file is gone.
+    """
+    if name is None and not any(map(names_example_files, data_prefixes(data))):
+        return None
+    return load_chat_template(name, tokenizer_folder(tokenizer))
+
+
 def _check_names(stored: list[str], shapes: Mapping[str, tuple[int, ...]], checkpoint: Path) -> None:
     """Checks that the checkpoint holds nothing that the network does not have; what is missing is noticed later."""
     left = sorted(set(stored) - set(shapes))
@@ -128,16 +154,17 @@ def _check_names(stored: list[str], shapes: Mapping[str, tuple[int, ...]], check
 def _check_tokenizer(request: ExportRequest, tokenizer: Tokenizer) -> None:
     """Checks that the tokenizer can be the recorded one; another form of it, such as a tokenizer.json, is accepted."""
     recorded = request.recorded
-    if tokenizer.vocab_size != recorded.vocab_size:
+    if recorded.name != NO_TOKENIZER and tokenizer.vocab_size != recorded.vocab_size:
         raise ConversionError(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and the checkpoint was trained with "
             f"{recorded.name}, which has {recorded.vocab_size}. Give the same one (--tokenizer-name-or-path, or "
             "--vocab-file and --merge-file)."
         )
     if not recorded.is_of(tokenizer):
+        differing = recorded.differences(tokenizer)
         log.warning(
-            f"the tokenizer {tokenizer.name} is not the file that the checkpoint was trained with ({recorded.name}). "
-            "It has as many tokens; make sure that it is another form of the same one."
+            f"the tokenizer {tokenizer.name} is not the file that the checkpoint was trained with ({recorded.name})"
+            f"{f': {differing}' if differing else ''}. Make sure that it is another form of the same one."
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +11,9 @@ from pathlib import Path
 from megatron import log
 from megatron.checkpoint import write_snapshot
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage import Storage, write_text
+from megatron.config import ModelConfig
 from megatron.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
-from megatron.convert.hugging_face.network import network_shapes
 from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_of
@@ -23,9 +21,11 @@ from megatron.convert.hugging_face.streaming import (
     SLICE_BYTES,
     ImportedPieces,
     check_weights,
+    network_shapes,
     with_table_names,
     without_copies,
 )
+from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.tensors import bind
 from megatron.convert.hugging_face.tokenizer_files import (
     check_padding,
@@ -35,21 +35,23 @@ from megatron.convert.hugging_face.tokenizer_files import (
     special_ids,
     special_tokens_from,
 )
-from megatron.convert.hugging_face.weight_files import StoredTensor, read_json_file, read_weight_files
-from megatron.convert.hugging_face.weight_output import write_text
+from megatron.convert.hugging_face.weight_files import FileTensor, read_json_file, read_weight_files
 from megatron.errors import ConversionError, StorageError
+from megatron.files.replacing import remove_leftovers, temporary_name
 from megatron.parallel.mesh import ParallelMesh
-from megatron.tokenizers.tokenizer import TOKENIZER_FOLDER, build_tokenizer
+from megatron.tokenizers.library import LibraryTokenizer
+from megatron.tokenizers.tokenizer import TOKENIZER_FOLDER, TokenizerChoice, build_tokenizer
 
 
 @dataclass(frozen=True)
-class ImportRequest:
+class ModelImportRequest:
     """What to import.
 
     Args:
         source: the model directory.
         target: the folder of checkpoints to make.
         tokenizer: a folder with another tokenizer than the directory's.
+        has_tokenizer: whether there is one; without one the weights are imported by themselves.
         proof_layers: how many layers the proof compares; None for all.
         slice_bytes: how much is in memory at a time.
     """
@@ -59,9 +61,10 @@ class ImportRequest:
     tokenizer: Path | None = None
     proof_layers: int | None = None
     slice_bytes: int = SLICE_BYTES
+    has_tokenizer: bool = True
 
 
-def import_model(request: ImportRequest) -> Path:
+def import_model(request: ModelImportRequest) -> Path:
     """Makes a folder with a checkpoint of step 0, `model.yaml`, the tokenizer and `proof.json`; returns it.
 
     Either all of it appears, with logits proved equal, or nothing.
@@ -82,19 +85,14 @@ def import_model(request: ImportRequest) -> Path:
     tensors = bind(family.tensors, network_shapes(model))
     check_weights(family, tensors, stored)
     with unfinished_folder(request.target) as temporary:
-        folder = temporary / TOKENIZER_FOLDER
-        folder.mkdir()
-        copied = copy_tokenizer(request.tokenizer or source, folder)
-        if model.bidirectional:
-            name_special_tokens(request.tokenizer or source, folder)
-        tokenizer = build_tokenizer(copied)
-        _check_vocabulary(tokenizer.vocab_size, model.vocab_size, folder, request)
-        check_same_ids(folder, tokenizer)
-        check_padding(family, special_ids(folder, tokenizer))
-        final = dataclasses.replace(copied, tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER))
+        tokenizer = _copied_tokenizer(request, family, model, temporary) if request.has_tokenizer else None
+        final = TokenizerChoice(
+            "PretrainedFromHF", tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER)
+        )
         text = model_file_text(model, final, tokenizer, f"Imported from {source.resolve()}, a {family.model_type}.")
         write_text(temporary / MODEL_FILE, text)
-        record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, _main_dtype(stored))
+        dtype, kind = _main_dtype(stored), family.model_type
+        record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, kind)
         expected = expected_logits(Side(family, source, model, tokenizer, request.proof_layers))
         pieces = ImportedPieces(tensors, stored, request.slice_bytes)
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
@@ -104,9 +102,27 @@ def import_model(request: ImportRequest) -> Path:
     return request.target
 
 
+def _copied_tokenizer(
+    request: ModelImportRequest, family: Family, model: ModelConfig, target: Path
+) -> LibraryTokenizer:
+    """Copies the tokenizer into the folder that is being made, and loads and checks it."""
+    source, folder = request.tokenizer or request.source, target / TOKENIZER_FOLDER
+    folder.mkdir()
+    copied = copy_tokenizer(source, folder)
+    if model.bidirectional:
+        name_special_tokens(source, folder)
+    tokenizer = build_tokenizer(copied)
+    _check_vocabulary(tokenizer.vocab_size, model.vocab_size, folder, request)
+    check_same_ids(folder, tokenizer)
+    check_padding(family, special_ids(folder, tokenizer))
+    return tokenizer
+
+
 @contextlib.contextmanager
 def unfinished_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, which becomes the target when the block ends and vanishes when it fails.
+    """A new folder next to the target, which becomes the target when the block ends and vanishes when it fails.
+
+    What killed runs left next to the same target is removed first.
 
     Raises:
         ConversionError: the target exists.
@@ -116,7 +132,9 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
     if storage.exists(target):
         raise ConversionError(f"{target} exists already, and nothing is overwritten. Remove it or name another folder.")
     target = target.absolute()
-    temporary = target.with_name(f".{target.name}.unfinished-{secrets.token_hex(4)}")
+    for leftover in remove_leftovers(target):
+        log.info(f"removed {leftover}, which a killed run left unfinished")
+    temporary = temporary_name(target)
     try:
         storage.make_directories(target.parent)
         storage.make_directory(temporary)
@@ -133,7 +151,7 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
         storage.remove_tree(temporary)
 
 
-def _check_vocabulary(tokens: int, rows: int, folder: Path, request: ImportRequest) -> None:
+def _check_vocabulary(tokens: int, rows: int, folder: Path, request: ModelImportRequest) -> None:
     """A tokenizer may have more tokens than the model only where these were added for other models (Gemma 3's image
     token).
     """
@@ -144,6 +162,6 @@ def _check_vocabulary(tokens: int, rows: int, folder: Path, request: ImportReque
         )
 
 
-def _main_dtype(stored: dict[str, StoredTensor]) -> str:
+def _main_dtype(stored: dict[str, FileTensor]) -> str:
     """The element type of most of the tensors."""
     return Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]

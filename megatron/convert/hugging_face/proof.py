@@ -44,13 +44,14 @@ class Side:
     """A model directory and what of it is compared.
 
     Args:
+        tokenizer: of its real texts; None if the model came without one, and only random ids are compared.
         layers: how many layers are compared, the first ones; None for all.
     """
 
     family: Family
     folder: Path
     model: ModelConfig
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     layers: int | None = None
 
     @property
@@ -126,7 +127,7 @@ def prove(
         allowed = max(allowed, min(floor, _LARGEST_FLOOR * largest))
     if not difference <= allowed:
         raise ConversionError(
-            f"the logits differ from those of transformers by {difference:.3g}, and {allowed:.3g} is allowed "
+            f"the logits differ from transformers' by {difference:.3g}, and {allowed:.3g} is allowed "
             f"({TOLERANCE:g} x the largest logit {largest:.3g}, or transformers' own difference between its attention "
             "implementations). The conversion is wrong, so nothing was written; please report the config.json."
         )
@@ -150,7 +151,7 @@ def prove(
 
 
 def proof_text(report: dict[str, Any]) -> str:
-    """What `prove` returned as JSON, with one entry a line."""
+    """What `prove` returned as JSON, with one entry per line."""
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()) + "\n}\n"
 
 

@@ -32,9 +32,9 @@ _CONTEXT_SCALINGS = ("dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class ProofBatch:
-    """A random and a real sequence.
+    """A random and a real sequence, or only a random one of a model without tokenizer.
 
-    Shapes: tokens `[2, s]` int64; positions `[n]` int64; token_types `[2, s]` int64; is_text `[2, s]` bool.
+    Shapes: tokens `[b, s]` int64; positions `[n]` int64; token_types `[b, s]` int64; is_text `[b, s]` bool.
 
     Attributes:
         positions: where logits are compared, in both sequences.
@@ -48,18 +48,20 @@ class ProofBatch:
     is_text: torch.Tensor | None = None
 
 
-def proof_batches(model: ModelConfig, tokenizer: Tokenizer, padding_id: int | None = None) -> list[ProofBatch]:
+def proof_batches(model: ModelConfig, tokenizer: Tokenizer | None, padding_id: int | None = None) -> list[ProofBatch]:
     """The batches of a proof: a short one and, where the model has a window or another context, one that is longer than
-    those; of an encoder the short one, and the same with padding.
+    either; for an encoder the short one, and the same with padding.
 
     Args:
-        padding_id: a token that stands for padding wherever it is.
+        padding_id: a token that means padding wherever it is.
     """
-    found = []
+    batches = []
     for length in proof_lengths(model):
-        rows = [_random_row(model.vocab_size, length, padding_id), _real_row(model.vocab_size, length, tokenizer)]
-        found.append(ProofBatch(torch.tensor(rows), _positions(length)))
-    return _encoder_batches(found[0].tokens, model, tokenizer, padding_id) if model.bidirectional else found
+        rows = [_random_row(model.vocab_size, length, padding_id)]
+        if tokenizer is not None:
+            rows.append(_real_row(model.vocab_size, length, tokenizer))
+        batches.append(ProofBatch(torch.tensor(rows), _positions(length)))
+    return _encoder_batches(batches[0].tokens, model, tokenizer, padding_id) if model.bidirectional else batches
 
 
 def proof_lengths(model: ModelConfig) -> list[int]:
@@ -79,7 +81,7 @@ def described(batch: ProofBatch) -> list[dict[str, Any]]:
     """The tokens of a batch, and where in them logits are compared, for `proof.json`."""
     return [
         {"kind": kind, "positions": batch.positions.tolist(), "tokens": row.tolist(), **_text_tokens(batch, number)}
-        for number, (kind, row) in enumerate(zip(("random", "real"), batch.tokens, strict=True))
+        for number, (kind, row) in enumerate(zip(("random", "real"), batch.tokens, strict=False))
     ]
 
 
@@ -88,17 +90,18 @@ def _text_tokens(batch: ProofBatch, number: int) -> dict[str, int]:
 
 
 def _encoder_batches(
-    tokens: torch.Tensor, model: ModelConfig, tokenizer: Tokenizer, padding_id: int | None
+    tokens: torch.Tensor, model: ModelConfig, tokenizer: Tokenizer | None, padding_id: int | None
 ) -> list[ProofBatch]:
     """Without padding, and with the second quarter or half of the sequences as padding."""
     length = tokens.shape[1]
-    mask_id, known_padding = (_known_id(tokenizer.special_ids, names) for names in (_MASKS, _PADDINGS))
+    special = {} if tokenizer is None else tokenizer.special_ids
+    mask_id, known_padding = (_known_id(special, names) for names in (_MASKS, _PADDINGS))
     if mask_id is not None and mask_id < model.vocab_size:
         tokens = torch.where(torch.arange(length) % _MASK_EVERY == 1, mask_id, tokens)
     types = None
     if model.token_types:
         types = (torch.arange(length) * model.token_types // length).expand_as(tokens)
-    lengths = torch.tensor([[length * 3 // 4], [length // 2]])
+    lengths = torch.tensor([[length * 3 // 4], [length // 2]])[: len(tokens)]
     is_text = torch.arange(length) < lengths
     padding = padding_id if padding_id is not None else known_padding or 0
     padded = torch.where(is_text, tokens, padding)

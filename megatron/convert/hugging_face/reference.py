@@ -46,7 +46,7 @@ def check_installed() -> str:
         import transformers
     except ImportError as failure:
         raise ConfigError(
-            "conversion from and to Hugging Face compares logits with those of transformers, which is not installed. "
+            "conversion from and to Hugging Face compares logits with transformers, which is not installed. "
             "Run pip install 'trident-megatron[hf]'."
         ) from failure
     return str(transformers.__version__)
@@ -86,8 +86,8 @@ def reference_logits(
         _check_report(folder, {**report, "unexpected_keys": left})
         outputs = _decoded if auto_class == CAUSAL else _encoded
         with torch.no_grad():
-            found = [values.float() for batch in batches for values in outputs(model, batch)]
-    return ReferenceLogits(tuple(found), used)
+            logits = [values.float() for batch in batches for values in outputs(model, batch)]
+    return ReferenceLogits(tuple(logits), used)
 
 
 def auto_class(model: ModelConfig) -> str:
@@ -103,11 +103,11 @@ def _decoded(model: Any, batch: ProofBatch) -> Iterator[torch.Tensor]:
 
 def _encoded(model: Any, batch: ProofBatch) -> Iterator[torch.Tensor]:
     mask = None if batch.is_text is None else batch.is_text.long()
-    found = model(batch.tokens, attention_mask=mask, token_type_ids=batch.token_types)
-    logits = found.logits if "logits" in found else found.prediction_logits
+    output = model(batch.tokens, attention_mask=mask, token_type_ids=batch.token_types)
+    logits = output.logits if "logits" in output else output.prediction_logits
     yield logits[:, batch.positions]
-    if "seq_relationship_logits" in found:
-        yield found.seq_relationship_logits
+    if "seq_relationship_logits" in output:
+        yield output.seq_relationship_logits
 
 
 def _load(
@@ -145,7 +145,7 @@ def tokenizer_ids(folder: Path, texts: Sequence[str], *, is_bare: bool = False) 
     """
     with _loaded_tokenizer(folder) as tokenizer:
         encoded = (tokenizer(text, add_special_tokens=not is_bare) for text in texts)
-        return [list(map(int, found["input_ids"])) for found in encoded]
+        return [list(map(int, encoding["input_ids"])) for encoding in encoded]
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -157,6 +157,17 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     with _loaded_tokenizer(folder) as tokenizer:
         named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         return {"model_input_names": list(tokenizer.model_input_names), **named}
+
+
+def conversation_ids(folder: Path, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The ids that `AutoTokenizer` gives a conversation by the chat template of a folder.
+
+    Raises:
+        ConversionError: it cannot load the tokenizer, or render the conversation.
+    """
+    with _loaded_tokenizer(folder) as tokenizer:
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
+        return [int(number) for number in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def fast_tokenizer_description(folder: Path) -> dict[str, Any]:

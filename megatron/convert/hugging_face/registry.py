@@ -61,8 +61,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def family_for(model: ModelConfig, model_type: str | None = None) -> Family:
-    """The family that a network is exported as: the one of that name, else the first that can express it.
+def family_for(model: ModelConfig, model_type: str | None = None, origin: str = "") -> Family:
+    """The family that a network is exported as: the one of that name, else the one it came from, else the first that
+    can express it.
+
+    Args:
+        origin: the family that its weights were imported from; empty if they were not.
 
     Raises:
         ConversionError: the name is unknown, or no family can express the network.
@@ -72,15 +76,15 @@ def family_for(model: ModelConfig, model_type: str | None = None) -> Family:
             if family.model_type == model_type:
                 return family
         raise ConversionError(f"--model-type {model_type} is not known. {known_types()}")
-    found: list[tuple[Family, Obstacle]] = []
-    for family in FAMILIES:
+    obstacles: list[tuple[Family, Obstacle]] = []
+    for family in sorted(FAMILIES, key=lambda family: family.model_type != origin):
         obstacle = family.obstacle(model)
         if obstacle is None:
             return family
-        found.append((family, obstacle))
-    nearest, obstacle = min(found, key=lambda entry: entry[1].distance)
+        obstacles.append((family, obstacle))
+    nearest, obstacle = min(obstacles, key=lambda entry: entry[1].distance)
     raise ConversionError(
-        f"no family can express this network. {nearest.model_type} comes nearest: {obstacle.text} {known_types()}"
+        f"no family can express this network. {nearest.model_type} is closest: {obstacle.text} {known_types()}"
     )
 
 

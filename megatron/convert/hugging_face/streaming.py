@@ -1,7 +1,8 @@
 """Moves values between the two sides slice by slice, so that memory stays constant however large the model is.
 
 Into ours: pieces for the checkpoint writer, read from the files of a model directory when they are written. Out of
-ours: the bytes of their tensors, read from a checkpoint of any layout.
+ours: the bytes of their tensors, read from a checkpoint of any layout. Of our network only the names and logical shapes
+of its tensors are known; it is not built.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from megatron.checkpoint.layout import Catalogue
 from megatron.checkpoint.manifest import ITEM_BYTES, Manifest
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.snapshot import TORCH_TYPES, Snapshot
-from megatron.convert.hugging_face.network import slices
+from megatron.config import ModelConfig
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, their_shapes
-from megatron.convert.hugging_face.weight_files import FLOATING, StoredTensor
+from megatron.convert.hugging_face.weight_files import FLOATING, FileTensor
 from megatron.errors import CheckpointError, ConversionError
+from megatron.model.interface.network import LayerStack
+from megatron.model.networks import network_layers
+from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
+from megatron.parallel.shard_spec import shard_spec_of
 
 SLICE_BYTES = 64 * 2**20
 
@@ -34,7 +39,7 @@ class ImportedPieces:
     """Our tensors as pieces whose values are read from their files when they are asked for; iterable many times."""
 
     tensors: Sequence[BoundTensor]
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, FileTensor]
     slice_bytes: int = SLICE_BYTES
 
     def snapshot(self) -> Snapshot:
@@ -72,7 +77,7 @@ class ImportedPieces:
         return values
 
 
-def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mapping[str, StoredTensor]) -> None:
+def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mapping[str, FileTensor]) -> None:
     """Checks that a model directory holds what the network needs and nothing else.
 
     Raises:
@@ -87,7 +92,7 @@ def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mappin
         if name in stored and stored[name].shape != shape
     ]
     kinds = [
-        f"{name} has element type {stored[name].dtype}, which is no floating-point type"
+        f"{name} has element type {stored[name].dtype}, which is not a floating-point type"
         for name in shapes
         if name in stored and stored[name].dtype not in FLOATING
     ]
@@ -109,25 +114,25 @@ def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mappin
         )
 
 
-def with_table_names(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def with_table_names(family: Family, stored: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """The stored tensors with the names of the table, where the files have older names or leave out the family's
     optional prefix.
     """
-    found = {_newer(name, family.older_endings): tensor for name, tensor in stored.items()}
+    renamed = {_newer(name, family.older_endings): tensor for name, tensor in stored.items()}
     prefix = family.optional_prefix
-    if not prefix or any(name.startswith(prefix) for name in found):
-        return found
-    return {name if name == family.head else prefix + name: tensor for name, tensor in found.items()}
+    if not prefix or any(name.startswith(prefix) for name in renamed):
+        return renamed
+    return {name if name == family.head else prefix + name: tensor for name, tensor in renamed.items()}
 
 
 def without_copies(
-    family: Family, stored: Mapping[str, StoredTensor], *, is_tied: bool, slice_bytes: int = SLICE_BYTES
-) -> dict[str, StoredTensor]:
+    family: Family, stored: Mapping[str, FileTensor], *, is_tied: bool, slice_bytes: int = SLICE_BYTES
+) -> dict[str, FileTensor]:
     """The stored tensors without those that some files hold twice: the head of a model with a tied one, and the
     family's copies.
 
     Raises:
-        ConversionError: what is stored as a copy is none.
+        ConversionError: what is stored as a copy is not one.
     """
     pairs = [*([(family.head, family.embedding)] if is_tied else []), *family.copies]
     copies = {copy for copy, original in pairs if copy in stored and original in stored}
@@ -203,6 +208,22 @@ def exported_values(
             yield values.permute(part.order).to(dtype).contiguous()
 
 
+def network_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the network in the order of its layers, with its logical shape; allocates nothing."""
+    stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
+    return {name: shard_spec_of(parameter).shape for name, parameter in stack.named_parameters()}
+
+
+def slices(
+    shape: tuple[int, ...], item_bytes: int, limit_bytes: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes (start, stop) of at most this many bytes that make up a tensor, each a range of its elements, in order.
+
+    A single row of the last dimension is never cut.
+    """
+    yield from _slices((), shape, item_bytes, limit_bytes)
+
+
 def _ordered(part: BoundPart, low: tuple[int, ...], high: tuple[int, ...]) -> Box:
     """A box of ours inside a part, as a box of the part's ordered shape."""
     return (
@@ -223,12 +244,10 @@ def _newer(name: str, endings: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _are_different(one: StoredTensor, other: StoredTensor, slice_bytes: int) -> bool:
-    return one.shape != other.shape or one.dtype != other.dtype or _differ(one, other, slice_bytes)
-
-
-def _differ(one: StoredTensor, other: StoredTensor, slice_bytes: int) -> bool:
-    """Whether two stored tensors of one shape differ anywhere."""
+def _are_different(one: FileTensor, other: FileTensor, slice_bytes: int) -> bool:
+    """Whether two stored tensors differ anywhere."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
     dimensions = len(one.shape)
     part = BoundPart(one.name, (0,) * dimensions, one.shape, tuple(range(dimensions)), min(1, dimensions - 1), 0)
     return any(
@@ -242,3 +261,23 @@ def _differ(one: StoredTensor, other: StoredTensor, slice_bytes: int) -> bool:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _slices(
+    fixed: tuple[int, ...], rest: tuple[int, ...], item_bytes: int, limit_bytes: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    row_bytes = item_bytes
+    for size in rest[1:]:
+        row_bytes *= size
+    start = tuple(fixed)
+    stop = tuple(index + 1 for index in fixed)
+    if not rest or row_bytes * rest[0] <= limit_bytes or (len(rest) == 1 and fixed):
+        yield start + (0,) * len(rest), stop + rest
+    elif row_bytes <= limit_bytes or len(rest) == 1:
+        rows = max(1, limit_bytes // row_bytes)
+        for first in range(0, rest[0], rows):
+            last = min(first + rows, rest[0])
+            yield start + (first,) + (0,) * (len(rest) - 1), stop + (last,) + rest[1:]
+    else:
+        for index in range(rest[0]):
+            yield from _slices((*fixed, index), rest[1:], item_bytes, limit_bytes)

@@ -10,29 +10,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.storage import Storage, cannot_write
+from megatron import log
+from megatron.checkpoint.storage import Storage, cannot_write, write_text
 from megatron.config.sections.data import WORDPIECE_TOKENIZERS
 from megatron.convert.hugging_face.proof_batches import REAL_TEXTS
-from megatron.convert.hugging_face.reference import fast_tokenizer_description, tokenizer_ids, tokenizer_settings
+from megatron.convert.hugging_face.reference import (
+    conversation_ids,
+    fast_tokenizer_description,
+    tokenizer_ids,
+    tokenizer_settings,
+)
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.weight_files import read_json_file
-from megatron.convert.hugging_face.weight_output import write_json, write_text
+from megatron.convert.hugging_face.weight_output import write_json
 from megatron.errors import ConfigError, ConversionError
+from megatron.tokenizers.chat import ASSISTANT, USER, ChatTemplate
 from megatron.tokenizers.library import LibraryTokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 VOCABULARY = "vocab.txt"
 # What describes a tokenizer; any of the first group is one.
 _TOKENIZERS = (TOKENIZER_JSON, "tokenizer.model", "spiece.model", "vocab.json", VOCABULARY)
-_BESIDE = (
+_COMPANIONS = (
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     GENERATION_CONFIG,
 )
@@ -60,9 +68,10 @@ def copy_tokenizer(source: Path, target: Path) -> TokenizerChoice:
     if not any((source / name).is_file() for name in _TOKENIZERS):
         raise ConversionError(
             f"{source} has no tokenizer ({', '.join(_TOKENIZERS[:3])}, ...), so the token ids of the model have no "
-            "meaning. Name one with --tokenizer-name-or-path, a folder with tokenizer.json."
+            "meaning. Name one with --tokenizer-name-or-path, a folder with tokenizer.json, or import the weights by "
+            "themselves with --no-tokenizer."
         )
-    _copy(source, target, (*_TOKENIZERS, *_BESIDE))
+    _copy(source, target, (*_TOKENIZERS, *_COMPANIONS))
     if not (target / TOKENIZER_JSON).exists():
         write_json(target / TOKENIZER_JSON, fast_tokenizer_description(source))
     _name_class(target)
@@ -93,7 +102,7 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: LibraryTokenizer, target
     """
     source = Path(choice.tokenizer_name_or_path or "")
     if choice.tokenizer_type in ("PretrainedFromHF", "HFTokenizer") and source.is_dir():
-        _copy(source, target, (*_TOKENIZERS, *_BESIDE))
+        _copy(source, target, (*_TOKENIZERS, *_COMPANIONS))
     description = tokenizer.description
     if description is None:
         raise ConversionError(
@@ -122,13 +131,59 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: LibraryTokenizer, target
         )
 
 
+def write_chat_template(folder: Path, template: ChatTemplate, tokenizer: LibraryTokenizer) -> None:
+    """Has the written tokenizer carry a chat template, and tell the special tokens that it writes from text.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    source = template.standalone(tokenizer)
+    for name in (CHAT_TEMPLATE, "chat_template.json"):
+        (folder / name).unlink(missing_ok=True)
+    write_text(folder / CHAT_TEMPLATE, source)
+    named = read_json_file(folder / TOKENIZER_CONFIG, "the tokenizer's configuration")
+    if named.pop("chat_template", None) is not None:
+        _rewrite(folder / TOKENIZER_CONFIG, named)
+    described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
+    added = described.get("added_tokens") or []
+    known = {entry.get("content") for entry in added}
+    lacking = [text for text in tokenizer.special_ids if text in source and text not in known]
+    if lacking:
+        added = [*added, *(_special_token(tokenizer.special_ids[text], text) for text in lacking)]
+        _rewrite(folder / TOKENIZER_JSON, {**described, "added_tokens": sorted(added, key=lambda entry: entry["id"])})
+    _warn_of_other_ids(folder, template, tokenizer)
+
+
+def _warn_of_other_ids(folder: Path, template: ChatTemplate, tokenizer: LibraryTokenizer) -> None:
+    """Says if transformers gives a conversation other ids than the trainer, which encodes answers by themselves.
+
+    That changes ids with tokenizers that put a space before every text.
+    """
+    said = ("Hello there.", "Hi, what is it?", "What is 2 + 3?\nTell me.", "It is 5.")
+    messages = [{"role": role, "content": text} for role, text in zip((USER, ASSISTANT) * 2, said, strict=True)]
+    theirs = conversation_ids(folder, messages)
+    ours, _ = template.example_ids(messages, tokenizer)
+    if ours != theirs:
+        place = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
+        log.warning(
+            f"the chat template {template.name} gives a conversation other ids in transformers than in training, from "
+            f"token {place} on ({theirs[place : place + 5]} there, {ours[place : place + 5]} here): the tokenizer "
+            "encodes a text differently in the middle of another, or the template writes the day. Answers may be worse."
+        )
+
+
+def _rewrite(path: Path, content: Mapping[str, Any]) -> None:
+    path.unlink()
+    write_json(path, dict(content))
+
+
 def adds_special_tokens(choice: TokenizerChoice) -> bool:
-    """Whether the written tokenizer puts tokens around texts that ours, which is told by --tokenizer-type, does not."""
+    """Whether the written tokenizer puts tokens around texts that ours, chosen by --tokenizer-type, does not."""
     return choice.tokenizer_type in WORDPIECE_TOKENIZERS
 
 
 def _write_wordpiece(described: dict[str, Any], tokenizer: LibraryTokenizer, target: Path, max_length: int) -> None:
-    """Writes BERT's WordPiece with its special tokens, which stand around texts there; also as `vocab.txt`."""
+    """Writes BERT's WordPiece with its special tokens, which surround texts there; also as `vocab.txt`."""
     vocabulary: dict[str, int] = described["model"]["vocab"]
     lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__))
     write_text(target / VOCABULARY, lines)
@@ -171,24 +226,24 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     """`bos_token_id`, `eos_token_id` and `pad_token_id` of a folder's tokenizer, those that it names."""
     described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
     named = read_json_file(folder / TOKENIZER_CONFIG, "the tokenizer's configuration")
-    ids = {str(entry.get("content")): entry.get("id") for entry in described.get("added_tokens") or []}
+    added = {str(entry.get("content")): entry.get("id") for entry in described.get("added_tokens") or []}
     vocabulary = (described.get("model") or {}).get("vocab")
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for kind in ("bos", "eos", "pad"):
         token = named.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        number = ids.get(str(token), vocabulary.get(token) if isinstance(vocabulary, dict) and token else None)
+        number = added.get(str(token), vocabulary.get(token) if isinstance(vocabulary, dict) and token else None)
         if isinstance(number, int):
-            found[f"{kind}_token_id"] = number
+            ids[f"{kind}_token_id"] = number
     if (folder / GENERATION_CONFIG).exists():  # models may name ids that their tokenizer does not add by itself
         given = read_json_file(folder / GENERATION_CONFIG, "the settings of generation")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if isinstance(given.get(name), int):
-                found.setdefault(name, given[name])
-    if "eos_token_id" not in found:
+                ids.setdefault(name, given[name])
+    if "eos_token_id" not in ids:
         with contextlib.suppress(ConfigError):  # it may have none
-            found["eos_token_id"] = tokenizer.eod_id
-    return found
+            ids["eos_token_id"] = tokenizer.eod_id
+    return ids
 
 
 def check_padding(family: Family, ids: Mapping[str, int]) -> None:
@@ -200,11 +255,11 @@ def check_padding(family: Family, ids: Mapping[str, int]) -> None:
     Raises:
         ConversionError: it has another id.
     """
-    found = ids.get("pad_token_id")
-    if family.padding_id is not None and found != family.padding_id:
+    number = ids.get("pad_token_id")
+    if family.padding_id is not None and number != family.padding_id:
         raise ConversionError(
             f"a {family.model_type} counts positions from the id of the padding token, which must be "
-            f"{family.padding_id}; the tokenizer {'has none' if found is None else f'has {found}'}. Name another "
+            f"{family.padding_id}; the tokenizer {'has none' if number is None else f'has {number}'}. Name another "
             "tokenizer with --tokenizer-name-or-path, or export with another --model-type, such as bert."
         )
 

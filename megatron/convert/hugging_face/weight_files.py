@@ -5,7 +5,6 @@ Nothing is unpickled, and nothing is mapped into memory: a box is read when it i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.copies import shared_copies
-from megatron.checkpoint.layout import whole
+from megatron.checkpoint.layout import shared_copies, whole
 from megatron.checkpoint.manifest import ITEM_BYTES
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.checkpoint.storage import Storage, opened, read_range
 from megatron.convert.hugging_face.table.tensors import BoundPart
 from megatron.errors import ConversionError
+from megatron.files.plain import parse_json, read_plain_json
 from megatron.parallel.pieces import PieceKey
 
 SINGLE_FILE = "model.safetensors"
@@ -33,7 +32,7 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", 
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """A tensor in a file of weights.
 
     Args:
@@ -77,13 +76,13 @@ class StoredTensor:
         return values.view(box)
 
 
-def read_weight_files(folder: Path) -> dict[str, StoredTensor]:
+def read_weight_files(folder: Path) -> dict[str, FileTensor]:
     """The tensors of a model directory by name.
 
     Raises:
         ConversionError: there are no safetensors files, one is missing or damaged, or two hold the same tensor.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     weight_map = _weight_map(folder)
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
     for name in names:
@@ -103,7 +102,7 @@ def read_weight_files(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_header(path: Path) -> list[StoredTensor]:
+def read_header(path: Path) -> list[FileTensor]:
     """The tensors of one safetensors file, in the order of their values.
 
     Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
@@ -126,22 +125,22 @@ def read_header(path: Path) -> list[StoredTensor]:
             f"cannot read {path}: {failure.strerror or failure}. Download the model again, all of its files."
         ) from failure
     try:
-        header = json.loads(bytes(text))
-    except (ValueError, RecursionError) as failure:
+        header = parse_json(bytes(text))
+    except ValueError as failure:
         raise _damaged(path, f"its header is not JSON ({failure})") from failure
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is no JSON object")
+        raise _damaged(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
-    found = [_entry(path, name, entry, 8 + header_bytes) for name, entry in header.items()]
-    found.sort(key=lambda tensor: tensor.begin_bytes)
+    tensors = [_entry(path, name, entry, 8 + header_bytes) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: tensor.begin_bytes)
     expected = 8 + header_bytes
-    for tensor in found:
+    for tensor in tensors:
         if tensor.begin_bytes != expected:
             raise _damaged(path, f"tensor {tensor.name} begins at byte {tensor.begin_bytes}, not at {expected}")
         expected += math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 1)
     if expected != size_bytes:
         raise _damaged(path, f"it has {size_bytes} bytes, and its header describes {expected}")
-    return found
+    return tensors
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
@@ -151,12 +150,12 @@ def read_json_file(path: Path, what: str) -> dict[str, Any]:
         ConversionError: the file is missing or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_plain_json(path)
     except OSError as failure:
         raise ConversionError(
             f"cannot read {path}, {what}: {failure.strerror or failure}. Give a directory that transformers can load."
         ) from failure
-    except (ValueError, RecursionError) as failure:
+    except ValueError as failure:
         raise ConversionError(f"{path}, {what}, is not JSON: {failure}. Download the model again.") from failure
     if not isinstance(value, dict):
         raise ConversionError(f"{path}, {what}, holds no JSON object. Download the model again.")
@@ -179,17 +178,17 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
         raise ConversionError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}. Give the directory of a downloaded model."
         )
-    found = read_json_file(folder / INDEX_FILE, "the index of the weights").get("weight_map")
+    weight_map = read_json_file(folder / INDEX_FILE, "the index of the weights").get("weight_map")
     if (
-        not isinstance(found, dict)
-        or not found
-        or not all(isinstance(file, str) and Path(file).name == file for file in found.values())
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
     ):
         raise ConversionError(f"{folder / INDEX_FILE} has no weight_map of file names. Download the model again.")
-    return found
+    return weight_map
 
 
-def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> StoredTensor:
+def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> FileTensor:
     """One entry of a header, checked."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -205,7 +204,7 @@ def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> StoredTensor:
         )
     if end - begin != math.prod(shape) * ITEM_BYTES.get(dtype, 1):
         raise _damaged(path, f"tensor {name} of shape {shape} has {end - begin} bytes")
-    return StoredTensor(path, name, dtype, tuple(shape), base_bytes + begin)
+    return FileTensor(path, name, dtype, tuple(shape), base_bytes + begin)
 
 
 def _damaged(path: Path, problem: str) -> ConversionError:

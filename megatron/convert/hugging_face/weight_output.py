@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.manifest import ITEM_BYTES
-from megatron.checkpoint.storage import Storage, append, cannot_write, write_file
+from megatron.checkpoint.storage import Storage, append, write_text, writing
+from megatron.checkpoint.writer import safetensors_header
 from megatron.convert.hugging_face.weight_files import INDEX_FILE, SINGLE_FILE
 
 
@@ -83,20 +84,6 @@ def write_json(path: Path, value: object, storage: Storage | None = None) -> Non
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", storage)
 
 
-def write_text(path: Path, text: str, storage: Storage | None = None) -> None:
-    """Writes a new file of UTF-8 text.
-
-    Raises:
-        StorageError: the file system refused.
-    """
-    content = text.encode()
-    storage = storage or Storage()
-    try:
-        write_file(storage, path, content)
-    except OSError as failure:
-        raise cannot_write(storage, path, len(content), failure) from failure
-
-
 def _write_file(
     path: Path,
     tensors: Sequence[PlannedTensor],
@@ -105,33 +92,11 @@ def _write_file(
 ) -> None:
     # Wider element types first, so that every tensor is aligned; sorted is stable.
     ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
-    header = _header(ordered)
+    # transformers refuses files whose metadata lacks the format in some versions.
+    header, _ = safetensors_header({"format": "pt"}, [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
     size_bytes = len(header) + sum(tensor.size_bytes for tensor in ordered)
-    try:
-        handle = storage.create(path)
-        try:
-            append(storage, handle, memoryview(header))
-            for tensor in ordered:
-                for part in values(tensor):
-                    append(storage, handle, part.view(-1).view(torch.uint8).numpy().data)
-            storage.sync(handle)
-        finally:
-            storage.close(handle)
-    except OSError as failure:
-        raise cannot_write(storage, path, size_bytes, failure) from failure
-
-
-def _header(tensors: Sequence[PlannedTensor]) -> bytes:
-    """The file's first bytes.
-
-    Source: safetensors README, "Format"; transformers refuses files whose metadata lacks the format in some versions.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.size_bytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    with writing(storage, path, size_bytes) as handle:
+        append(storage, handle, memoryview(header))
+        for tensor in ordered:
+            for part in values(tensor):
+                append(storage, handle, part.view(-1).view(torch.uint8).numpy().data)

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from megatron.convert.megatron_format.architecture import gate_is_last, model_config
-from megatron.convert.megatron_format.model import ForeignModel, Part, TrainingState, collect
-from megatron.convert.megatron_format.tensors import RowOrder
+from megatron.convert.megatron_format.arguments import gate_is_last, model_config, training_flags
+from megatron.convert.megatron_format.foreign_model import ForeignModel, RankPart, TrainingState, collect
+from megatron.convert.megatron_format.sharding_rules import StoredRowOrder
 from megatron.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
-from megatron.convert.megatron_format.training import training_flags
 from megatron.convert.pickles.reader import (
     ForeignObject,
     ForeignTable,
@@ -55,7 +54,7 @@ class _Stored:
     shape: tuple[int, ...]
     chunks: Sequence[_Chunk]
 
-    def part(self, layer: int | None = None) -> Part:
+    def part(self, layer: int | None = None) -> RankPart:
         """The tensor, or one layer of a stack of them."""
         shape = self.shape if layer is None else self.shape[1:]
 
@@ -77,7 +76,7 @@ class _Stored:
                 )
             return whole
 
-        return Part(shape, self.chunks[0].tensor.dtype, read)
+        return RankPart(shape, self.chunks[0].tensor.dtype, read)
 
 
 def is_distributed(folder: Path) -> bool:
@@ -95,10 +94,11 @@ def open_distributed(folder: Path, choices: Choices) -> ForeignModel:
     shapes, places = _metadata(folder)
     wanted = {name for name in shapes if not _NOT_WEIGHTS.fullmatch(name)}
     loaded = _load(folder, {key: place for key, place in places.items() if key[0] in wanted or key[0] == _ARGUMENTS})
-    beside = folder / "common.pt"
-    content = read_pickle(beside) if beside.is_file() else {_ARGUMENTS: loaded.get((_ARGUMENTS, None))}
+    arguments_file = folder / "common.pt"
+    content = read_pickle(arguments_file) if arguments_file.is_file() else {_ARGUMENTS: loaded.get((_ARGUMENTS, None))}
     stored = arguments_of(content if isinstance(content, dict) else {}, folder)
-    model = model_config(stored, true_vocabulary(content, stored, choices), rotary_is_sound=choices.rotary_is_sound)
+    vocabulary = true_vocabulary(content, stored, choices)
+    model = model_config(stored, vocabulary, rotary_is_sound=choices.rotary_is_sound, is_core=True)
     tensors = [_stored(name, shapes[name], loaded) for name in sorted(wanted)]
     named = ((0, name, "weight", part) for name, part in _joined_halves(_by_layer(tensors)))
     parts = collect(named, 1, is_tied=not model.untie_embeddings_and_output_weights, path=folder)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def open_distributed(folder: Path, choices: Choices) -> ForeignModel:
         "Megatron-LM (torch_dist)",
         folder,
         model,
-        RowOrder(gate_last=gate_is_last(stored)),
+        StoredRowOrder(gate_last=gate_is_last(stored)),
         parts,
         TrainingState(flags=training_flags(stored)),
         ("optimizer states of the torch_dist layout are not read; only weights are imported",),
@@ -124,7 +124,9 @@ def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Place
     listed, table = fields.get("state_dict_metadata"), fields.get("storage_data")
     pairs: Iterable[Any] = table.pairs if isinstance(table, ForeignTable) else ()
     if not isinstance(listed, dict) or not pairs:
-        raise ConversionError(f"{folder / '.metadata'} lists no tensors, so it is not that of a torch_dist checkpoint.")
+        raise ConversionError(
+            f"{folder / '.metadata'} lists no tensors, so it does not belong to a torch_dist checkpoint."
+        )
     shapes = {
         name: entry.fields()["size"]
         for name, entry in listed.items()
@@ -141,22 +143,22 @@ def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Place
         ):
             raise ConversionError(
                 f"{folder / '.metadata'} names the file {str(file)[:60]!r} for {key.get('fqn')}; files end in .distcp, "
-                "lie beside it and are not transformed."
+                "lie next to it and are not transformed."
             )
         places[str(key.get("fqn")), key.get("offset")] = (file, place.get("offset", 0), place.get("length", 0))
     return shapes, places
 
 
 def _load(folder: Path, places: Mapping[Key, Place]) -> dict[Key, Any]:
-    """The values of the chunks, with one child process a file."""
+    """The values of the chunks, with one child process per file."""
     files: dict[str, list[Key]] = defaultdict(list)
     for key, (file, _, _) in places.items():
         files[file].append(key)
-    found: dict[Key, Any] = {}
+    loaded: dict[Key, Any] = {}
     for file, keys in files.items():
         ranges = [(places[key][1], places[key][1] + places[key][2]) for key in keys]
-        found.update(zip(keys, read_ranges(folder / file, ranges), strict=True))
-    return found
+        loaded.update(zip(keys, read_ranges(folder / file, ranges), strict=True))
+    return loaded
 
 
 def _stored(name: str, shape: tuple[int, ...], loaded: Mapping[Key, Any]) -> _Stored:
@@ -181,7 +183,7 @@ def _stored(name: str, shape: tuple[int, ...], loaded: Mapping[Key, Any]) -> _St
     return _Stored(name, shape, chunks)
 
 
-def _by_layer(tensors: Iterable[_Stored]) -> Iterator[tuple[str, Part]]:
+def _by_layer(tensors: Iterable[_Stored]) -> Iterator[tuple[str, RankPart]]:
     for stored in tensors:
         match = _STACKED.fullmatch(stored.name)
         if match is None:
@@ -191,19 +193,21 @@ def _by_layer(tensors: Iterable[_Stored]) -> Iterator[tuple[str, Part]]:
             yield f"{match.group(1)}.{layer}.{match.group(2)}", stored.part(layer)
 
 
-def _joined_halves(named: Iterable[tuple[str, Part]]) -> Iterator[tuple[str, Part]]:
+def _joined_halves(named: Iterable[tuple[str, RankPart]]) -> Iterator[tuple[str, RankPart]]:
     """Joins the halves of gated matrices that are stored apart: w is the gate, v what it multiplies."""
-    halves: dict[str, dict[str, Part]] = defaultdict(dict)
+    halves: dict[str, dict[str, RankPart]] = defaultdict(dict)
     for name, part in named:
         match = _HALVES.fullmatch(name)
         if match is None:
             yield name, part
             continue
-        found = halves[match.group(1)]
-        found[match.group(2)] = part
-        if len(found) == 2:
-            yield match.group(1), _stack(found["w"], found["v"])
+        pair = halves[match.group(1)]
+        pair[match.group(2)] = part
+        if len(pair) == 2:
+            yield match.group(1), _stack(pair["w"], pair["v"])
 
 
-def _stack(gate: Part, up: Part) -> Part:
-    return Part((gate.shape[0] + up.shape[0], *gate.shape[1:]), gate.dtype, lambda: torch.cat([gate.read(), up.read()]))
+def _stack(gate: RankPart, up: RankPart) -> RankPart:
+    return RankPart(
+        (gate.shape[0] + up.shape[0], *gate.shape[1:]), gate.dtype, lambda: torch.cat([gate.read(), up.read()])
+    )

@@ -77,8 +77,8 @@ def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]
         }
     )
     blocks = {number: place for place, number in enumerate(numbers)}
-    found = {name: _our_name(inner, blocks) for name, inner in plain.items()}
-    unknown = [name for name, ours in found.items() if ours is None and not _IGNORED.fullmatch(plain[name])]
+    named = {name: _our_name(inner, blocks) for name, inner in plain.items()}
+    unknown = [name for name, ours in named.items() if ours is None and not _IGNORED.fullmatch(plain[name])]
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
         raise ConversionError(
@@ -86,8 +86,8 @@ def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]
             "experts, BERT, T5 and adapters are not."
         )
     if is_tied:
-        found = {name: None if ours == "output_layer.weight" else ours for name, ours in found.items()}
-    return found
+        named = {name: None if ours == "output_layer.weight" else ours for name, ours in named.items()}
+    return named
 
 
 def _our_name(name: str, blocks: Mapping[int, int]) -> str | None:

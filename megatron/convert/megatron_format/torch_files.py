@@ -1,21 +1,31 @@
 """Reads Megatron-LM's `torch` layout: `iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-Source: NVIDIA Megatron-LM and bigscience Megatron-DeepSpeed, `megatron/checkpointing.py`.
+torch's optimizer numbers its tensors, so their order gives the names of the moments. The two parameter groups are what
+`get_params_for_weight_decay_optimization` makes: matrices, then biases and norms, each in the order of the network's
+modules, which is also the order of the stored weights.
+
+Source: NVIDIA Megatron-LM `megatron/checkpointing.py`, `megatron/optimizer/__init__.py`; bigscience Megatron-DeepSpeed
+`megatron/checkpointing.py`, `megatron/optimizer/optimizer.py` (`FP32Optimizer`, `Float16OptimizerWithFloat16Params`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.megatron_format.architecture import gate_is_last, model_config
-from megatron.convert.megatron_format.model import ForeignModel, Part, Parts, TrainingState, collect
-from megatron.convert.megatron_format.tensors import RowOrder
-from megatron.convert.megatron_format.torch_optimizer import moments_of
-from megatron.convert.megatron_format.training import training_flags, training_state
+from megatron.convert.megatron_format.arguments import gate_is_last, model_config, training_flags, training_state
+from megatron.convert.megatron_format.foreign_model import (
+    ForeignModel,
+    Parts,
+    RankPart,
+    TrainingState,
+    collect,
+    count_of,
+)
+from megatron.convert.megatron_format.sharding_rules import StoredRowOrder
 from megatron.convert.pickles.reader import ForeignTensor, read_pickles, tensors_in
 from megatron.errors import ConversionError
 from megatron.parallel.pieces import Kind
@@ -68,9 +78,11 @@ def open_torch_layout(folder: Path, choices: Choices) -> ForeignModel:
         )
     first = files[0].content
     stored = arguments_of(first, folder)
-    model = model_config(stored, true_vocabulary(first, stored, choices), rotary_is_sound=choices.rotary_is_sound)
+    vocabulary = true_vocabulary(first, stored, choices)
+    is_core = any(".linear_fc1." in name for file in files for _, name, _, _ in _weights(file))
+    model = model_config(stored, vocabulary, rotary_is_sound=choices.rotary_is_sound, is_core=is_core)
     version = first.get("checkpoint_version", 0)
-    order = RowOrder(float(version) if isinstance(version, int | float) else 0.0, gate_is_last(stored))
+    order = StoredRowOrder(float(version) if isinstance(version, int | float) else 0.0, gate_is_last(stored))
     tied = not model.untie_embeddings_and_output_weights
     offsets = _layer_offsets(files)
     weights = [
@@ -108,6 +120,56 @@ def true_vocabulary(content: Mapping[str, Any], stored: Mapping[str, Any], choic
     return choices.vocab_size
 
 
+def chunks_of(file: RankFile) -> dict[int, Any]:
+    """The parts of the network in a file: `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
+    if "model" in file.content:
+        return {0: file.content["model"]}
+    return {
+        int(name.removeprefix("model")): value
+        for name, value in file.content.items()
+        if isinstance(name, str) and re.fullmatch(r"model\d+", name)
+    }
+
+
+@dataclass(frozen=True)
+class StoredMoments:
+    """What was found: (name, kind, tensor) of everything, and the updates that Adam counted."""
+
+    tensors: list[tuple[str, Kind, ForeignTensor]]
+    updates: int | None
+
+
+def moments_of(optimizer: Mapping[str, Any], weights: Mapping[str, ForeignTensor]) -> StoredMoments | str:
+    """The moments of the weights of one file, or a sentence that says why they cannot be distinguished.
+
+    Args:
+        optimizer: the file's optimizer entry.
+        weights: the tensors of the network in the order of the file.
+    """
+    inner = optimizer.get("optimizer", optimizer)
+    masters = optimizer.get("fp32_from_fp16_params")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    states = inner.get("state") if isinstance(inner, dict) else None
+    if not isinstance(groups, list) or not isinstance(states, dict) or not states:
+        return "the optimizer state is not in this file (a distributed optimizer keeps it apart)"
+    tensors: list[tuple[str, Kind, ForeignTensor]] = []
+    updates = count_of(inner.get("step"))
+    named = _named_groups(weights, groups)
+    if named is None:
+        return "the optimizer's parameter groups do not match the stored weights"
+    for place, (group, names) in enumerate(zip(groups, named, strict=True)):
+        updates = max(updates or 0, count_of(group.get("step")) or 0) or updates
+        for position, (number, name) in enumerate(zip(group["params"], names, strict=True)):
+            state = states.get(number)
+            if not isinstance(state, dict) or not _fits(state, weights[name]):
+                return f"the optimizer state of {name} does not have its shape"
+            tensors += [(name, "exp_avg", state["exp_avg"]), (name, "exp_avg_sq", state["exp_avg_sq"])]
+            updates = max(updates or 0, count_of(state.get("step")) or 0) or updates
+            if isinstance(masters, list) and place < len(masters) and position < len(masters[place]):
+                tensors.append((name, "weight", masters[place][position]))
+    return StoredMoments(tensors, updates)
+
+
 def _rank_files(folder: Path) -> Iterator[RankFile]:
     paths: list[tuple[int, int, Path]] = []
     for path in sorted(folder.glob("mp_rank_*")):
@@ -126,17 +188,6 @@ def _rank_files(folder: Path) -> Iterator[RankFile]:
         if not isinstance(content, dict):
             raise ConversionError(f"{file} does not hold a dictionary, so it is not a checkpoint of Megatron-LM.")
         yield RankFile(rank, stage, content)
-
-
-def chunks_of(file: RankFile) -> dict[int, Any]:
-    """The parts of the network in a file: `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
-    if "model" in file.content:
-        return {0: file.content["model"]}
-    return {
-        int(name.removeprefix("model")): value
-        for name, value in file.content.items()
-        if isinstance(name, str) and re.fullmatch(r"model\d+", name)
-    }
 
 
 def _layer_offsets(files: list[RankFile]) -> dict[tuple[int, int], int]:
@@ -158,10 +209,10 @@ def _global_layer(name: str, offset: int) -> str:
     return f"{match.group(1)}{int(match.group(2)) + offset}{match.group(3)}" if match else name
 
 
-def _weights(file: RankFile) -> Iterator[tuple[int, str, Kind, Part]]:
+def _weights(file: RankFile) -> Iterator[tuple[int, str, Kind, RankPart]]:
     for chunk, tree in chunks_of(file).items():
         for name, tensor in tensors_in(tree):
-            yield chunk, name, "weight", Part.of(tensor)
+            yield chunk, name, "weight", RankPart.of(tensor)
 
 
 def _moments(
@@ -178,9 +229,35 @@ def _moments(
             for chunk, tree in chunks_of(file).items()
             for name, tensor in tensors_in(tree)
         }
-        found = moments_of(optimizer, named)
-        if isinstance(found, str):
-            return {}, None, (f"{found}, so only weights are imported",)
-        updates = found.updates
-        listed += [(file.tensor_rank, name, kind, Part.of(tensor)) for name, kind, tensor in found.tensors]
+        moments = moments_of(optimizer, named)
+        if isinstance(moments, str):
+            return {}, None, (f"{moments}, so only weights are imported",)
+        updates = moments.updates
+        listed += [(file.tensor_rank, name, kind, RankPart.of(tensor)) for name, kind, tensor in moments.tensors]
     return collect(listed, ranks, is_tied=is_tied, path=folder), updates, ()
+
+
+def _named_groups(weights: Mapping[str, ForeignTensor], groups: Sequence[Any]) -> list[list[str]] | None:
+    """The names of the tensors in each parameter group."""
+    vectors = [name for name, tensor in weights.items() if len(tensor.shape) == 1]
+    matrices = [name for name, tensor in weights.items() if len(tensor.shape) > 1]
+    lengths = [len(group.get("params", ())) if isinstance(group, dict) else -1 for group in groups]
+    if lengths == [len(matrices) + len(vectors)]:
+        return [list(weights)]
+    if len(lengths) != 2:
+        return None
+    decays = [_decay(group) for group in groups]
+    ordered = [matrices, vectors] if decays[0] >= decays[1] else [vectors, matrices]
+    return ordered if lengths == [len(names) for names in ordered] else None
+
+
+def _decay(group: Mapping[str, Any]) -> float:
+    value = group.get("weight_decay", 0.0) * group.get("wd_mult", 1.0)
+    return float(value)
+
+
+def _fits(state: Mapping[str, Any], weight: ForeignTensor) -> bool:
+    return all(
+        isinstance(state.get(name), ForeignTensor) and state[name].shape == weight.shape
+        for name in ("exp_avg", "exp_avg_sq")
+    )

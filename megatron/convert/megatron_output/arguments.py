@@ -1,4 +1,4 @@
-"""The arguments of a run as other programs store them: what `megatron_format.architecture` reads, the other way round.
+"""The arguments of a run as other programs store them: what `megatron_format.arguments` reads, the other way round.
 
 That a network can be expressed at all is checked by reading the arguments back.
 """
@@ -13,9 +13,8 @@ from megatron.config import ModelConfig
 from megatron.config.architecture.positions import ALIBI, LEARNED, NO_POSITIONS, ROPE
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
 from megatron.config.run import fields_of
-from megatron.convert.megatron_format.architecture import model_config
-from megatron.convert.megatron_format.training import BY_SAMPLES, BY_STEPS, SAME_FLAGS
-from megatron.convert.megatron_output.naming import BIGSCIENCE, DEEPSPEEDAI
+from megatron.convert.megatron_format.arguments import BY_SAMPLES, BY_STEPS, SAME_FLAGS, model_config
+from megatron.convert.megatron_output.naming import BIGSCIENCE, CORE, DEEPSPEEDAI
 from megatron.errors import ConversionError
 
 # Fields that mean the same there and here.
@@ -59,15 +58,16 @@ def stored_arguments(
     Raises:
         ConversionError: the program cannot express the network; names the fields and their values.
     """
-    is_fused = model.activation_function == "gelu_tanh"
-    found: dict[str, Any] = {name: getattr(model, name) for name in _NETWORK}
-    found |= {"bias_gelu_fusion": is_fused, "openai_gelu": False}
+    has_tanh = model.activation_function == "gelu_tanh"  # the fused form, which needs a bias; else OpenAI's
+    arguments: dict[str, Any] = {name: getattr(model, name) for name in _NETWORK}
+    arguments |= {"bias_gelu_fusion": has_tanh and model.add_bias_linear}
+    arguments |= {"openai_gelu": has_tanh and not model.add_bias_linear and naming != CORE}
     forms = {BIGSCIENCE: _bigscience, DEEPSPEEDAI: _deepspeedai}
-    found |= forms.get(naming, _nvidia)(model)
-    _check_expressed(model, found, naming)
+    arguments |= forms.get(naming, _nvidia)(model)
+    _check_expressed(model, arguments, naming)
     return {
         **{name: run[name] for name in _RUN if name in run},
-        **found,
+        **arguments,
         "tensor_model_parallel_size": tensor_ranks,
         "pipeline_model_parallel_size": stages,
         "padded_vocab_size": model.padded_vocab_size,
@@ -134,7 +134,7 @@ def _deepspeedai(model: ModelConfig) -> dict[str, Any]:
 
 
 def _nvidia(model: ModelConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "transformer_impl": "local",
         "position_embedding_type": _NVIDIA_POSITIONS.get(model.position_embedding_type, model.position_embedding_type),
         "rotary_base": _whole(model.rotary_base),
@@ -151,12 +151,12 @@ def _nvidia(model: ModelConfig) -> dict[str, Any]:
         **_newer_feed_forward(model),
     }
     if model.attention_window is not None:
-        found["window_size"] = (model.attention_window - 1, 0)  # the tokens beside the own one
+        fields["window_size"] = (model.attention_window - 1, 0)  # without the token itself
     if model.uses_rope and model.rope_scaling_type == "linear":
-        found["rotary_seq_len_interpolation_factor"] = model.rope_scaling_factor
+        fields["rotary_seq_len_interpolation_factor"] = model.rope_scaling_factor
     if model.uses_rope and model.rope_scaling_type == "llama3":
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": model.rope_scaling_factor}
-    return found
+        fields |= {"use_rope_scaling": True, "rope_scaling_factor": model.rope_scaling_factor}
+    return fields
 
 
 def _newer_feed_forward(model: ModelConfig) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _newer_feed_forward(model: ModelConfig) -> dict[str, Any]:
 
 def _check_expressed(model: ModelConfig, arguments: Mapping[str, Any], naming: str) -> None:
     """Reads the arguments back; a network that is not the same cannot be expressed by them."""
-    read = model_config(arguments, model.vocab_size, rotary_is_sound=True)
+    read = model_config(arguments, model.vocab_size, rotary_is_sound=True, is_core=naming == CORE)
     lost = [
         f"{field.name} {getattr(model, field.name)} would be read as {getattr(read, field.name)}"
         for field in fields_of(ModelConfig)
@@ -179,7 +179,7 @@ def _check_expressed(model: ModelConfig, arguments: Mapping[str, Any], naming: s
     if lost:
         raise ConversionError(
             f"the network cannot be written with --naming {naming}: {'; '.join(lost)}. Another --naming may have words "
-            "for it; tools/export_hf.py writes more networks."
+            "for it; tools/convert/export_hf.py writes more networks."
         )
 
 

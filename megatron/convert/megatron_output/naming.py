@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from megatron.config import ModelConfig
 from megatron.convert.megatron_format.names import classic_in_block, layer_of
-from megatron.convert.megatron_format.tensors import tensor_rules
+from megatron.convert.megatron_format.sharding_rules import tensor_rules
 
 # bigscience and deepspeedai: parameters of their pipelines, by number of the layer; classic: the modules of Megatron-LM
-# before its core; core: those of NVIDIA's Megatron Core.
+# before its core; core: the modules of NVIDIA's Megatron Core.
 BIGSCIENCE, DEEPSPEEDAI, CLASSIC, CORE = "bigscience", "deepspeedai", "classic", "core"
 
 _WORDS, _POSITIONS, _HEAD = "embedding.word_embeddings", "embedding.position_embeddings", "output_layer"

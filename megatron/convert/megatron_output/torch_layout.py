@@ -19,12 +19,12 @@ import torch
 
 from megatron import log
 from megatron.checkpoint.manifest import folder_name
-from megatron.checkpoint.storage import Storage, cannot_write, write_file
+from megatron.checkpoint.storage import Storage, cannot_write, write_text
 from megatron.convert.hugging_face.importing import unfinished_folder
-from megatron.convert.megatron_format.tensors import CURRENT_VERSION
+from megatron.convert.megatron_format.sharding_rules import CURRENT_VERSION
 from megatron.convert.megatron_output.arguments import scheduler_state, stored_arguments
 from megatron.convert.megatron_output.naming import CLASSIC, StagedTensor, stage_tensors
-from megatron.convert.megatron_output.request import MOMENTS, OurTensors, OutputRequest
+from megatron.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest
 from megatron.convert.megatron_output.torch_writer import namespace, write_object
 from megatron.parallel.pieces import Kind
 
@@ -58,7 +58,7 @@ def write_torch_layout(request: OutputRequest) -> Path:
                 write_object(folder / name / place / "model_optim_rng.pt", {**head, **content.build(with_moments)})
                 del content
                 mapped.close()
-        _write_text(folder / _POINTER, str(step) if step else _RELEASE)
+        write_text(folder / _POINTER, str(step) if step else _RELEASE)
     return request.target / name
 
 
@@ -138,7 +138,7 @@ class _RankContent:
         return self.mapped.copy_of(values, dtype or values.dtype)
 
     def _half_type(self) -> torch.dtype | None:
-        """The element type of the network beside fp32 masters; None where training was in fp32."""
+        """The element type of the network that goes with fp32 masters; None where training was in fp32."""
         run = self.request.run
         return torch.bfloat16 if run.get("bf16") else torch.float16 if run.get("fp16") else None
 
@@ -181,11 +181,3 @@ class _MappedTensors:
     def close(self) -> None:
         """Removes the files; tensors that are still used keep their values."""
         self._storage.remove_tree(self._folder)
-
-
-def _write_text(path: Path, text: str) -> None:
-    storage = Storage()
-    try:
-        write_file(storage, path, text.encode())
-    except OSError as failure:
-        raise cannot_write(storage, path, len(text), failure) from failure

@@ -7,7 +7,6 @@ the programs that read them expect. Nothing here, nor anywhere else in this proc
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.errors import StorageError
+from megatron.files.replacing import write_new
 
 
 def namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
@@ -30,10 +30,7 @@ def write_object(path: Path, value: Any) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(path, lambda file: torch.save(value, file))
     except (OSError, RuntimeError) as failure:  # torch's writer turns a full disk into a RuntimeError
         reason = getattr(failure, "strerror", None) or str(failure).splitlines()[0]
         raise StorageError(f"cannot write {path}: {reason}. Free space there or name another folder.") from failure

@@ -1,7 +1,8 @@
-"""Writes DeepSpeed's universal checkpoints: whole fp32 weights and moments, one folder a parameter.
+"""Writes DeepSpeed's universal checkpoints: whole fp32 weights and moments, one folder per parameter.
 
 Any tensor, pipeline and data parallel sizes load it (`"checkpoint": {"load_universal": true}`). The word embedding has
-no padding rows, and the loader of ZeRO 1 and 2 adds those that it needs; that of ZeRO 3 does not (`keep_padding`).
+no padding rows, and the loader of ZeRO 1 and 2 adds the rows that it needs; the loader of ZeRO 3 does not
+(`keep_padding`).
 
 Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/universal_checkpoint.py` (`load_hp_checkpoint_state`),
 `deepspeed/runtime/base_optimizer.py`, `deepspeed/runtime/zero/stage3.py`, `deepspeed/checkpoint/ds_to_universal.py`.
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.checkpoint.storage import Storage, cannot_write, write_file
+from megatron.checkpoint.storage import write_text
 from megatron.convert.hugging_face.importing import unfinished_folder
-from megatron.convert.megatron_format.tensors import TensorRule
+from megatron.convert.megatron_format.sharding_rules import ShardingRule
 from megatron.convert.megatron_output.arguments import scheduler_state, stored_arguments
 from megatron.convert.megatron_output.naming import parameter_name
-from megatron.convert.megatron_output.request import MOMENTS, OurTensors, OutputRequest
+from megatron.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest
 from megatron.convert.megatron_output.torch_writer import namespace, write_object
 
 # The version of DeepSpeed whose format this is; its loader asks for one.
@@ -33,7 +34,7 @@ _POINTER = "latest_universal"
 def write_universal(request: OutputRequest) -> Path:
     """Makes a folder with a universal checkpoint and the file that points at it; returns the checkpoint's folder.
 
-    One tensor is in memory at a time. A checkpoint without optimizer state gets that of a new optimizer, zeros.
+    One tensor is in memory at a time. A checkpoint without optimizer state gets the state of a new optimizer, zeros.
 
     Raises:
         ConversionError: the network cannot be expressed, or the target exists.
@@ -58,7 +59,7 @@ def write_universal(request: OutputRequest) -> Path:
         for rank in range(request.tensor_ranks * request.stages):
             for prefix in ("", "zero_pp_rank_0_"):  # the second is what ZeRO-3 looks for
                 write_object(folder / name / f"{prefix}mp_rank_{rank:02d}_model_states.pt", model_state)
-        _write_text(folder / _POINTER, name)
+        write_text(folder / _POINTER, name)
     return request.target / name
 
 
@@ -71,24 +72,24 @@ def _values(tensors: OurTensors, ours: str, request: OutputRequest) -> Iterator[
         yield f"{kind}.pt", tensors.part(ours, kind, request.order, rows=rows) if has else torch.zeros_like(weight)
 
 
-def _how_to_split(rule: TensorRule, keep_padding: bool) -> dict[str, Any]:
+def _how_to_split(rule: ShardingRule, keep_padding: bool) -> dict[str, Any]:
     """What the loader must know to divide a tensor over ranks; nothing where each has all of it."""
     if rule.split is None:
         return {}
     is_row_parallel = rule.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-    found: dict[str, Any] = {"cat_dim": 1 if is_row_parallel else 0}
+    split: dict[str, Any] = {"cat_dim": 1 if is_row_parallel else 0}
     if rule.rows == "gated":
-        found["param_n_sub_params"] = 2
+        split["param_n_sub_params"] = 2
     if rule.rows == "vocabulary" and not keep_padding:
-        found["vocab_tensor"] = True
-    return found
+        split["vocab_tensor"] = True
+    return split
 
 
 def _optimizer_state(updates: int) -> dict[str, Any]:
     """The parameter groups, of matrices and of the rest, for ZeRO 1 and 2 and, one level deeper, for ZeRO 3.
 
-    They hold no learning rate or decay, so that those of the program that loads them stay. The loader of ZeRO 3 gives
-    all its groups the one counter in `state`, so it is a number as in DeepSpeed's own Adam, not a tensor that the
+    They hold no learning rate or decay, so that the values of the program that loads them stay. The loader of ZeRO 3
+    gives all its groups the one counter in `state`, so it is a number as in DeepSpeed's own Adam, not a tensor that the
     groups would count up together.
     """
     groups = [{"params": [], "step": updates} for _ in range(2)]
@@ -129,11 +130,3 @@ def _model_state(request: OutputRequest) -> dict[str, Any]:
         "checkpoint_info": sizes,
         "universal_checkpoint_info": {"universal_checkpoint_version": _FORMAT_VERSION, **sizes},
     }
-
-
-def _write_text(path: Path, text: str) -> None:
-    storage = Storage()
-    try:
-        write_file(storage, path, text.encode())
-    except OSError as failure:
-        raise cannot_write(storage, path, len(text), failure) from failure

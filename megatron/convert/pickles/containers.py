@@ -13,12 +13,12 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from megatron.convert.pickles.constructors import shown, storage_type
-from megatron.convert.pickles.machine import ByteSource, Machine
-from megatron.convert.pickles.values import ITEM_BYTES, RefusedError, Storage
+from megatron.convert.pickles.unpickler import InertUnpickler, storage_type
+from megatron.convert.pickles.values import ITEM_BYTES, RefusedError, StorageBytes, shown
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LARGEST_PICKLE_BYTES = 2**29
+_BUFFER_BYTES = 2**17
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MOST_ENTRIES = 2**20
 
@@ -61,6 +61,24 @@ class FileRange(io.RawIOBase):
         return len(content)
 
 
+class _PickleFile(io.BufferedReader):
+    """A range of a file that refuses to read more than it holds: the memory would be taken first."""
+
+    def __init__(self, file: FileRange) -> None:
+        super().__init__(file, _BUFFER_BYTES)
+        self._size_bytes = file.end - file.begin
+
+    def read(self, count: int | None = -1) -> bytes:
+        """The next bytes.
+
+        Raises:
+            RefusedError: the range ends before.
+        """
+        if count is not None and count > self._size_bytes - self.tell():
+            raise RefusedError(f"the pickle ends within {count} bytes that it announces")
+        return super().read(count)
+
+
 def read_range(file: FileRange) -> Any:
     """The value in a range of a file: an archive of torch, an older file of torch, or a bare pickle.
 
@@ -80,7 +98,7 @@ class _Archive:
 
     def __init__(self, file: FileRange) -> None:
         self._file = file
-        self._storages: dict[str, Storage] = {}
+        self._storages: dict[str, StorageBytes] = {}
         try:
             with zipfile.ZipFile(io.BufferedReader(file)) as archive:
                 entries = archive.infolist()
@@ -108,7 +126,8 @@ class _Archive:
         if entry.file_size > _LARGEST_PICKLE_BYTES:
             raise RefusedError(f"its pickle has {entry.file_size} bytes")
         begin = self._begin(entry)
-        return Machine(ByteSource(self._file.read_at, begin, begin + entry.file_size), self._storage).load()
+        content = _PickleFile(FileRange(self._file.read_at, begin, begin + entry.file_size))
+        return InertUnpickler(content, self._storage).load()
 
     def _check(self, entry: zipfile.ZipInfo) -> None:
         name = entry.filename
@@ -147,7 +166,7 @@ class _Archive:
     def _content(self, entry: zipfile.ZipInfo, most: int) -> bytes:
         return self._file.read_at(self._begin(entry), min(entry.file_size, most))
 
-    def _storage(self, identity: Any) -> Storage:
+    def _storage(self, identity: Any) -> StorageBytes:
         dtype, key, _, numel = _storage_identity(identity, 5)
         known = self._storages.get(key)
         entry = self._entries.get(f"{self._folder}data/{key}")
@@ -159,7 +178,7 @@ class _Archive:
                 f"storage {shown(key)} has {entry.file_size} bytes, but the pickle says {numel} elements of {width}"
             )
         if known is None or known.dtype != dtype:
-            known = self._storages[key] = Storage(self._begin(entry), entry.file_size, dtype)
+            known = self._storages[key] = StorageBytes(self._begin(entry), entry.file_size, dtype)
         return known
 
 
@@ -169,34 +188,35 @@ class _OlderFile:
     def __init__(self, file: FileRange) -> None:
         self._file = file
         self._asked: dict[str, tuple[str | None, int]] = {}
-        self._made: dict[str, Storage] | None = None
+        self._made: dict[str, StorageBytes] | None = None
 
     def load(self) -> Any:
         """The value of the file."""
-        source = ByteSource(self._file.read_at, self._file.begin, self._file.end)
-        first = Machine(source, _no_storages).load()
+        content = _PickleFile(FileRange(self._file.read_at, self._file.begin, self._file.end))
+        first = InertUnpickler(content, _no_storages).load()
         if first != _LEGACY_MAGIC or type(first) is not int:
             return first
-        version = Machine(source, _no_storages).load()
+        version = InertUnpickler(content, _no_storages).load()
         if version != 1001:
             raise RefusedError(f"the file has torch's older format in version {shown(version)}; 1001 is known")
-        Machine(source, _no_storages).load()  # byte order and sizes of the machine that wrote it
-        start = source.position
-        Machine(source, self._announce).load()
-        keys = Machine(source, _no_storages).load()
-        self._made = self._placed(keys, source.position)
-        return Machine(ByteSource(self._file.read_at, start, self._file.end), self._storage).load()
+        InertUnpickler(content, _no_storages).load()  # byte order and sizes of the machine that wrote it
+        start = content.tell()
+        InertUnpickler(content, self._announce).load()
+        keys = InertUnpickler(content, _no_storages).load()
+        self._made = self._placed(keys, self._file.begin + content.tell())
+        content.seek(start)
+        return InertUnpickler(content, self._storage).load()
 
-    def _announce(self, identity: Any) -> Storage:
+    def _announce(self, identity: Any) -> StorageBytes:
         """Notes a storage on the first reading, when it is not known yet where it is."""
         dtype, key, view, numel = _storage_identity(identity, 6)
         if view is not None:
             raise RefusedError("the pickle refers to a part of a storage, which is not admitted")
         width = ITEM_BYTES[dtype] if dtype else 1
         self._asked[key] = (dtype, numel * width)
-        return Storage(0, numel * width, dtype)
+        return StorageBytes(0, numel * width, dtype)
 
-    def _placed(self, keys: Any, position: int) -> dict[str, Storage]:
+    def _placed(self, keys: Any, position: int) -> dict[str, StorageBytes]:
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise RefusedError(f"the list of storages is {shown(keys)}")
         made = {}
@@ -207,11 +227,11 @@ class _OlderFile:
             count = int.from_bytes(self._file.read_at(position, 8), "little")
             if count * (ITEM_BYTES[dtype] if dtype else 1) != size_bytes or position + 8 + size_bytes > self._file.end:
                 raise RefusedError(f"storage {shown(key)} should have {size_bytes} bytes, but the file says otherwise")
-            made[key] = Storage(position + 8, size_bytes, dtype)
+            made[key] = StorageBytes(position + 8, size_bytes, dtype)
             position += 8 + size_bytes
         return made
 
-    def _storage(self, identity: Any) -> Storage:
+    def _storage(self, identity: Any) -> StorageBytes:
         _, key, _, _ = _storage_identity(identity, 6)
         storage = (self._made or {}).get(key)
         if storage is None:

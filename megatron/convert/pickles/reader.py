@@ -16,7 +16,7 @@ import torch
 
 from megatron.checkpoint.manifest import unreadable
 from megatron.checkpoint.storage import Storage, opened, read_range
-from megatron.convert.pickles.constructors import NAMESPACES
+from megatron.convert.pickles.values import NAMESPACES
 from megatron.errors import CheckpointError
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -24,12 +24,12 @@ _CHILD = "megatron.convert.pickles.child"
 _LARGEST_ANSWER_BYTES = 2**30
 _FILES_PER_CHILD = 128
 
-# A file and the part of it that is wanted; None stands for all of it.
+# A file and the part of it that is wanted; None means all of it.
 Wanted = tuple[Path, tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
-class Limits:
+class PickleLimits:
     """What reading one file may take."""
 
     memory_bytes: int = 4 * 2**30
@@ -108,7 +108,7 @@ class ForeignArray:
     numbers: tuple[float, ...]
 
 
-def read_pickle(path: Path, limits: Limits | None = None) -> Any:
+def read_pickle(path: Path, limits: PickleLimits | None = None) -> Any:
     """The content of a file that torch.save or pickle wrote.
 
     Dictionaries, lists, tuples, numbers, texts and bytes are themselves, an `argparse.Namespace` is a dictionary, a
@@ -121,29 +121,29 @@ def read_pickle(path: Path, limits: Limits | None = None) -> Any:
     return read_pickles([path], limits)[0]
 
 
-def read_pickles(paths: Sequence[Path], limits: Limits | None = None) -> list[Any]:
+def read_pickles(paths: Sequence[Path], limits: PickleLimits | None = None) -> list[Any]:
     """The contents of several files; many of them share a child process.
 
     Raises:
         as `read_pickle`.
     """
-    found: list[Any] = []
+    contents: list[Any] = []
     for first in range(0, len(paths), _FILES_PER_CHILD):
         some = [(path, None) for path in paths[first : first + _FILES_PER_CHILD]]
-        found += _read(some, limits or Limits())
-    return found
+        contents += _read(some, limits or PickleLimits())
+    return contents
 
 
-def read_ranges(path: Path, ranges: Sequence[tuple[int, int]], limits: Limits | None = None) -> list[Any]:
+def read_ranges(path: Path, ranges: Sequence[tuple[int, int]], limits: PickleLimits | None = None) -> list[Any]:
     """The contents of parts of a file, each from a first byte up to a last one.
 
     Raises:
         as `read_pickle`.
     """
-    return _read([(path, bounds) for bounds in ranges], limits or Limits())
+    return _read([(path, bounds) for bounds in ranges], limits or PickleLimits())
 
 
-def _read(wanted: Sequence[Wanted], limits: Limits) -> list[Any]:
+def _read(wanted: Sequence[Wanted], limits: PickleLimits) -> list[Any]:
     values = []
     for (path, _), answer in zip(wanted, outcomes(wanted, limits), strict=True):
         if "refused" in answer:
@@ -155,7 +155,7 @@ def _read(wanted: Sequence[Wanted], limits: Limits) -> list[Any]:
     return values
 
 
-def outcomes(wanted: Sequence[Wanted], limits: Limits) -> list[dict[str, Any]]:
+def outcomes(wanted: Sequence[Wanted], limits: PickleLimits) -> list[dict[str, Any]]:
     """What the child process says of each part of a file: its description, or {"refused": why}.
 
     Raises:
@@ -182,7 +182,7 @@ def outcomes(wanted: Sequence[Wanted], limits: Limits) -> list[dict[str, Any]]:
 
 
 def _ask_child(
-    paths: Sequence[Path], handles: Sequence[int], rows: Sequence[tuple[int, int, int]], limits: Limits
+    paths: Sequence[Path], handles: Sequence[int], rows: Sequence[tuple[int, int, int]], limits: PickleLimits
 ) -> list[dict[str, Any]]:
     with subprocess.Popen(
         [sys.executable, "-E", "-S", "-m", _CHILD, str(limits.memory_bytes), str(limits.processor_seconds)],
@@ -198,9 +198,11 @@ def _ask_child(
             process.kill()
             text = b""
     if process.returncode or not text or len(text) > _LARGEST_ANSWER_BYTES:
-        more = f" or one of {len(paths) - 1} others" if len(paths) > 1 else ""
+        if len(paths) > 1:  # each alone, so that the message names the one that is to blame
+            path_of = dict(zip(handles, paths, strict=True))
+            return [_ask_child([path_of[row[0]]], [row[0]], [row], limits)[0] for row in rows]
         raise CheckpointError(
-            f"{paths[0]}{more} cannot be read: it takes more than {limits.processor_seconds} seconds or "
+            f"{paths[0]} cannot be read: it takes more than {limits.processor_seconds} seconds or "
             f"{limits.memory_bytes} bytes of memory (the reading process ended with {process.returncode}). It is "
             "damaged or was made to do harm."
         )
@@ -218,7 +220,7 @@ class _Values:
             self._made.append(self._value(entry))
 
     def resolve(self, reference: Any) -> Any:
-        """The value that a reference stands for."""
+        """The value that a reference points to."""
         return self._made[reference[0]] if isinstance(reference, list) else reference
 
     def _value(self, entry: list[Any]) -> Any:

@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron.corpus.cleaning.cleaner import Changed, CleanedBlock, Cleaner, Dropped
 from megatron.corpus.cleaning.contamination import EvaluationSets
-from megatron.corpus.cleaning.documents.options import CleanOptions
-from megatron.corpus.inputs.block import Block
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.workers.pool import BlockWork, Message
 
 
@@ -27,7 +27,7 @@ class CleanWork(BlockWork[CleanedBlock]):
         """What the cleaner was made from."""
         return _rebuilt, (self.cleaner.options, self.cleaner.evaluation, self.cleaner.counts)
 
-    def run(self, block: Block) -> CleanedBlock:
+    def run(self, block: InputBlock) -> CleanedBlock:
         """Cleans a block, see `Cleaner.clean`."""
         return self.cleaner.clean(block)
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
-from megatron.corpus.cleaning.documents.entries import Entry, line_of, read_entries
-from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions
+from megatron.corpus.cleaning.documents.entries import DocumentEntry, line_of, read_entries
 from megatron.corpus.cleaning.documents.repair import TextRepair, with_plain_spaces
 from megatron.corpus.cleaning.documents.words import WordSplitter
 from megatron.corpus.cleaning.filters.language import LanguageFilter
@@ -34,7 +34,7 @@ from megatron.corpus.cleaning.filters.rejections import (
 )
 from megatron.corpus.cleaning.filters.repetition import GopherRepetition
 from megatron.corpus.cleaning.near_duplicates.signatures import Signer
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.inputs.input_blocks import InputBlock
 
 SHOWN_CHARACTERS = 80
 _BEFORE_A_CHANGE = 20
@@ -125,7 +125,7 @@ class Cleaner:
         needs_words = self._repetition is not None or evaluation is not None or self._signer is not None
         self._splitter = WordSplitter() if needs_words else None
 
-    def clean(self, block: Block) -> CleanedBlock:
+    def clean(self, block: InputBlock) -> CleanedBlock:
         """Repairs and filters every document of a block.
 
         Raises:
@@ -155,14 +155,14 @@ class Cleaner:
         self._pack(entries, texts, pieces, cleaned)
         return cleaned
 
-    def _count(self, entries: Sequence[Entry]) -> CleanedBlock:
+    def _count(self, entries: Sequence[DocumentEntry]) -> CleanedBlock:
         """The evaluation runs that occur in a block, each as often as it does."""
         cleaned = CleanedBlock(len(entries))
         if self._splitter is not None and self.evaluation is not None:
             texts = [entry.text for entry in entries if entry.text is not None]
             matches = self.evaluation.matches(self._splitter.split(texts))
-            cleaned.runs = np.array([match.run for found in matches for match in found], np.int64)
-            cleaned.run_texts = np.repeat(np.arange(len(texts)), [len(found) for found in matches])
+            cleaned.runs = np.array([match.run for block_matches in matches for match in block_matches], np.int64)
+            cleaned.run_texts = np.repeat(np.arange(len(texts)), [len(block_matches) for block_matches in matches])
             if self.options.exact_duplicates:
                 cleaned.digests = _digests(texts)
         return cleaned
@@ -195,11 +195,11 @@ class Cleaner:
         shown = text[matches[0].start : matches[0].stop][: 4 * SHOWN_CHARACTERS]
         if choice.drops:
             return Rejection(CONTAMINATED, shown)
-        found = pieces_around(text, matches, choice)
-        if not found or len(found) > choice.maximum_pieces:
-            return Rejection(CONTAMINATED, f"{len(found)} pieces left: {shown}")
-        pieces[number] = found
-        cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(found)} pieces left"))
+        cut = pieces_around(text, matches, choice)
+        if not cut or len(cut) > choice.maximum_pieces:
+            return Rejection(CONTAMINATED, f"{len(cut)} pieces left: {shown}")
+        pieces[number] = cut
+        cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(cut)} pieces left"))
         return None
 
     def _repaired(self, number: int, text: str, cleaned: CleanedBlock) -> str:
@@ -225,7 +225,7 @@ class Cleaner:
 
     def _pack(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[DocumentEntry],
         texts: dict[int, str],
         pieces: dict[int, list[str]],
         cleaned: CleanedBlock,
@@ -294,6 +294,6 @@ def _change(number: int, what: str, before: str, after: str) -> Changed:
     return Changed(number, what, before[start : start + SHOWN_CHARACTERS], after[start : start + SHOWN_CHARACTERS])
 
 
-def _unwritten(entry: Entry, key: str) -> bytes:
+def _unwritten(entry: DocumentEntry, key: str) -> bytes:
     """What an input without lines of JSON held, as one; nothing where it was no text."""
     return b"" if entry.text is None else line_of(entry, key, entry.text)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.cleaning.documents.options import ContaminationChoice
+from megatron.corpus.cleaning.documents.clean_options import ContaminationChoice
 from megatron.corpus.cleaning.documents.words import Hashes, Words, WordSplitter
-from megatron.corpus.inputs.files import STANDARD_INPUT, expand_inputs, layout_of
-from megatron.corpus.inputs.sources import Block, blocks, check_inputs
+from megatron.corpus.inputs.input_blocks import InputBlock, blocks, check_inputs
+from megatron.corpus.inputs.input_paths import STANDARD_INPUT, expand_inputs, layout_of
 from megatron.errors import ConfigError, DataError
 
 _BLOCK_BYTES = 1 << 20
@@ -39,7 +39,7 @@ class RunSet:
     """The runs of one length that evaluation texts have.
 
     Args:
-        first: number of the first run among those of all lengths.
+        first: number of the first run among the runs of all lengths.
         maybe: whether a run with these low bits may be there: quicker to ask than the sorted hashes.
 
     Shapes:
@@ -122,7 +122,7 @@ class EvaluationSets:
 
     def matches(self, words: Words) -> list[list[Match]]:
         """For each text the runs that it shares with evaluation texts, from left to right."""
-        found: list[list[Match]] = [[] for _ in range(len(words.bounds) - 1)]
+        by_document: list[list[Match]] = [[] for _ in range(len(words.bounds) - 1)]
         for run_set in self.sets:
             hashes, fits = words.runs(run_set.length)
             places, runs = run_set.find(hashes)
@@ -133,10 +133,10 @@ class EvaluationSets:
             for text, *match in zip(
                 texts.tolist(), words.starts[places].tolist(), stops.tolist(), runs.tolist(), strict=True
             ):
-                found[text].append(Match(*match))
-        for matches in found:
+                by_document[text].append(Match(*match))
+        for matches in by_document:
             matches.sort()
-        return found
+        return by_document
 
 
 def _files(values: Sequence[str]) -> Sequence[str]:
@@ -190,7 +190,7 @@ def _last_sentence_end(text: str, begin: int, stop: int) -> int:
     return max([text.rfind(mark, begin, max(begin, stop + 1)) + 1 for mark in ".!?。！？"] + [begin])
 
 
-def _evaluation_texts(block: Block) -> Iterator[str]:
+def _evaluation_texts(block: InputBlock) -> Iterator[str]:
     """Every text of a block: lines of plain text; of JSON all strings in a line, however deep."""
     data = block.read()
     offset = block.start

@@ -7,7 +7,7 @@ from bisect import bisect_right
 import numpy as np
 
 from megatron.corpus.cleaning.cleaner import CleanedBlock
-from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions
 from megatron.corpus.cleaning.filters.rejections import EXACT_DUPLICATE, NEAR_DUPLICATE, Rejection
 from megatron.corpus.cleaning.near_duplicates.index import NearIndex
 from megatron.corpus.cleaning.near_duplicates.key_table import KeyTable
@@ -41,8 +41,8 @@ class DuplicateFilter:
         if self._near is not None:
             left = np.flatnonzero([rejection is None for rejection in rejections])
             numbers = cleaned.passed[left] + self._read
-            found = self._near.twins(cleaned.signatures[left], cleaned.band_keys[left], numbers)
-            for index, twin in zip(left.tolist(), found, strict=True):
+            twins = self._near.twins(cleaned.signatures[left], cleaned.band_keys[left], numbers)
+            for index, twin in zip(left.tolist(), twins, strict=True):
                 if twin is not None:
                     rejections[index] = Rejection(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")
         self._read += cleaned.documents

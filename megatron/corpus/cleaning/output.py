@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.corpus.inputs.zstandard_stream import zstandard_library
-from megatron.data.formats.atomic_files import write_atomically
 from megatron.errors import ConfigError
+from megatron.files.replacing import write_atomically
 
 _GZIP_LEVEL = 6
 _ZSTANDARD_ADVICE = "name it .jsonl.gz"

@@ -1,7 +1,7 @@
 """Converting windows in Parquet files back to a `.bin/.idx` pair.
 
-Files of `tools/featurize.py` give back the documents that they were cut from: special tokens, padding and overlaps of
-windows are removed. Of other tools' files each window becomes a document with all ids that its mask keeps.
+Files of `tools/corpus/featurize.py` give back the documents that they were cut from: special tokens, padding and
+overlaps of windows are removed. Of other tools' files each window becomes a document with all ids that its mask keeps.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.featurize.windows import Numbers
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.featurize.window_cutting import Numbers
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.data.formats.indexed import IndexedWriter, width_for
+from megatron.data.formats.parquet_windows import WindowFacts, WindowFile, Windows, expand_windows
 from megatron.data.formats.sidecar import Sidecar, check_replaceable
-from megatron.data.formats.windows import WindowFacts, WindowFile, Windows, expand_windows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import surround
@@ -31,7 +31,7 @@ class BackResult:
     """What was written.
 
     Args:
-        whole: the documents are those that the windows were cut from; else each window is one.
+        whole: the documents are the ones that the windows were cut from; else each window is one.
         empty: windows without a token, which were left out.
     """
 
@@ -85,7 +85,7 @@ def windows_to_tokens(
         for path in paths:
             with WindowFile(path) as file:
                 windows += file.rows
-            list(log.watch([Block(path, 0, 0, None, 0, "parquet")]))
+            list(log.watch([InputBlock(path, 0, 0, None, 0, "parquet")]))
         if record is not None:
             writer.describe_with(
                 Sidecar(
@@ -109,18 +109,18 @@ def _facts_of_all(paths: Sequence[str]) -> WindowFacts | None:
     Raises:
         DataError: they differ.
     """
-    found = None
+    first = None
     for path in paths:
         with WindowFile(path) as file:
             facts = file.facts if file.offsets is not None else None
         if path == paths[0]:
-            found = facts
-        elif facts != found:
+            first = facts
+        elif facts != first:
             raise DataError(
                 f"{path} and {paths[0]} were not cut in the same way (windows, special tokens or tokenizer differ), "
                 "so they are not one corpus. Convert them one by one."
             )
-    return found
+    return first
 
 
 def _tokenizer_of(facts: WindowFacts | None, given: TokenizerRecord | None, path: str) -> TokenizerRecord | None:
@@ -174,7 +174,7 @@ class _Assembly:
         """Adds windows and returns the documents that are complete.
 
         Raises:
-            DataError: they do not follow the windows before, or say other tokens than those where both hold them.
+            DataError: they do not follow the windows before, or have other tokens where the two overlap.
         """
         facts = self._facts
         body = windows.input_ids[:, facts.before : facts.before + facts.tokens_per_window]

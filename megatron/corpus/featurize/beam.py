@@ -1,8 +1,8 @@
 """Texts to windows as an Apache Beam pipeline: a shard is an element, made from its share of the inputs by one worker.
 
-The shares are those of `--shard i/n`: all shards one after the other hold the rows of the default runner in its order,
-whatever order Beam works in; only where one shard ends and the next begins differs. Workers must see the inputs and the
-output: a local or shared file system, or addresses such as gs://bucket/file that Beam's own file systems open.
+The shares are the same as with `--shard i/n`: all shards one after the other hold the rows of the default runner in its
+order, whatever order Beam works in; only where one shard ends and the next begins differs. Workers must see the inputs
+and the output: a local or shared file system, or addresses such as gs://bucket/file that Beam's own file systems open.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions, cutting_for_text
+from megatron.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions, cutting_for_text
 from megatron.corpus.featurize.shards import prepare_folder, publish
-from megatron.corpus.featurize.windows import Cutting, Numbers, Tally, cut, documents_of, regrouped, tally
-from megatron.corpus.inputs.block import Block
-from megatron.corpus.inputs.files import STANDARD_INPUT, InputPart, Shard, share_of
-from megatron.corpus.inputs.sources import blocks, check_inputs
+from megatron.corpus.featurize.window_cutting import Cutting, Numbers, Tally, cut, documents_of, regrouped, tally
+from megatron.corpus.inputs.block import InputBlock
+from megatron.corpus.inputs.input_blocks import blocks, check_inputs
+from megatron.corpus.inputs.input_paths import STANDARD_INPUT, InputPart, Shard, share_of
 from megatron.corpus.inputs.tables import is_table, open_table
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
-from megatron.corpus.preprocess.run import BLOCK_BYTES
-from megatron.data.formats.atomic_files import check_writable, storage_error, temporary_beside
-from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter, is_shard_of, shard_name
+from megatron.corpus.preprocess.preprocess_corpus import BLOCK_BYTES
+from megatron.data.formats.parquet_windows import WindowFacts, Windows, WindowWriter, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.files.failures import storage_error
+from megatron.files.replacing import check_writable, move, temporary_name
 from megatron.secret_text import SecretText
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice
@@ -96,8 +97,8 @@ def featurize_with_beam(
         raise _understood(failure) from failure
     finally:
         _remove(temporaries)
-    found = Tally(**{field.name: counts.get(field.name, 0) for field in fields(Tally)})
-    return FeaturizeResult(tuple(finals), found, counts.get("empty", 0), counts.get("skipped", 0))
+    total = Tally(**{field.name: counts.get(field.name, 0) for field in fields(Tally)})
+    return FeaturizeResult(tuple(finals), total, counts.get("empty", 0), counts.get("skipped", 0))
 
 
 def _refuse_passwords(inputs: Sequence[str]) -> None:
@@ -147,7 +148,7 @@ def _pieces(
 ) -> Iterator[tuple[Windows, Numbers]]:
     """Windows of the documents of an element, which are also counted."""
     options = encoder.options
-    found = Tally()
+    total = Tally()
     for block in _blocks(described, options):
         encoded = encoder.encode(block)
         if encoded.bad and not options.skip_bad_lines:
@@ -161,13 +162,13 @@ def _pieces(
         ids, lengths = encoded.keys[0].ids, encoded.keys[0].lengths
         if ids is not None:
             documents = documents_of(cutting.facts, lengths, _Slices(ids).read, block.source)
-            found += tally(cutting, documents.lengths)
+            total += tally(cutting, documents.lengths)
             counts["empty"] += len(lengths) - int(np.count_nonzero(documents.lengths))
             yield from cut(cutting, documents)
-    counts.update(asdict(found))
+    counts.update(asdict(total))
 
 
-def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[Block]:
+def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[InputBlock]:
     """The documents of an element."""
     for path, start, stop in described["parts"]:
         with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +195,7 @@ def _worker_tools(job: str) -> tuple[BlockEncoder, Cutting]:
     tokenizer = TokenizerChoice(**encoding.pop("tokenizer"))
     keys = tuple(encoding.pop("keys"))
     facts = cutting.pop("facts")
-    record = TokenizerRecord(**facts.pop("tokenizer"))
+    record = TokenizerRecord.from_json(facts.pop("tokenizer"))
     encoder = BlockEncoder(EncodeOptions(tokenizer, keys, **encoding))
     return encoder, Cutting(WindowFacts(**facts, tokenizer=record), **cutting)
 
@@ -259,8 +260,8 @@ def _understood(failure: Exception) -> Exception:
     """The worker's own error, taken out of the runner's report."""
     if isinstance(failure, MegatronError):
         return type(failure)(str(failure).partition(" [while running")[0])
-    found = _FAILURE.findall(str(failure))
-    for kind, text in reversed(found):
+    failures = _FAILURE.findall(str(failure))
+    for kind, text in reversed(failures):
         for known in _KINDS:
             if known.__name__ == kind:
                 return known(text.strip())
@@ -295,9 +296,9 @@ def _file_systems() -> Any:
 
 
 def _temporary(path: str) -> str:
-    """A name beside a file that no pattern for shards matches."""
+    """A name next to a file that no pattern for shards matches."""
     if not _is_address(path):
-        return str(temporary_beside(Path(path)))
+        return str(temporary_name(Path(path)))
     folder, _, name = path.rpartition("/")
     return f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
 
@@ -309,12 +310,12 @@ def _address_size(path: str) -> int:
         ConfigError: Beam finds none.
     """
     try:
-        found = _file_systems().match([path])[0].metadata_list
+        files = _file_systems().match([path])[0].metadata_list
     except Exception as failure:
         raise ConfigError(f"--input {path}: Beam cannot look it up ({failure}).") from failure
-    if len(found) != 1:
-        raise ConfigError(f"--input {path}: {len(found)} files are there; name one.")
-    return int(found[0].size_in_bytes)
+    if len(files) != 1:
+        raise ConfigError(f"--input {path}: {len(files)} files are there; name one.")
+    return int(files[0].size_in_bytes)
 
 
 def _fetched(path: str, folder: str) -> str:
@@ -335,12 +336,7 @@ def _rename(old: str, new: str) -> None:
     if _is_address(new):
         _file_systems().rename([old], [new])
         return
-    descriptor = os.open(old, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(old, new)
+    move(Path(old), Path(new))
 
 
 def _publish(output_path: str, temporaries: Sequence[str], finals: Sequence[str]) -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from megatron import log
-from megatron.corpus.featurize.windows import (
+from megatron.corpus.featurize.window_cutting import (
     Cutting,
     Documents,
     Numbers,
@@ -37,10 +38,11 @@ from megatron.corpus.workers.processes import (
     start_process,
     stop_processes,
 )
-from megatron.data.formats.atomic_files import publish_together, remove_leftovers, storage_error, temporary_beside
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.windows import Windows, WindowWriter, is_shard_of, shard_name
+from megatron.data.formats.parquet_windows import Windows, WindowWriter, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.files.failures import storage_error
+from megatron.files.replacing import publish_together, remove_leftovers, temporary_name, write_new
 
 _DOCUMENTS_AT_ONCE = 1 << 16
 
@@ -137,7 +139,7 @@ def write_shards(plan: WindowPlan, output_path: str, shards: int, workers: int) 
     work = []
     for number in range(shards):
         path = Path(shard_name(output_path, number, shards))
-        work.append(_Shard(bounds[number], bounds[number + 1], path, temporary_beside(path)))
+        work.append(_Shard(bounds[number], bounds[number + 1], path, temporary_name(path)))
     try:
         workers = min(workers, shards)
         if workers > 1:
@@ -202,13 +204,13 @@ def publish(output_path: str, files: Sequence[tuple[Path, Path]]) -> None:
 
 
 def _write_shard(plan: WindowPlan, shard: _Shard) -> None:
+    def write(stream: BinaryIO) -> None:
+        with WindowWriter(stream, str(shard.path), plan.cutting.facts) as writer:
+            for windows, offsets in plan.windows(shard.first, shard.last):
+                writer.write(windows, offsets)
+
     try:
-        with shard.temporary.open("xb") as stream:
-            with WindowWriter(stream, str(shard.path), plan.cutting.facts) as writer:
-                for windows, offsets in plan.windows(shard.first, shard.last):
-                    writer.write(windows, offsets)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_new(shard.temporary, write)
     except OSError as failure:
         raise storage_error(shard.path, failure) from failure
 

@@ -11,12 +11,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron.corpus.generated import turkish_grammar as grammar
 from megatron.corpus.generated import turkish_words as words
 from megatron.corpus.generated.turkish_grammar import Word, capitalized
-from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
+from megatron.files.failures import storage_error
+from megatron.files.replacing import check_writable, write_atomically
 
 _CASES = {
     "belirtme": grammar.ACCUSATIVE,
@@ -29,7 +29,7 @@ _QUESTION_SEED = "questions"
 
 
 @dataclass(frozen=True)
-class Document:
+class TurkishDocument:
     """A text, its kind (story, description or talk) and its title."""
 
     kind: str
@@ -47,7 +47,7 @@ class TurkishCorpus:
     size_bytes: int
 
 
-def documents(seed: int) -> Iterator[Document]:
+def documents(seed: int) -> Iterator[TurkishDocument]:
     """Distinct documents without an end; the beginning does not depend on how many are taken."""
     seen: set[str] = set()
     number = 0
@@ -58,14 +58,14 @@ def documents(seed: int) -> Iterator[Document]:
         number += 1
         if text not in seen:
             seen.add(text)
-            yield Document(kind, title, text)
+            yield TurkishDocument(kind, title, text)
 
 
 def questions() -> list[tuple[str, str]]:
     """Every question with its answer, mixed; always the same."""
-    found = [*_questions_on_cities(), *_questions_on_forms(), *_questions_on_sums()]
-    random.Random(_QUESTION_SEED).shuffle(found)
-    return found
+    shuffled = [*_questions_on_cities(), *_questions_on_forms(), *_questions_on_sums()]
+    random.Random(_QUESTION_SEED).shuffle(shuffled)
+    return shuffled
 
 
 def write_turkish_corpus(
@@ -100,15 +100,11 @@ def _write(path: Path, content: bytes) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise storage_error(path, failure) from failure
-
-    def write(stream: BinaryIO) -> None:
-        stream.write(content)
-
-    write_atomically(path, write)
+    write_atomically(path, content)
     return len(content)
 
 
-def _line(number: int, document: Document) -> str:
+def _line(number: int, document: TurkishDocument) -> str:
     fields = {
         "src": f"turkish {document.kind}",
         "text": document.text,

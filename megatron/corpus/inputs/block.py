@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import cast
 
 from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
-from megatron.data.formats.exact import read_exactly
 from megatron.errors import DataError
+from megatron.files.exact import read_exactly
+from megatron.files.plain import open_plain
 
 STANDARD_INPUT = "-"
+LINE_END = "\n"  # what ends a document in plain text, unless another separator is given
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Block:
+class InputBlock:
     """Whole lines of one input; the last line of an input may lack its newline.
 
     Args:
@@ -45,7 +48,7 @@ class Block:
         if self.data is not None:
             return self.data
         try:
-            with open(self.source, "rb", buffering=0) as file:
+            with open_plain(self.source, buffering=0) as file:
                 file.seek(self.start)
                 data = read_exactly(lambda size, _: file.read(size), self.size)
         except OSError as failure:

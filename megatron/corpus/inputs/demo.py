@@ -11,13 +11,15 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
 from megatron.errors import DataError
+from megatron.files.failures import storage_error
+from megatron.files.plain import read_plain
+from megatron.files.replacing import check_writable, write_atomically
 
 LEAST_BYTES = 10_000_000
 _LEAST_TEXT_LETTERS = 200
@@ -53,13 +55,22 @@ def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
         DataError: this Python carries less than 10 MB of text.
         StorageError: the file cannot be written; checked before the work where possible.
     """
+    return write_corpus(path, lambda stream, corpus: _write(stream, wanted_bytes, corpus))
+
+
+def write_corpus(path: Path, write: Callable[[BinaryIO, DemoCorpus], None]) -> DemoCorpus:
+    """Writes a corpus, which appears when it is complete; `write` counts what it writes.
+
+    Raises:
+        StorageError: the file cannot be written; checked before the work where possible.
+    """
     check_writable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise storage_error(path, failure) from failure
     corpus = DemoCorpus()
-    write_atomically(path, lambda stream: _write(stream, wanted_bytes, corpus))
+    write_atomically(path, lambda stream: write(stream, corpus))
     return corpus
 
 
@@ -90,7 +101,7 @@ def _write(stream: BinaryIO, wanted_bytes: int, corpus: DemoCorpus) -> None:
 def _documents_of(root: Path, title: str) -> Iterator[tuple[str, str]]:
     for path in _source_files(root):
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = read_plain(path).decode("utf-8")
         except (OSError, UnicodeDecodeError):
             continue
         if not _LEAST_TEXT_LETTERS <= len(text) <= _LONGEST_TEXT_LETTERS or "\x00" in text:
@@ -104,11 +115,11 @@ def _documents_of(root: Path, title: str) -> Iterator[tuple[str, str]]:
 
 def _source_files(root: Path) -> Iterator[Path]:
     """Python files below a folder, modules before tests, in an order that depends on their names only."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.endswith("data")]
-        found.extend(Path(folder, name) for name in names if name.endswith(".py"))
-    relative = [(path.relative_to(root).as_posix(), path) for path in found]
+        paths.extend(Path(folder, name) for name in names if name.endswith(".py"))
+    relative = [(path.relative_to(root).as_posix(), path) for path in paths]
     yield from (path for _, path in sorted(relative, key=lambda entry: ("test" in entry[0], entry[0])))
 
 
@@ -120,5 +131,5 @@ def _docstrings(source: str) -> list[str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [text for text in found if text]
+    docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [text for text in docstrings if text]

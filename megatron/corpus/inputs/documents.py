@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.corpus.inputs.block import BYTE_ORDER_MARK, LINE_END
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.inputs.lines import BadLine, ParsedLines, note, parse_lines
 from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
 from megatron.corpus.inputs.parquet import parquet_texts
-from megatron.corpus.inputs.sources import Block
-from megatron.tokenizers.long_text import LongText
+from megatron.tokenizers.encoders.long_text import LongText
 
 _CHECK_BYTES = 4 << 20
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_CARRIAGE_RETURN = 0x0D
 
 
 def parse_block(
-    block: Block, keys: Sequence[str], skip_bad: bool, separator: str | None = None, hold_long: bool = False
+    block: InputBlock, keys: Sequence[str], skip_bad: bool, separator: str | None = None, hold_long: bool = False
 ) -> ParsedLines:
     """Takes the texts under `keys` out of every document of a block; plain text has one, which every key gets.
 
     Args:
         skip_bad: continue after a bad document; otherwise stop at it.
-        separator: what ends a document in plain text.
+        separator: what ends a document in plain text; a line's end if None, which may be a Windows line end.
         hold_long: a very long text is given as a `LongText`.
 
     Raises:
@@ -30,19 +31,19 @@ def parse_block(
     """
     data = block.read()
     if block.layout == "text":
-        return _parse_text(data, keys, block.start == 0, skip_bad, separator or "\n", hold_long)
+        return _parse_text(data, keys, block.start == 0, skip_bad, separator, hold_long)
     if block.layout == "parquet":
         return _parse_rows(parquet_texts(data, keys), keys, skip_bad)
     return parse_lines(data, keys, block.start == 0, skip_bad, hold_long)
 
 
 def _parse_text(
-    data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool, separator: str, hold_long: bool
+    data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool, separator: str | None, hold_long: bool
 ) -> ParsedLines:
-    offset = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
+    offset = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
     texts: list[Any] = []
     parsed = ParsedLines([texts for _ in keys])
-    for number, (start, stop) in enumerate(_pieces(data, offset, separator.encode())):
+    for number, (start, stop) in enumerate(text_pieces(data, offset, separator)):
         parsed.lines += 1
         if parsed.bad and not skip_bad:  # only counted
             continue
@@ -57,10 +58,15 @@ def _parse_text(
     return parsed
 
 
-def _pieces(data: bytes, start: int, ending: bytes) -> Iterator[tuple[int, int]]:
-    """Where each document begins and stops; an empty rest after the last separator is not a document."""
+def text_pieces(data: bytes, start: int, separator: str | None) -> Iterator[tuple[int, int]]:
+    """Where each document of plain text begins and stops; an empty rest after the last separator is not a document.
+
+    Args:
+        separator: what ends a document; None is a line's end, before which a carriage return is left out.
+    """
+    ending = (separator or LINE_END).encode()
     while (stop := data.find(ending, start)) >= 0:
-        yield start, stop
+        yield start, stop - (separator is None and stop > start and data[stop - 1] == _CARRIAGE_RETURN)
         start = stop + len(ending)
     if start < len(data):
         yield start, len(data)

@@ -1,7 +1,7 @@
 """Rows of what the optional `datasets` library reads: data sets of the Hugging Face hub, their local copies, and files.
 
 The library keeps a data set as Arrow tables in its cache, so that rows can be counted, drawn in any order and divided
-among ranks. Blocks carry them in Arrow's form, as those of Parquet files do.
+among ranks. Blocks carry them in Arrow's form, as blocks of Parquet files do.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.inputs.block import Block
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.inputs.compressed import COMPRESSIONS
-from megatron.corpus.inputs.hub import datasets_library, row_blocks
 from megatron.corpus.inputs.parquet import columns_of
 from megatron.errors import ConfigError, DataError
 
+_BATCH_ROWS = 1024
 _DEFAULT_SPLIT = "train"
 _BUILDERS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".txt": "text", ".csv": "csv"}
-# What `save_to_disk` leaves in the folder of one split, and in that of several.
+# What `save_to_disk` leaves in the folder of one split, and in the folder of several.
 _SAVED_SPLIT, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 Rows = range | npt.NDArray[np.int64]
@@ -45,7 +45,7 @@ class HubRows:
     def __len__(self) -> int:
         return len(self.table)
 
-    def blocks(self, keys: Sequence[str], rows: Rows, block_bytes: int) -> Iterator[Block]:
+    def blocks(self, keys: Sequence[str], rows: Rows, block_bytes: int) -> Iterator[InputBlock]:
         """The columns of some rows, in the order given, as blocks.
 
         Raises:
@@ -115,15 +115,15 @@ def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
 
 
 def _saved(library: Any, path: str, split: str | None) -> Any:
-    found = library.load_from_disk(path)
-    if not isinstance(found, dict):
-        if split is not None and found.split is not None and str(found.split) != split:
-            raise DataError(f"--input {path} is the split {found.split}, not {split}. Leave --split out.")
-        return found
+    saved = library.load_from_disk(path)
+    if not isinstance(saved, dict):
+        if split is not None and saved.split is not None and str(saved.split) != split:
+            raise DataError(f"--input {path} is the split {saved.split}, not {split}. Leave --split out.")
+        return saved
     wanted = split or _DEFAULT_SPLIT
-    if wanted not in found:
-        raise DataError(f"--input {path} has no split {wanted!r} (--split); it has {', '.join(map(repr, found))}.")
-    return found[wanted]
+    if wanted not in saved:
+        raise DataError(f"--input {path} has no split {wanted!r} (--split); it has {', '.join(map(repr, saved))}.")
+    return saved[wanted]
 
 
 def _builder(files: Sequence[str]) -> str:
@@ -144,3 +144,54 @@ def _builder(files: Sequence[str]) -> str:
 def _first_line(failure: BaseException) -> str:
     lines = str(failure).strip().splitlines()
     return (lines[0][:300] if lines else type(failure).__name__).rstrip(".")
+
+
+def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[InputBlock]:
+    """All columns of the library's `Dataset`, in its order, as blocks.
+
+    Raises:
+        DataError: rows cannot be read.
+    """
+    import pyarrow as arrow
+
+    held: list[Any] = []
+    start = done = 0
+    batches = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+    while True:
+        try:
+            table = next(batches, None)
+        except Exception as failure:
+            raise DataError(
+                f"{source}: rows from {done} on cannot be read: {failure}. Load the data set again."
+            ) from failure
+        if held and (table is None or sum(part.nbytes for part in held) >= block_bytes):
+            sink = arrow.BufferOutputStream()
+            with arrow.ipc.new_stream(sink, held[0].schema) as writer:
+                for part in held:
+                    writer.write_table(part)
+            data = bytes(sink.getvalue())
+            yield InputBlock(source, start, len(data), data, 0, "parquet")
+            start += len(data)
+            held = []
+        if table is None:
+            return
+        held.append(table)
+        done += len(table)
+
+
+def datasets_library(why: str) -> Any:
+    """The library itself.
+
+    Args:
+        why: begins the sentence that says it is missing.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as failure:
+        raise ConfigError(
+            f"{why} needs the datasets package: pip install datasets, or give files with --input."
+        ) from failure
+    return datasets

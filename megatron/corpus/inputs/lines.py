@@ -18,7 +18,7 @@ from megatron.corpus.inputs.long_lines import (
     BadPieceError,
     LongLine,
 )
-from megatron.tokenizers.long_text import LongText
+from megatron.tokenizers.encoders.long_text import LongText
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_JSON = "not JSON"
@@ -52,8 +52,9 @@ def bad_line_advice(source: str, reason: str) -> str:
     advice = "Fix the line, or leave such lines out with --on-bad-line skip."
     if not reason.startswith(_NOT_JSON):
         return advice
-    named = "" if source.endswith(".txt") or source == "<stdin>" else "call the file *.txt and "
-    return rf"{advice} If this is plain text, {named}say what ends a document, such as --document-separator '\n'."
+    if source == "<stdin>":
+        return rf"{advice} If this is plain text, say what ends a document, such as --document-separator '\n'."
+    return rf"{advice} If this is plain text, call the file *.txt: then each line is a document."
 
 
 @dataclass
@@ -115,13 +116,13 @@ def _parse_one_key(lines: list[bytes], key: str, skip_bad: bool) -> ParsedLines:
         if type(text) is str:
             append(text)
             continue
-        found = _second_look(line, [key], number)
-        if isinstance(found, BadLine):
-            note(parsed, found)
+        texts_or_bad = _second_look(line, [key], number)
+        if isinstance(texts_or_bad, BadLine):
+            note(parsed, texts_or_bad)
             if not skip_bad:
                 break
         else:
-            append(found[0])
+            append(texts_or_bad[0])
     return parsed
 
 
@@ -130,13 +131,13 @@ def _parse_keys(lines: list[bytes], keys: Sequence[str], skip_bad: bool, hold_lo
     parsed = ParsedLines(kept, len(lines))
     for number, line in enumerate(lines):
         look = _second_look if len(line) < LONG_LINE_BYTES else _look_at_long
-        found = look(line, keys, number)
-        if isinstance(found, BadLine):
-            note(parsed, found)
+        texts_or_bad = look(line, keys, number)
+        if isinstance(texts_or_bad, BadLine):
+            note(parsed, texts_or_bad)
             if not skip_bad:
                 break
             continue
-        for texts, text in zip(kept, found, strict=True):
+        for texts, text in zip(kept, texts_or_bad, strict=True):
             texts.append(text if hold_long or isinstance(text, str) else text.whole())
     return parsed
 
@@ -168,14 +169,14 @@ def _look_at_long(line: bytes, keys: Sequence[str], number: int) -> list[str | L
         return BadLine(
             number,
             0,
-            f"the line has {parts.short_bytes >> 20} MiB beside its long strings; at most "
+            f"the line has {parts.short_bytes >> 20} MiB besides its long strings; at most "
             f"{MOST_BYTES_BESIDE_LONG_STRINGS >> 20} MiB are read into memory",
         )
-    found = _second_look(parts.shortened(), keys, number)
-    if isinstance(found, BadLine):
-        return BadLine(number, parts.offset_of(found.offset), found.reason)
+    texts_or_bad = _second_look(parts.shortened(), keys, number)
+    if isinstance(texts_or_bad, BadLine):
+        return BadLine(number, parts.offset_of(texts_or_bad.offset), texts_or_bad.reason)
     texts = []
-    for key, value in zip(keys, found, strict=True):
+    for key, value in zip(keys, texts_or_bad, strict=True):
         try:
             texts.append(parts.text(str(value)))
         except BadPieceError as failure:
@@ -184,10 +185,10 @@ def _look_at_long(line: bytes, keys: Sequence[str], number: int) -> list[str | L
 
 
 def _bad_piece(failure: BadPieceError, key: str, number: int) -> BadLine:
-    found = _parse_slowly(failure.piece, number)
-    if isinstance(found, BadLine):
-        return BadLine(number, failure.offset + found.offset, found.reason)
-    surrogate = _LONE_SURROGATE.search(str(found))  # the only difference between the parsers here
+    reparsed = _parse_slowly(failure.piece, number)
+    if isinstance(reparsed, BadLine):
+        return BadLine(number, failure.offset + reparsed.offset, reparsed.reason)
+    surrogate = _LONE_SURROGATE.search(str(reparsed))  # the only difference between the parsers here
     reason = _surrogate_reason(key, surrogate) if surrogate else f"key {key!r} holds no JSON string"
     return BadLine(number, 0, reason)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.tokenizers.long_text import LongText
+from megatron.tokenizers.encoders.long_text import LongText
 
 LONG_LINE_BYTES = 8 << 20
 MOST_BYTES_BESIDE_LONG_STRINGS = 8 << 20  # a parser makes up to 20 bytes of one
@@ -41,7 +41,7 @@ class BadPieceError(Exception):
 
 @dataclass(frozen=True)
 class _Span:
-    """Where a long string stands in the line, without its quotes, and the name that takes its place."""
+    """Where a long string is in the line, without its quotes, and the name that takes its place."""
 
     start: int
     stop: int
@@ -77,7 +77,7 @@ class LongLine:
         return b"".join([*parts, self._line[reached:]])
 
     def offset_of(self, offset: int) -> int:
-        """Where in the line the byte stands that has this offset in `shortened()`."""
+        """The place in the line of the byte that has this offset in `shortened()`."""
         for span in self._spans:
             if offset <= span.start:
                 break
@@ -85,7 +85,7 @@ class LongLine:
         return offset
 
     def text(self, value: str) -> str | LongText:
-        """A string of the line: itself, or the long one that it stands for.
+        """A string of the line: itself, or the long string whose place it takes.
 
         Raises:
             BadPieceError: a piece of it is no JSON string.

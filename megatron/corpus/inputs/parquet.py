@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
+from megatron.files.plain import check_plain
 
 _BATCH_ROWS = 1024
 
@@ -20,7 +21,7 @@ def check_parquet(path: str, keys: Sequence[str]) -> None:
 
     Raises:
         ConfigError: pyarrow is missing.
-        DataError: it is no Parquet file, or a column is missing.
+        DataError: it is not a Parquet file, or a column is missing.
     """
     with _open(path) as file:
         columns_of(file.schema_arrow.names, path, keys)
@@ -70,17 +71,17 @@ def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
 
     with ipc.open_stream(data) as reader:
         table = reader.read_all()
-    found = []
+    columns = []
     for key in keys:
         if key in table.column_names:
-            found.append(_values(table.column(key)))
+            columns.append(_values(table.column(key)))
             continue
         first, *rest = key.split(".")
         values = _values(table.column(first))
         for name in rest:
             values = [value.get(name) if isinstance(value, dict) else None for value in values]
-        found.append(values)
-    return found
+        columns.append(values)
+    return columns
 
 
 def columns_of(names: Sequence[str], title: str, keys: Sequence[str]) -> list[str]:
@@ -127,6 +128,7 @@ def _value(scalar: Any) -> Any:
 def _open(path: str) -> Any:
     _, parquet = _pyarrow(path)
     try:
+        check_plain(path)
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as failure:
         raise DataError(f"{path} is not a Parquet file that can be read: {failure}.") from failure

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.corpus.inputs.demo import DemoCorpus, corpus_documents
-from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
+from megatron.corpus.inputs.demo import DemoCorpus, corpus_documents, write_corpus
 from megatron.errors import DataError
 
 LEAST_BYTES, ENOUGH_BYTES = 500_000, 1_400_000
@@ -32,25 +31,18 @@ def write_prose(path: Path) -> DemoCorpus:
         DataError: this Python carries hardly any text.
         StorageError: the file cannot be written; checked before the work where possible.
     """
-    check_writable(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise storage_error(path, failure) from failure
-    corpus = DemoCorpus()
-    write_atomically(path, lambda stream: _write(stream, corpus))
-    return corpus
+    return write_corpus(path, _write)
 
 
 def prose_documents() -> Iterator[tuple[str, list[str]]]:
     """(source, paragraphs), each paragraph once, of the manual and then of the standard library."""
     seen: set[str] = set()
     for source, text in _texts():
-        found = [paragraph for paragraph in paragraphs(text) if paragraph not in seen]
-        found = list(dict.fromkeys(found))
-        seen.update(found)
-        if found:
-            yield source, found
+        new = [paragraph for paragraph in paragraphs(text) if paragraph not in seen]
+        new = list(dict.fromkeys(new))
+        seen.update(new)
+        if new:
+            yield source, new
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -63,8 +55,8 @@ def paragraphs(text: str) -> Iterator[str]:
 
 def comments(source: str) -> str:
     """The comments of a source file; blank lines divide those that code divides."""
-    found = [match.group(1) if (match := _COMMENT.match(line)) else "" for line in source.split("\n")]
-    return "\n".join(found)
+    lines = [match.group(1) if (match := _COMMENT.match(line)) else "" for line in source.split("\n")]
+    return "\n".join(lines)
 
 
 def _texts() -> Iterator[tuple[str, str]]:
@@ -79,10 +71,10 @@ def _texts() -> Iterator[tuple[str, str]]:
 def _manual() -> Mapping[str, str]:
     """The pages of `help()`, which some distributions leave out."""
     try:
-        found: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
+        topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
         return {}
-    return found
+    return topics
 
 
 def _is_prose(paragraph: str) -> bool:
@@ -95,8 +87,8 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def _write(stream: BinaryIO, corpus: DemoCorpus) -> None:
-    for source, found in prose_documents():
-        line = json.dumps({"text": "\n\n".join(found), "src": source}, ensure_ascii=False)
+    for source, new in prose_documents():
+        line = json.dumps({"text": "\n\n".join(new), "src": source}, ensure_ascii=False)
         corpus.size_bytes += stream.write(line.encode() + b"\n")
         corpus.documents += 1
         if corpus.size_bytes >= ENOUGH_BYTES:

@@ -4,8 +4,8 @@ library.
     sqlite:///corpus.db?table=web      mongodb://host/corpus?collection=web      db.json
     hf://name, hf://name:split, hf://name:configuration:split, hf://folder
 
-Rows of a database are passed on as lines of JSON, so that the reader of lines reads them too; those of a data set in
-Arrow's form, like those of Parquet files. They come in order of idx or of their place, with memory that does not grow.
+Rows of a database are passed on as lines of JSON, so that the reader of lines reads them too; rows of a data set in
+Arrow's form, like rows of Parquet files. They come in order of idx or of their place, with memory that does not grow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from megatron import log
-from megatron.corpus.inputs.block import Block
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.inputs.hub_rows import open_rows
 from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
 from megatron.corpus.inputs.parquet import columns_of
@@ -30,7 +30,7 @@ from megatron.errors import ConfigError
 _HUB = "hf://"
 
 
-class Table(Protocol):
+class InputTable(Protocol):
     """Rows with texts, in order."""
 
     @property
@@ -39,15 +39,15 @@ class Table(Protocol):
         ...
 
     def size_bytes(self, start: int, stop: int | None) -> int | None:
-        """What the rows [start, stop) take on disk, in bytes; None if that cannot be told."""
+        """What the rows [start, stop) take on disk, in bytes; None if that is not known."""
         ...
 
     def check(self, keys: Sequence[str]) -> None:
         """Checks that there is a column for every key."""
         ...
 
-    def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[Block]:
-        """The texts of the rows [start, stop) under all keys, about `block_bytes` a block."""
+    def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[InputBlock]:
+        """The texts of the rows [start, stop) under all keys, about `block_bytes` per block."""
         ...
 
 
@@ -70,7 +70,7 @@ def tables_of(value: str) -> list[str]:
     return [address.only(name) for name in chosen_collections(open_backend(address), address.collections)]
 
 
-def open_table(path: str) -> Table:
+def open_table(path: str) -> InputTable:
     """Opens one of the inputs that `tables_of` gives.
 
     Raises:
@@ -117,11 +117,11 @@ class _StoreTable:
         if self._facts.counted and self.rows < self._facts.counted:
             log.warning(
                 f"{self._shown}: {self._facts.counted - self.rows} of the {self._facts.counted} documents that "
-                "meta_info counts are missing (holes in idx); the others are read. tools/corpus_store.py stat lists "
-                "the numbers."
+                "meta_info counts are missing (holes in idx); the others are read. tools/corpus/corpus_store.py stat "
+                "lists the numbers."
             )
 
-    def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[Block]:
+    def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[InputBlock]:
         columns = self._columns(keys)
         limit = -1 if stop is None else stop - start
         held: list[bytes] = []
@@ -141,8 +141,8 @@ class _StoreTable:
         finally:
             self._backend.close()
 
-    def _block(self, lines: list[bytes], offset: int, size: int, taken: int, first: int) -> Block:
-        return Block(self._shown, offset, size, b"".join(lines), taken, "jsonl", 0 if offset else first)
+    def _block(self, lines: list[bytes], offset: int, size: int, taken: int, first: int) -> InputBlock:
+        return InputBlock(self._shown, offset, size, b"".join(lines), taken, "jsonl", 0 if offset else first)
 
     def _columns(self, keys: Sequence[str]) -> list[str]:
         there, column = self._facts.columns, self._address.column
@@ -178,7 +178,7 @@ class _HubTable:
     def check(self, keys: Sequence[str]) -> None:
         columns_of(self._data.table.column_names, self._data.title, keys)
 
-    def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[Block]:
+    def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[InputBlock]:
         rows = range(start, len(self._data) if stop is None else min(stop, len(self._data)))
         for block in self._data.blocks(keys, rows, block_bytes):
             yield block if block.start else replace(block, first_line=start)

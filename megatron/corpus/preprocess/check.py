@@ -62,11 +62,11 @@ def examine(prefix: str, vocab_size: int | None = None) -> Examination:
     dataset = IndexedDataset(prefix)
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
-        found = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-        if found != (sidecar.sequences, sidecar.documents, sidecar.tokens):
+        present = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
+        if present != (sidecar.sequences, sidecar.documents, sidecar.tokens):
             raise DataError(
                 f"{prefix}.json lists {sidecar.sequences} sequences, {sidecar.documents} documents and "
-                f"{sidecar.tokens} tokens; the pair has {found[0]}, {found[1]} and {found[2]}. One is of another "
+                f"{sidecar.tokens} tokens; the pair has {present[0]}, {present[1]} and {present[2]}. One is of another "
                 "run: preprocess the corpus again, or remove the .json."
             )
         vocab_size = sidecar.tokenizer.vocab_size if vocab_size is None else vocab_size
@@ -77,31 +77,31 @@ def examine(prefix: str, vocab_size: int | None = None) -> Examination:
     return result
 
 
-def report(found: Examination) -> list[str]:
+def report(pair: Examination) -> list[str]:
     """The examination as lines of text."""
     lines = [
-        f"{found.prefix}: {found.documents} documents, {found.sequences} sequences, {found.tokens} tokens of "
-        f"{found.dtype}; tokens per document: least {found.shortest}, median {found.median:g}, most {found.longest}"
+        f"{pair.prefix}: {pair.documents} documents, {pair.sequences} sequences, {pair.tokens} tokens of "
+        f"{pair.dtype}; tokens per document: least {pair.shortest}, median {pair.median:g}, most {pair.longest}"
     ]
-    most = max((count for _, count in found.histogram), default=0)
-    for place, (least, count) in enumerate(found.histogram):
+    most = max((count for _, count in pair.histogram), default=0)
+    for place, (least, count) in enumerate(pair.histogram):
         bar = "#" * -(-count * _BAR_WIDTH // most) if most else ""
         words = str(least) if least < 2 else f"{least}-{2 * least - 1}"
         if place == 0:
             lines.append("  tokens per document")
         lines.append(f"  {words:>21} |{bar:<{_BAR_WIDTH}} {count}")
-    if found.vocab_size is None:
+    if pair.vocab_size is None:
         lines.append("  ids: the size of the vocabulary is not known (no sidecar and no tokenizer), so not checked")
-    elif found.out_of_range:
+    elif pair.out_of_range:
         lines.append(
-            f"  ids: {found.out_of_range} lie outside of 0 to {found.vocab_size - 1}, the first at "
-            f"{found.first_out_of_range}"
+            f"  ids: {pair.out_of_range} lie outside of 0 to {pair.vocab_size - 1}, the first at "
+            f"{pair.first_out_of_range}"
         )
     else:
-        lines.append(f"  ids: all in 0 to {found.vocab_size - 1}")
-    pairs = ", ".join(f"{later} (as {earlier})" for earlier, later in found.shown_duplicates)
-    more = ", ..." if found.duplicates > len(found.shown_duplicates) else ""
-    lines.append(f"  duplicates: {found.duplicates} documents{f': {pairs}{more}' if pairs else ''}")
+        lines.append(f"  ids: all in 0 to {pair.vocab_size - 1}")
+    pairs = ", ".join(f"{later} (as {earlier})" for earlier, later in pair.shown_duplicates)
+    more = ", ..." if pair.duplicates > len(pair.shown_duplicates) else ""
+    lines.append(f"  duplicates: {pair.duplicates} documents{f': {pairs}{more}' if pairs else ''}")
     return lines
 
 

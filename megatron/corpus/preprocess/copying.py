@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megatron.data.formats.exact import write_all
+from megatron.files.exact import write_all
 
 _READ_BYTES = 1 << 22
 _CALL_BYTES = 1 << 30
@@ -18,8 +18,6 @@ _CALL_BYTES = 1 << 30
 _CANNOT = frozenset(
     {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.ETXTBSY}
 )
-
-Copy = Callable[[int, int, int, int, int], int]
 
 
 def copy_into(source: int, target: int, size: int, target_offset: int) -> int:

@@ -10,15 +10,16 @@ from itertools import takewhile
 from pathlib import Path
 
 from megatron import log
-from megatron.corpus.inputs.files import Shard, expand_inputs, share_of
 from megatron.corpus.inputs.hub_rows import HubRows, drawn_rows, is_hub_name, is_saved_data, open_rows
-from megatron.corpus.inputs.sources import check_inputs
+from megatron.corpus.inputs.input_blocks import check_documents
+from megatron.corpus.inputs.input_paths import Shard, expand_inputs, share_of
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge, remove_pair
-from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
+from megatron.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, StorageError
+from megatron.files.plain import open_plain
 
 _COMPARED_BYTES = 1 << 22
 
@@ -26,13 +27,13 @@ Encode = Callable[[str], PreprocessResult]
 
 
 @dataclass(frozen=True)
-class Draw:
+class DocumentDraw:
     """Which documents to take, and in which order.
 
     Args:
         split: of a data set; None is its training split.
         count: only the first this many.
-        seed: of the order; with None and `is_shuffled`, one is drawn and told.
+        seed: of the order; with None and `is_shuffled`, one is drawn and logged.
     """
 
     split: str | None = None
@@ -47,7 +48,7 @@ class Draw:
 
 
 def share_of_rank(
-    inputs: Sequence[str], draw: Draw, options: EncodeOptions, ranks: JobRanks, progress: ProgressLine
+    inputs: Sequence[str], draw: DocumentDraw, options: EncodeOptions, ranks: JobRanks, progress: ProgressLine
 ) -> Encode:
     """What encodes this rank's share into pairs of a prefix: of files, or of the rows that were drawn.
 
@@ -56,7 +57,7 @@ def share_of_rank(
     """
     if draw.is_everything and not any(is_hub_name(value) or is_saved_data(value) for value in inputs):
         files = expand_inputs(inputs)
-        check_inputs(files, options.keys)
+        check_documents(files, options.keys)
         share = share_of(files, Shard(ranks.rank + 1, ranks.size))
         return lambda prefix: preprocess(share, prefix, options, 1, progress)
     addresses = [value for value in inputs if "://" in value]
@@ -90,7 +91,7 @@ def preprocess_on_ranks(
     Args:
         encode: encodes this rank's share, see `share_of_rank`.
         merging: parallel (all ranks write the result), serial (rank 0 does) or both (and the two are compared).
-        scratch: folder for the pairs of the ranks; beside the output if None.
+        scratch: folder for the pairs of the ranks; next to the output if None.
 
     Returns:
         what all ranks wrote in total, on every rank.
@@ -107,13 +108,13 @@ def preprocess_on_ranks(
         return [done.documents, list(done.empty_of_key), done.skipped, list(done.tokens_of_key), done.text_bytes]
 
     try:
-        found = ranks.run_on_all(encode_own)
+        counts = ranks.run_on_all(encode_own)
         for whole, *parts in zip(wholes, *map(options.prefixes, shards), strict=True):
             _merge(parts, whole, f"{place}_serial{whole.removeprefix(output_prefix)}", merging, ranks)
     finally:
         for part in options.prefixes(shards[ranks.rank]):
             remove_pair(part)
-    documents, empty, skipped, tokens, text_bytes = zip(*found, strict=True)
+    documents, empty, skipped, tokens, text_bytes = zip(*counts, strict=True)
     return PreprocessResult(
         wholes,
         sum(documents),
@@ -163,7 +164,7 @@ def _check_same(whole: str, copy: str) -> None:
 
 def _first_difference(path: Path, other: Path) -> int | None:
     offset = 0
-    with path.open("rb") as first, other.open("rb") as second:
+    with open_plain(path) as first, open_plain(other) as second:
         while True:
             here, there = first.read(_COMPARED_BYTES), second.read(_COMPARED_BYTES)
             if here != there:

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.inputs.lines import BadLine
-from megatron.corpus.inputs.sources import Block
 from megatron.corpus.preprocess.sentences import SentenceSplitter
 from megatron.data.formats.indexed import width_for
-from megatron.tokenizers.long_text import LongText, encode_long
+from megatron.tokenizers.encoders.long_text import LongText, encode_long
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer, surround
 
 _LETTERS_AT_ONCE = 4 << 20
@@ -42,7 +42,7 @@ class EncodeOptions:
     is_cached: bool = False
 
     def prefixes(self, output_prefix: str) -> tuple[str, ...]:
-        """Upstream's names of the pairs that come of an output prefix, one a key."""
+        """Upstream's names of the pairs that come from an output prefix, one per key."""
         level = "document" if self.sentences is None else "sentence"
         return tuple(f"{output_prefix}_{key}_{level}" for key in self.keys)
 
@@ -104,7 +104,7 @@ class BlockEncoder:
         self.dtype = width_for(self.tokenizer.vocab_size, is_cached=options.is_cached)
         self._suffix = [self.tokenizer.eod_id] if options.append_eod else []
 
-    def encode(self, block: Block) -> EncodedBlock:
+    def encode(self, block: InputBlock) -> EncodedBlock:
         """Parses and encodes the lines of a block.
 
         Raises:
@@ -143,10 +143,10 @@ class BlockEncoder:
         owners: list[int] = []
 
         def encode_held() -> None:
-            ids, found = self.tokenizer.encode_flat(held)
-            has_ids = found > 0
+            ids, token_counts = self.tokenizer.encode_flat(held)
+            has_ids = token_counts > 0
             rows.append(ids.astype(self.dtype))
-            lengths.append(found[has_ids])
+            lengths.append(token_counts[has_ids])
             np.add.at(counts, np.array(owners, np.int64)[has_ids], 1)
             held.clear()
             owners.clear()

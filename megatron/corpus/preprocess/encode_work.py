@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.inputs.block import Block
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.inputs.lines import BadLine
 from megatron.corpus.preprocess.copying import write_at
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodedKey, EncodeOptions
 from megatron.corpus.workers.pool import BlockWork, Message
-from megatron.data.formats.atomic_files import start_write_back, storage_error
+from megatron.files.failures import storage_error
+from megatron.files.replacing import start_write_back
 
 
 class EncodeWork(BlockWork[EncodedBlock]):
@@ -35,7 +36,7 @@ class EncodeWork(BlockWork[EncodedBlock]):
         """Options, and the library that the fast encoder was found to agree with."""
         return _rebuilt, (self.encoder.options, self.encoder.tokenizer.library)
 
-    def run(self, block: Block) -> EncodedBlock:
+    def run(self, block: InputBlock) -> EncodedBlock:
         """Encodes a block, see `BlockEncoder.encode`."""
         return self.encoder.encode(block)
 

@@ -21,7 +21,6 @@ import numpy as np
 from megatron import log
 from megatron.corpus.preprocess.copying import copy_into, write_at
 from megatron.corpus.workers.ranks import JobRanks
-from megatron.data.formats.atomic_files import discard, publish_together, storage_error, temporary_beside
 from megatron.data.formats.index_layout import IndexLayout
 from megatron.data.formats.indexed import IndexedDataset, clear_leftovers
 from megatron.data.formats.sidecar import (
@@ -36,6 +35,9 @@ from megatron.data.formats.sidecar import (
 )
 from megatron.data.formats.token_index import read_token_index
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.files.failures import storage_error
+from megatron.files.plain import open_plain
+from megatron.files.replacing import discard, publish_together, sync_file, temporary_name
 
 _CHUNK_ENTRIES = 1 << 20
 _PROBE_BYTES = 1 << 12
@@ -116,8 +118,8 @@ def merge(
     ranks = ranks or JobRanks.single()
     own = range(ranks.rank, len(prefixes), ranks.size)
     surveys = ranks.run_on_all(lambda: [[place, _survey(prefixes[place])] for place in own])
-    found = sorted(entry for survey in surveys for entry in survey)
-    plan = MergePlan(output_prefix, tuple(MergePart(*values) for _, values in found))
+    surveyed = sorted(entry for survey in surveys for entry in survey)
+    plan = MergePlan(output_prefix, tuple(MergePart(*values) for _, values in surveyed))
     sidecar = _checked(plan)
     if sidecar is not None and is_one_corpus:
         sidecar = replace(sidecar, sources=_joined_sources(sidecar.sources))
@@ -135,7 +137,7 @@ def remove_pair(prefix: str) -> None:
 
 
 def _joined_sources(sources: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
-    """One record a path; the hash of a source that came in several shares is not known."""
+    """One record per path; the hash of a source that came in several shares is not known."""
     joined: dict[str, SourceRecord] = {}
     for source in sources:
         known = joined.get(source.path)
@@ -185,28 +187,29 @@ def _checked(plan: MergePlan) -> Sidecar | None:
 
 def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
     sidecars = [read_sidecar(part.prefix) for part in plan.parts]
-    found = [(part, sidecar) for part, sidecar in zip(plan.parts, sidecars, strict=True) if sidecar is not None]
-    for part, sidecar in found:
+    described = [(part, sidecar) for part, sidecar in zip(plan.parts, sidecars, strict=True) if sidecar is not None]
+    for part, sidecar in described:
         if (sidecar.sequences, sidecar.tokens) != (part.sequences, part.tokens):
             raise DataError(
                 f"{part.prefix}.json lists {sidecar.sequences} sequences and {sidecar.tokens} tokens, but the pair "
                 f"has {part.sequences} and {part.tokens}: they do not belong together. Remove or restore the .json."
             )
-        ours, theirs = found[0][1].tokenizer, sidecar.tokenizer
-        if (ours.fingerprint, ours.vocab_size) != (theirs.fingerprint, theirs.vocab_size):
+        ours, theirs = described[0][1].tokenizer, sidecar.tokenizer
+        if not ours.is_of(theirs):
+            differing = ours.differences(theirs)
             raise DataError(
-                f"{found[0][0].prefix} was made with the tokenizer {ours.name} (fingerprint "
+                f"{described[0][0].prefix} was made with the tokenizer {ours.name} (fingerprint "
                 f"{str(ours.fingerprint)[:12]}) and {part.prefix} with {theirs.name} "
-                f"({str(theirs.fingerprint)[:12]}): their ids mean different words. Preprocess one of them again with "
-                "the tokenizer of the other."
+                f"({str(theirs.fingerprint)[:12]}): {f'{differing}, so ' if differing else ''}their ids mean different "
+                "words. Preprocess one of them again with the tokenizer of the other."
             )
-    if not found:
+    if not described:
         return None
-    if len(found) < len(plan.parts):
+    if len(described) < len(plan.parts):
         lacking = next(part.prefix for part, sidecar in zip(plan.parts, sidecars, strict=True) if sidecar is None)
         log.warning(f"{lacking} has no sidecar (.json), so {plan.output_prefix} gets none.")
         return None
-    merged = [sidecar for _, sidecar in found]
+    merged = [sidecar for _, sidecar in described]
     return replace(
         merged[0],
         documents=sum(sidecar.documents for sidecar in merged),
@@ -234,7 +237,7 @@ class _Start:
 @contextmanager
 def _temporaries(plan: MergePlan, ranks: JobRanks) -> Iterator[tuple[str, str]]:
     """The two files of the result under temporary names, at full size and filled with zeros; removed at the end."""
-    own = [temporary_beside(Path(f"{plan.output_prefix}.{suffix}")) for suffix in ("bin", "idx")]
+    own = [temporary_name(Path(f"{plan.output_prefix}.{suffix}")) for suffix in ("bin", "idx")]
     try:
         names = ranks.run_on_first(lambda: _create(plan, *own))
         yield names[0], names[1]
@@ -267,8 +270,8 @@ def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -
                 if place in own:
                     _copy_part(plan, part, start, target.fileno(), index.fileno())
                 start = start.after(part)
-            os.fsync(target.fileno())
-            os.fsync(index.fileno())
+            sync_file(target.fileno())
+            sync_file(index.fileno())
     except OSError as failure:
         raise _refused(plan, failure) from failure
 
@@ -286,7 +289,7 @@ def _copy_part(plan: MergePlan, part: MergePart, before: _Start, target: int, in
     sequences, documents, tokens = before.sequences, before.documents, before.tokens
     itemsize = plan.dtype.itemsize
     size = part.tokens * itemsize
-    with dataset.bin_path.open("rb", buffering=0) as source:
+    with open_plain(dataset.bin_path, buffering=0) as source:
         copied = copy_into(source.fileno(), target, size, tokens * itemsize)
     if copied != size:
         raise DataError(
@@ -329,17 +332,17 @@ def _verify(plan: MergePlan, bin_path: Path, idx_path: Path) -> None:
         DataError: what was written is not what was meant; the disk or its file system lost bytes.
     """
     table = read_token_index(idx_path, bin_path, bin_path.stat().st_size)
-    found = (len(table.lengths), len(table.documents) - 1, table.tokens, table.dtype, idx_path.stat().st_size)
-    if found != (plan.sequences, plan.documents, plan.tokens, plan.dtype, plan.index.size_bytes):
+    held = (len(table.lengths), len(table.documents) - 1, table.tokens, table.dtype, idx_path.stat().st_size)
+    if held != (plan.sequences, plan.documents, plan.tokens, plan.dtype, plan.index.size_bytes):
         raise DataError(
-            f"The merged index holds {found[0]} sequences, {found[1]} documents and {found[2]} tokens; the parts have "
+            f"The merged index holds {held[0]} sequences, {held[1]} documents and {held[2]} tokens; the parts have "
             f"{plan.sequences}, {plan.documents} and {plan.tokens}. The disk lost bytes: nothing was published."
         )
     start = 0
-    with bin_path.open("rb", buffering=0) as merged:
+    with open_plain(bin_path, buffering=0) as merged:
         for part in plan.parts:
             size = part.tokens * plan.dtype.itemsize
-            with open(f"{part.prefix}.bin", "rb", buffering=0) as source:
+            with open_plain(f"{part.prefix}.bin", buffering=0) as source:
                 for offset in (0, max(0, size - _PROBE_BYTES)):
                     count = min(_PROBE_BYTES, size)
                     ours = os.pread(merged.fileno(), count, start + offset)

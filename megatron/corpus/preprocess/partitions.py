@@ -1,7 +1,7 @@
 """Preprocessing in parts that are kept: a killed run continues after its last finished part and gives the same bytes.
 
 The inputs are divided into shares in their order. Each share becomes pairs of its own, which are published as soon as
-they are complete, in a hidden folder beside the output; in the end they are merged and the folder is removed. The
+they are complete, in a hidden folder next to the output; in the end they are merged and the folder is removed. The
 folder holds a manifest of what the parts were made from, so that parts of other inputs, another tokenizer or other
 options are never mixed in. While the parts are merged the disk holds everything twice.
 """
@@ -15,21 +15,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron import log
-from megatron.corpus.inputs.files import InputPart, Shard, share_of
-from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
+from megatron.corpus.inputs.input_blocks import blocks, check_documents, total_bytes
+from megatron.corpus.inputs.input_paths import InputPart, Shard, share_of
 from megatron.corpus.inputs.tables import file_beneath, is_table, open_table
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.merge import merge
+from megatron.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess_blocks
 from megatron.corpus.preprocess.provenance import versions
-from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, preprocess_blocks
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import Sidecar, check_replaceable, read_sidecar
 from megatron.errors import ConfigError, DataError
+from megatron.files.failures import storage_error
+from megatron.files.plain import read_plain_json
+from megatron.files.replacing import check_writable, write_atomically
 from megatron.secret_text import masked
 from megatron.tokenizers.record import TokenizerRecord
 
@@ -64,7 +66,7 @@ def divide(
     Raises:
         ConfigError: an input is missing, or has no size, so that it cannot be divided.
     """
-    check_inputs(paths, keys)
+    check_documents(paths, keys)
     outer = shard or Shard(1, 1)
     first, count = (outer.number - 1) * partitions, outer.count * partitions
     shares = [share_of(paths, Shard(first + number, count), separator) for number in range(1, partitions + 1)]
@@ -81,7 +83,7 @@ def preprocess_in_parts(
 ) -> PreprocessResult:
     """Encodes shares of the inputs one by one into parts that outlive this process, and merges them; see `preprocess`.
 
-    The pairs are those of `preprocess` over all shares.
+    The pairs are the same as `preprocess` writes for all shares.
 
     Raises:
         ConfigError: a tokenizer file is missing, or the parts that lie there are another run's.
@@ -162,7 +164,7 @@ def _state(path: str) -> list[int]:
 
 
 def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[str]) -> bool:
-    """Makes a folder this run's, with the finished parts of an earlier run of the same command.
+    """Claims a folder for this run, with the finished parts of an earlier run of the same command.
 
     Returns:
         whether that run had come to its end, so that nothing is left to do.
@@ -190,7 +192,7 @@ def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[st
         raise ConfigError(
             f"{folder} holds parts of a run that did not finish, with other {_NAMES[differing[0]]}: {then} then, {now} "
             "now. Give the command of that run again to finish it, or remove the folder (rm -r "
-            f"'{folder}') to begin anew."
+            f"'{folder}') to start over."
         )
     if not has_finished:
         _remove(folder, keeps_lock=True)
@@ -215,8 +217,8 @@ def _sidecar_of(prefix: str) -> Sidecar | None:
         dataset, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
     except DataError:
         return None
-    found = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-    if sidecar is None or found != (sidecar.sequences, sidecar.documents, sidecar.tokens):
+    counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
+    if sidecar is None or counts != (sidecar.sequences, sidecar.documents, sidecar.tokens):
         return None
     return sidecar
 
@@ -235,17 +237,14 @@ def _result(wholes: tuple[str, ...]) -> PreprocessResult:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / _MANIFEST).read_bytes())
+        content = read_plain_json(folder / _MANIFEST)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    def write(stream: BinaryIO) -> None:
-        stream.write(json.dumps(content, indent=1).encode())
-
-    write_atomically(folder / _MANIFEST, write)
+    write_atomically(folder / _MANIFEST, json.dumps(content, indent=1).encode())
 
 
 def _remove(folder: Path, *, keeps_lock: bool = False) -> None:

@@ -6,11 +6,13 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from io import FileIO
+from typing import Any, cast
 
 from megatron import __version__
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.data.formats.sidecar import SourceRecord
+from megatron.files.plain import open_plain
 
 _READ_BYTES = 1 << 17
 _PACKAGES = ("numpy", "tokenizers", "gigatoken", "sentencepiece", "sentencex")
@@ -28,20 +30,20 @@ class SourceLog:
         self._hashes: dict[str, Any] = {}
         self._new_hash = _hash_maker()
 
-    def watch(self, blocks: Iterable[Block]) -> Iterator[Block]:
+    def watch(self, blocks: Iterable[InputBlock]) -> Iterator[InputBlock]:
         """Passes the blocks on unchanged."""
         for block in blocks:
             self._note(block)
             yield block
 
     def records(self) -> tuple[SourceRecord, ...]:
-        """One record a source, in the order in which they came."""
+        """One record per source, in the order in which they came."""
         return tuple(
             SourceRecord(path, size, self._hashes[path].hexdigest() if self._hashes.get(path) is not None else None)
             for path, size in self._sizes.items()
         )
 
-    def _note(self, block: Block) -> None:
+    def _note(self, block: InputBlock) -> None:
         is_new = block.source not in self._sizes
         if block.layout == "parquet":  # has no lines: its own bytes count, once
             if not os.path.exists(block.source):  # rows of a data set, which are cut into blocks in many ways
@@ -50,7 +52,7 @@ class SourceLog:
             if not is_new:
                 return
             size = os.path.getsize(block.source)
-            block = Block(block.source, 0, size, None, size)
+            block = InputBlock(block.source, 0, size, None, size)
         if is_new:
             self._sizes[block.source] = 0
             self._hashes[block.source] = self._new_hash() if self._new_hash else None
@@ -67,22 +69,22 @@ class SourceLog:
 
 def versions() -> dict[str, str]:
     """Versions of this package and of what decides the ids."""
-    found = {"trident-megatron": __version__, "python": platform.python_version()}
+    installed = {"trident-megatron": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-def _pieces(block: Block) -> Iterator[bytes | memoryview]:
+def _pieces(block: InputBlock) -> Iterator[bytes | memoryview]:
     """The bytes of a block, through one small buffer when they are in a file: each is looked at before the next."""
     if block.data is not None:
         yield block.data
         return
     buffer = memoryview(bytearray(min(block.size, _READ_BYTES)))
-    with open(block.source, "rb", buffering=0) as file:
+    with cast(FileIO, open_plain(block.source, buffering=0)) as file:
         file.seek(block.start)
         missing = block.size
         while missing and (count := file.readinto(buffer[: min(missing, _READ_BYTES)])):

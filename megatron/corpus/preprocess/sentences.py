@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.tokenizers.fast_encoder import without_panics
+from megatron.tokenizers.encoders.fast_encoder import without_panics
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*")
 # Upstream's --lang takes the names of NLTK's models.
@@ -29,7 +29,7 @@ class SentenceSplitter:
 
     Args:
         language: ISO 639 code, or one of the names that upstream's tool takes (english); a language that the library
-            has no rules for is cut by those of a related one or of English.
+            has no rules for is cut by the rules of a related one or of English.
         keep_newlines: the whitespace between two sentences stays at the end of the first, so that all sentences back to
             back are the text; otherwise it is dropped, also at both ends of the text.
 
@@ -80,10 +80,10 @@ class SentenceSplitter:
         has_wide = not text.isascii() and _WIDE_SPACE.search(text) is not None
         narrow = _WIDE_SPACE.sub(" ", text) if has_wide else text
         try:
-            found: list[str] = without_panics(lambda: _library().segment(_code(self.language), narrow))
+            sentences: list[str] = without_panics(lambda: _library().segment(_code(self.language), narrow))
         except ValueError:  # whatever it failed on: splitting at line ends is the fallback, the same in every run
             return text.splitlines(keepends=True)
-        pieces = found if sum(map(len, found)) == len(text) else _with_gaps(narrow, found)
+        pieces = sentences if sum(map(len, sentences)) == len(text) else _with_gaps(narrow, sentences)
         return list(_stretches(text, pieces)) if has_wide else pieces
 
 
@@ -96,13 +96,13 @@ def _parts(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def _with_gaps(text: str, found: Sequence[str]) -> list[str]:
+def _with_gaps(text: str, sentences: Sequence[str]) -> list[str]:
     """Sentences, with all that is missing between them: the library drops some at the end of a paragraph, and writes
     the ends of paragraphs in its own way.
     """
     pieces: list[str] = []
     reached = 0
-    for sentence in found:
+    for sentence in sentences:
         start = -1 if sentence.isspace() else text.find(sentence, reached)
         if start < 0:
             continue

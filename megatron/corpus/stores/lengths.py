@@ -56,13 +56,13 @@ def length_histogram(store: DocumentStore, tokenizer: Tokenizer, width: int, mos
 
     Args:
         width: tokens of a bin.
-        most: documents of at least so many tokens share the last bin.
+        most: documents of at least this many tokens share the last bin.
 
     Raises:
         DataError: there are none.
     """
     if not len(store):
-        raise DataError(f"{store.shown} holds no documents to count. Import some with tools/corpus_store.py.")
+        raise DataError(f"{store.shown} holds no documents to count. Import some with tools/corpus/corpus_store.py.")
     counts = np.zeros(-(-most // width) + 1, np.int64)
     tokens = longest = 0
     for first in range(0, len(store), _DOCUMENTS_AT_ONCE):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import multiprocessing
 import random
 import re
@@ -16,22 +17,26 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron import log
+from megatron.corpus.inputs.block import BYTE_ORDER_MARK
 from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.input_blocks import blocks, check_documents, total_bytes
+from megatron.corpus.inputs.input_paths import layout_of
 from megatron.corpus.inputs.lines import bad_line_advice
-from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.stores.writers import StoreWriter
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.formats.atomic_files import check_writable, write_atomically
-from megatron.data.stores.backend import ImportRecord, StoreBackend
+from megatron.data.stores.backend import FILTERED_COLUMN, ORIGINAL_COLUMN, ImportRecord, StoreBackend
 from megatron.data.stores.document_store import chosen_collections, open_store
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.files.plain import open_plain
+from megatron.files.replacing import check_writable, write_atomically
 from megatron.secret_text import masked
 
+_TEXT_KEY = "text"
 _BLOCK_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
 _SHOWN_BAD_LINES = 5
@@ -43,15 +48,16 @@ class ImportOptions:
     """How texts are found in the files that are imported.
 
     Args:
-        key: of the text, which becomes `filt_text`.
-        original_key: of the text before it was filtered, which becomes `form`; None where it is not kept. Of pairs,
-            whose questions have `key`, that of the answers.
+        key: of the text, which becomes `filt_text`. With None the first line of each file decides: `text`, or
+            `filt_text` and `form` as dsGPT2 writes them.
+        original_key: of the text before it was filtered, which becomes `form`; None where it is not kept. For pairs,
+            whose questions have `key`, the key of the answers.
         skip_bad_lines: leave bad lines out instead of stopping at the first.
         document_separator: what ends a document in plain text.
         adds_changed: import a file again whose contents are not those that were imported under its name.
     """
 
-    key: str = "text"
+    key: str | None = None
     original_key: str | None = None
     skip_bad_lines: bool = False
     document_separator: str | None = None
@@ -60,7 +66,19 @@ class ImportOptions:
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys that are read."""
-        return (self.key,) if self.original_key is None else (self.key, self.original_key)
+        key = self.key or _TEXT_KEY
+        return (key,) if self.original_key is None else (key, self.original_key)
+
+    def for_lines(self, data: bytes) -> ImportOptions:
+        """The options with the keys that the first of these lines of JSON has."""
+        if self.key is not None:
+            return self
+        with contextlib.suppress(ValueError, RecursionError):
+            first = json.loads(data.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0])
+            if isinstance(first, dict) and _TEXT_KEY not in first and FILTERED_COLUMN in first:
+                original = ORIGINAL_COLUMN if isinstance(first.get(ORIGINAL_COLUMN), str) else None
+                return replace(self, key=FILTERED_COLUMN, original_key=self.original_key or original)
+        return replace(self, key=_TEXT_KEY)
 
 
 @dataclass(frozen=True)
@@ -85,18 +103,19 @@ def import_files(
         DataError: a bad line, unless they are skipped; files before this one stay imported.
         StorageError: the store cannot be written.
     """
-    check_inputs(paths, options.keys)
+    check_documents(paths, options.keys)
     for path in paths:
         fingerprint = _file_fingerprint(path)
+        wanted = options if fingerprint is None else options.for_lines(_first_line(path))
         first = writer.begin()  # before anything is looked up: another import may be under way
         try:
             if fingerprint is not None:
-                if _known(writer, fingerprint, options) is not None:
+                if _known(writer, fingerprint, wanted) is not None:
                     progress.leave_out(total_bytes([path]) or 0)
                     yield ImportResult(masked(path), None)
                     continue
-                _refuse_changed(writer, path, fingerprint, options)
-            yield _import_one(path, fingerprint, first, writer, collection, options, progress)
+                _refuse_changed(writer, path, fingerprint, wanted)
+            yield _import_one(path, fingerprint, first, writer, collection, wanted, progress)
         finally:
             writer.abort()
 
@@ -114,7 +133,9 @@ def _import_one(
     running = hashlib.blake2b(digest_size=16)
     for block in blocks([path], _BLOCK_BYTES, options.document_separator, options.keys):
         if fingerprint is None:
-            running.update(block.read())
+            data = block.read()
+            running.update(data)
+            options = options.for_lines(data if block.layout == "jsonl" else b"")
         parsed = parse_block(block, options.keys, options.skip_bad_lines, options.document_separator)
         for bad in parsed.bad:
             where = f"{block.source}:{lines + bad.line + 1}: byte offset {block.start + bad.offset}: {bad.reason}"
@@ -150,7 +171,7 @@ def _refuse_changed(writer: StoreWriter, path: str, fingerprint: str, options: I
         raise ConfigError(
             f"{path} was imported before ({former[-1].num_docs} documents from idx {former[-1].first_idx}) and has "
             f"other contents now (hash {former[-1].fingerprint[:8]} then, {fingerprint[:8]} now). Give "
-            "--on-changed-file add to import all of it once more, or import into a new collection."
+            "--on-changed-file add to import all of it again, or import into a new collection."
         )
 
 
@@ -160,7 +181,7 @@ def _file_fingerprint(path: str) -> str | None:
         return None
     running = hashlib.blake2b(digest_size=16)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_plain(path, buffering=0) as file:
             while piece := file.read(_READ_BYTES):
                 running.update(piece)
     except OSError as failure:
@@ -222,33 +243,33 @@ def audit(backend: StoreBackend, names: Sequence[str] = ()) -> list[Audit]:
 
 def _audit_one(backend: StoreBackend, name: str) -> Audit:
     facts = backend.facts(name)
-    found = Audit(name, facts.counted)
+    outcome = Audit(name, facts.counted)
     if not facts.is_numbered:
-        found.found = found.unnumbered = backend.count(name)
-        return found
+        outcome.found = outcome.unnumbered = backend.count(name)
+        return outcome
     expected = 0
     for idx in backend.indices(name):
-        found.found += 1
+        outcome.found += 1
         if idx is None:
-            found.unnumbered += 1
+            outcome.unnumbered += 1
         elif idx < expected:
-            found.duplicate_count += 1
-            if len(found.duplicates) < _SHOWN_NUMBERS and idx not in found.duplicates:
-                found.duplicates.append(idx)
+            outcome.duplicate_count += 1
+            if len(outcome.duplicates) < _SHOWN_NUMBERS and idx not in outcome.duplicates:
+                outcome.duplicates.append(idx)
         else:
             if idx > expected:
-                _note_hole(found, expected, idx - 1)
+                _note_hole(outcome, expected, idx - 1)
             expected = idx + 1
-    found.size = expected
+    outcome.size = expected
     if facts.counted is not None and facts.counted > expected:
-        _note_hole(found, expected, facts.counted - 1)
-    return found
+        _note_hole(outcome, expected, facts.counted - 1)
+    return outcome
 
 
-def _note_hole(found: Audit, first: int, last: int) -> None:
-    found.hole_count += last - first + 1
-    if len(found.holes) < _SHOWN_NUMBERS:
-        found.holes.append((first, last))
+def _note_hole(outcome: Audit, first: int, last: int) -> None:
+    outcome.hole_count += last - first + 1
+    if len(outcome.holes) < _SHOWN_NUMBERS:
+        outcome.holes.append((first, last))
 
 
 def _listed(numbers: Sequence[str], count: int) -> str:
@@ -293,20 +314,46 @@ def _milliseconds(nanoseconds: Sequence[int], share: float) -> float:
 def _peak_memory_bytes() -> int:
     """Most memory that this program held.
 
-    Linux' `ru_maxrss` is at least that of the process that started it, so the figure of the address space is taken.
+    On Linux, `ru_maxrss` is at least the parent process's, so the figure of the address space is taken.
     """
     with contextlib.suppress(OSError):
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
-        if found:
-            return int(found.group(1)) * 1024
+        peak = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
+        if peak:
+            return int(peak.group(1)) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _first_line(path: str) -> bytes:
+    """The first line of JSON of a file; nothing of a file that has no such lines."""
+    if layout_of(path) != "jsonl":
+        return b""
+    block = next(blocks([path], 1), None)
+    return b"" if block is None else block.read()
+
+
+def stream_samples(address: str, samples: int, seed: int, stream: BinaryIO) -> None:
+    """Writes documents drawn at random, each at most once, as lines of JSON with the key `text`, in their order.
+
+    Raises:
+        ConfigError: there are fewer documents than samples.
+    """
+    store = open_store(address)
+    for number in sorted(_drawn(len(store), samples, seed)):
+        stream.write(json.dumps({_TEXT_KEY: store.fetch(number)}).encode() + b"\n")
+    stream.flush()
+
+
+def _drawn(size: int, samples: int, seed: int) -> list[int]:
+    if samples > size:
+        raise ConfigError(f"--nsample {samples} is more than the {size} documents of the store. Ask for fewer.")
+    return random.Random(seed).sample(range(size), samples)
 
 
 def fetch_samples(
     address: str, samples: int, processes: int, output_prefix: str, separator: str, seed: int
 ) -> list[tuple[str, int]]:
-    """Writes documents drawn at random, each at most once, to `<prefix><i>.txt`, one file a process.
+    """Writes documents drawn at random, each at most once, to `<prefix><i>.txt`, one file per process.
 
     Returns:
         the files and how many documents each holds.
@@ -315,10 +362,7 @@ def fetch_samples(
         ConfigError: there are fewer documents than samples.
         StorageError: a file cannot be written, or a process was killed.
     """
-    size = len(open_store(address))
-    if samples > size:
-        raise ConfigError(f"--nsample {samples} is more than the {size} documents of the store. Ask for fewer.")
-    drawn = random.Random(seed).sample(range(size), samples)
+    drawn = _drawn(len(open_store(address)), samples, seed)
     shares = [sorted(drawn[first::processes]) for first in range(processes)]
     paths = [Path(f"{output_prefix}{number}.txt") for number in range(processes)]
     for path in paths:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-from megatron.data.formats.atomic_files import THIS_MACHINE, is_running
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.backend import (
     FILTERED_COLUMN,
@@ -32,6 +31,7 @@ from megatron.data.stores.mongodb import MongoCollections, explained
 from megatron.data.stores.record_store import PAIR_COLUMNS
 from megatron.data.stores.sqlite import BUSY_SECONDS, quoted_name, sqlite_error
 from megatron.errors import ConfigError, DataError
+from megatron.files.replacing import THIS_MACHINE, is_running
 
 _SCHEMA = (
     f"CREATE TABLE IF NOT EXISTS {META_COLLECTION} (collection_name TEXT PRIMARY KEY, num_docs INTEGER NOT NULL)",
@@ -184,12 +184,12 @@ class _SqliteWriter:
             f"SELECT num_docs FROM {META_COLLECTION} WHERE collection_name = ?", (self._collection,)
         ).fetchone()
         last = self._connection.execute(f"SELECT max(idx) FROM {table}").fetchone()[0]
-        found = 0 if last is None else last + 1
-        return _agreed(self._path, self._collection, found if row is None else row[0], found)
+        size = 0 if last is None else last + 1
+        return _agreed(self._path, self._collection, size if row is None else row[0], size)
 
     def _has_table(self, name: str) -> bool:
-        found = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = ? AND type = 'table'", (name,))
-        return found.fetchone() is not None
+        tables = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = ? AND type = 'table'", (name,))
+        return tables.fetchone() is not None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -198,7 +198,7 @@ class _SqliteWriter:
         except sqlite3.IntegrityError as failure:
             raise DataError(
                 f"{self._path}: collection {self._collection!r} holds an idx twice ({failure}), so nothing can be "
-                "added. tools/corpus_store.py stat lists the numbers; import into a new collection."
+                "added. tools/corpus/corpus_store.py stat lists the numbers; import into a new collection."
             ) from failure
         except (sqlite3.DataError, OverflowError) as failure:
             raise DataError(
@@ -228,12 +228,12 @@ class _MongoWriter:
         database, name = self._backend.database, self._collection
         facts = self._backend.facts(name)
         _check_facts(self._backend.shown, name, facts, self._columns)
-        found = 0 if facts.last_idx is None else facts.last_idx + 1
+        size = 0 if facts.last_idx is None else facts.last_idx + 1
         with explained(self._backend.shown):
             database[name].create_index("idx", unique=True)
             database[META_COLLECTION].create_index("collection_name", unique=True)
             database[META_COLLECTION].update_one(
-                {"collection_name": name}, {"$setOnInsert": {"num_docs": found}}, upsert=True
+                {"collection_name": name}, {"$setOnInsert": {"num_docs": size}}, upsert=True
             )
             self._hold()
             try:
@@ -241,7 +241,7 @@ class _MongoWriter:
                 database[name].delete_many({"idx": {"$gte": counted}})
                 gone = {"collection_name": name, "first_idx": {"$gte": counted}}
                 database[IMPORT_COLLECTION].delete_many(gone)
-                self._first = self._next = _agreed(self._backend.shown, name, counted, min(found, counted))
+                self._first = self._next = _agreed(self._backend.shown, name, counted, min(size, counted))
             except BaseException:
                 self._let_go()
                 raise
@@ -327,11 +327,11 @@ def _check_columns(shown: str, name: str, columns: set[str], wanted: tuple[str, 
         )
 
 
-def _agreed(shown: str, name: str, counted: int, found: int) -> int:
+def _agreed(shown: str, name: str, counted: int, size: int) -> int:
     """The first free idx, if `meta_info` and the documents agree."""
-    if counted != found:
+    if counted != size:
         raise DataError(
-            f"{shown}: meta_info counts {counted} documents in collection {name!r}, but its last idx is {found - 1}. "
+            f"{shown}: meta_info counts {counted} documents in collection {name!r}, but its last idx is {size - 1}. "
             "Correct num_docs, or import into a new collection."
         )
     return counted

@@ -1,26 +1,26 @@
 """Learning vocabularies: the texts they are learned from, their special tokens, their files, and byte-level BPE.
 
-Source: the files of BPE are those of GPT-2 (`encoder.json`, `vocab.bpe`) under their Hugging Face names: `vocab.json`
+Source: the files of BPE are GPT-2's (`encoder.json`, `vocab.bpe`) under their Hugging Face names: `vocab.json`
 maps a token, written in printable stand-ins for bytes, to its id; `merges.txt` holds a version line and then one merge
-a line, best first. The special tokens `dsgpt2` are those of jisngprk/dsGPT2 `vocab_builder.py`, in its order.
+a line, best first. The special tokens `dsgpt2` are from jisngprk/dsGPT2 `vocab_builder.py`, in its order.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron.corpus.inputs.documents import parse_block
-from megatron.corpus.inputs.files import expand_inputs
+from megatron.corpus.inputs.input_blocks import blocks, check_inputs
+from megatron.corpus.inputs.input_paths import expand_inputs
 from megatron.corpus.inputs.lines import bad_line_advice
-from megatron.corpus.inputs.sources import blocks, check_inputs
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.formats.atomic_files import check_writable, discard, publish_together, storage_error, write_temporary
 from megatron.errors import ConfigError, DataError
+from megatron.files.failures import storage_error
+from megatron.files.replacing import check_writable, discard, publish_together, write_temporary
 from megatron.tokenizers.gpt2 import byte_level_bpe
 from megatron.tokenizers.package import require_tokenizers
 from megatron.tokenizers.tokenizer import GPT2_END_OF_DOCUMENT
@@ -194,7 +194,7 @@ def save_vocabulary(prefix: str, files: Mapping[str, bytes]) -> list[Path]:
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
         for path, content in zip(paths, files.values(), strict=True):
-            temporaries.append(write_temporary(path, functools.partial(_write, content), len(content)))
+            temporaries.append(write_temporary(path, content, len(content)))
         publish_together(list(zip(temporaries, paths, strict=True)))
     except OSError as failure:
         raise storage_error(paths[0], failure) from failure
@@ -232,10 +232,6 @@ def _trained(
     )
     reference.train_from_iterator(texts, trainer)
     return reference
-
-
-def _write(content: bytes, stream: BinaryIO) -> None:
-    stream.write(content)
 
 
 def _is_one_word(token: str) -> bool:

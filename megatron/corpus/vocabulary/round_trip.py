@@ -16,7 +16,7 @@ _SHOWN_LETTERS = 30
 
 
 @dataclass(frozen=True)
-class Difference:
+class RoundTripDifference:
     """A text that did not come back.
 
     Args:
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass
 class RoundTrip:
-    """Counts over all texts; `seconds` are those of encoding alone.
+    """Counts over all texts; `seconds` is the time of encoding alone.
 
     Args:
         inexact: texts that did not come back character by character.
@@ -47,7 +47,7 @@ class RoundTrip:
     unknown: int = 0
     inexact: int = 0
     seconds: float = 0.0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RoundTripDifference] = field(default_factory=list)
 
     def report(self) -> list[str]:
         """The counts as lines of text."""
@@ -68,30 +68,30 @@ def round_trip(tokenizer: LibraryTokenizer, texts: Iterable[str], shown: int = 3
     Args:
         shown: differences to keep.
     """
-    found = RoundTrip()
+    outcome = RoundTrip()
     remaining = iter(texts)
     while batch := list(islice(remaining, _BATCH)):
         started_at = time.perf_counter()
         ids, lengths = tokenizer.encode_flat(batch)
-        found.seconds += time.perf_counter() - started_at
+        outcome.seconds += time.perf_counter() - started_at
         for text, row in zip(batch, _rows(ids, lengths), strict=True):
-            _count(found, tokenizer, text, row, shown)
-    return found
+            _count(outcome, tokenizer, text, row, shown)
+    return outcome
 
 
-def _count(found: RoundTrip, tokenizer: LibraryTokenizer, text: str, row: Sequence[int], shown: int) -> None:
+def _count(outcome: RoundTrip, tokenizer: LibraryTokenizer, text: str, row: Sequence[int], shown: int) -> None:
     before, after = (len(ids) for ids in tokenizer.added)
     row = row[before : len(row) - after]
     became = tokenizer.decode(row)
     if became != text:
-        found.inexact += 1
-        if len(found.differences) < shown:
-            found.differences.append(_difference(found.documents, text, became))
-    found.documents += 1
-    found.text_bytes += len(text.encode("utf-8", errors="surrogatepass"))
-    found.words += len(text.split())
-    found.tokens += len(row)
-    found.unknown += row.count(tokenizer.unknown_id) if tokenizer.unknown_id is not None else 0
+        outcome.inexact += 1
+        if len(outcome.differences) < shown:
+            outcome.differences.append(_difference(outcome.documents, text, became))
+    outcome.documents += 1
+    outcome.text_bytes += len(text.encode("utf-8", errors="surrogatepass"))
+    outcome.words += len(text.split())
+    outcome.tokens += len(row)
+    outcome.unknown += row.count(tokenizer.unknown_id) if tokenizer.unknown_id is not None else 0
 
 
 def _rows(ids: np.ndarray, lengths: np.ndarray) -> Iterator[list[int]]:
@@ -101,8 +101,8 @@ def _rows(ids: np.ndarray, lengths: np.ndarray) -> Iterator[list[int]]:
         start += length
 
 
-def _difference(document: int, text: str, became: str) -> Difference:
+def _difference(document: int, text: str, became: str) -> RoundTripDifference:
     pairs = enumerate(zip(text, became, strict=False))
     place = next((place for place, (was, now) in pairs if was != now), min(len(text), len(became)))
     end = place + _SHOWN_LETTERS
-    return Difference(document, place, text[place:end], became[place:end])
+    return RoundTripDifference(document, place, text[place:end], became[place:end])

@@ -51,8 +51,8 @@ def train_wordpiece(
         learner = Tokenizer(model)
         learner.normalizer, learner.pre_tokenizer = rules.normalizer, rules.pre_tokenizer
         learner.train_from_iterator(read_texts(), trainer)
-        found: dict[str, int] = learner.get_vocab(with_added_tokens=True)
-        return found
+        vocabulary: dict[str, int] = learner.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     words = trained(models.WordLevel(), trainers.WordLevelTrainer(vocab_size=_ALL_WORDS, show_progress=show_progress))
     if not words:

@@ -1,4 +1,4 @@
-"""Reading and writing the pipes between the program and its workers, and waiting that reports who does not answer.
+"""Reading and writing the pipes between the program and its workers; waiting reports who does not answer.
 
 A worker may be busy with a very long document, starved by the machine, or stopped in a debugger. None of that is an
 error, but the user should not have to guess why nothing moves.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron import log
-from megatron.data.formats.exact import read_into, write_all
+from megatron.files.exact import read_into, write_all
 
 PATIENCE_SECONDS = 60.0
 

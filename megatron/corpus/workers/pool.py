@@ -1,7 +1,7 @@
 """The pool of worker processes for all work on blocks; results come in the order of the blocks.
 
-Over one pair of pipes a worker, blocks go out and results come back: a line of JSON, then buffers without a frame. Work
-may leave part of a result in the worker (token ids, whose place in the file only the parent knows) and finish it
+Over one pair of pipes per worker, blocks go out and results come back: a line of JSON, then buffers without a frame.
+Work may leave part of a result in the worker (token ids, whose place in the file only the parent knows) and finish it
 later through a reply. At most two blocks wait at each worker and a bounded number of results wait for their turn, so
 memory stays flat however uneven the blocks are. A worker that dies is noticed at once.
 """
@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from megatron.corpus.inputs.block import Block, as_block_data
+from megatron.corpus.inputs.block import InputBlock, as_block_data
 from megatron.corpus.workers.pipes import can_write, read_from_pipe, wait_for, write_to_pipe
 from megatron.corpus.workers.processes import (
     death_of,
@@ -76,7 +76,7 @@ class BlockWork(ABC, Generic[Result]):
         """A class or function, and its arguments, that make this work again in a spawned process."""
 
     @abstractmethod
-    def run(self, block: Block) -> Result:
+    def run(self, block: InputBlock) -> Result:
         """Does the work on one block."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class BlockWork(ABC, Generic[Result]):
 
     @abstractmethod
     def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> Result:
-        """In the parent: the result that a message stands for; `reply` takes a JSON-able value."""
+        """In the parent: the result that a message describes; `reply` takes a JSON-able value."""
 
     def finish(self, result: Result, reply: Any) -> None:
         """In the worker: finishes a result with what the parent replied."""
@@ -93,8 +93,8 @@ class BlockWork(ABC, Generic[Result]):
 
 @contextmanager
 def run_blocks(
-    work: BlockWork[Result], blocks: Iterable[Block], workers: int
-) -> Iterator[Iterator[tuple[Block, Result]]]:
+    work: BlockWork[Result], blocks: Iterable[InputBlock], workers: int
+) -> Iterator[Iterator[tuple[InputBlock, Result]]]:
     """Works on all blocks, in this process if `workers` is 1, and gives the results in the order of the blocks."""
     if workers == 1:
         yield ((block, work.run(block)) for block in blocks)
@@ -103,7 +103,7 @@ def run_blocks(
         yield pool.run(blocks)
 
 
-def choose_workers(blocks: Iterator[Block], maximum_workers: int) -> tuple[Iterator[Block], int]:
+def choose_workers(blocks: Iterator[InputBlock], maximum_workers: int) -> tuple[Iterator[InputBlock], int]:
     """The same blocks, and how many workers to use for them: 1 for a single block, no more than there are cores."""
     first = list(islice(blocks, 2))
     return chain(first, blocks), min(maximum_workers, usable_cores()) if len(first) > 1 else 1
@@ -170,7 +170,7 @@ class WorkerPool(Generic[Result]):
         """The process ids of the workers that were started."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
-    def run(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Result]]:
+    def run(self, blocks: Iterable[InputBlock]) -> Iterator[tuple[InputBlock, Result]]:
         """Results of the blocks, in their order.
 
         When the iterator ends, every result that was replied to is finished.
@@ -181,7 +181,7 @@ class WorkerPool(Generic[Result]):
         """
         maximum_under_way = (_BLOCKS_PER_WORKER + 1) * self._maximum_workers
         source = iter(blocks)
-        sent: dict[int, Block] = {}
+        sent: dict[int, InputBlock] = {}
         results: dict[int, Result] = {}
         next_out = next_in = 0
         is_exhausted = False
@@ -249,7 +249,7 @@ class WorkerPool(Generic[Result]):
         task_reader.close()
         result_writer.close()
 
-    def _send(self, number: int, block: Block) -> None:
+    def _send(self, number: int, block: InputBlock) -> None:
         worker = self._least_busy()
         header = {"source": block.source, "start": block.start, "size": block.size, "layout": block.layout}
         header["data_bytes"] = None if block.data is None else len(block.data)
@@ -309,7 +309,7 @@ class _Reply(NamedTuple):
     value: Any
 
 
-_Tasks = queue.SimpleQueue["Block | _Reply | None"]
+_Tasks = queue.SimpleQueue["InputBlock | _Reply | None"]
 
 
 def _work_until_closed(
@@ -326,7 +326,7 @@ def _work_until_closed(
     try:
         own = work if isinstance(work, BlockWork) else work[0](*work[1])
         while (task := arrived.get()) is not None:
-            if isinstance(task, Block):
+            if isinstance(task, InputBlock):
                 result = own.run(task)
                 _send_message(results, own.pack(result))
                 if own.is_finished_by_reply:
@@ -351,7 +351,7 @@ def _take_tasks(tasks: Connection, arrived: _Tasks) -> None:
                 continue
             size = header["data_bytes"]
             data = None if size is None else as_block_data(read_from_pipe(tasks, size))
-            arrived.put(Block(header["source"], header["start"], header["size"], data, 0, header["layout"]))
+            arrived.put(InputBlock(header["source"], header["start"], header["size"], data, 0, header["layout"]))
     except (EOFError, OSError):
         arrived.put(None)
 

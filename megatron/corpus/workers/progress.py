@@ -1,12 +1,13 @@
-"""The progress of a long job over documents: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a long job over documents, with rates and the time that is left."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from megatron.files.progress import ProgressDisplay
+
 _BAR_WIDTH = 24
-_BAR_SECONDS = 0.1
 _LINE_SECONDS = 1.0
 
 
@@ -16,8 +17,7 @@ class ProgressLine:
     Args:
         total_bytes: size of the inputs on disk, None if unknown.
         every_documents: documents between two plain lines; they also come at most once a second.
-        write_line: takes a plain line.
-        write_bar: takes text for a terminal as it is; None where there is no terminal.
+        write_line, write_bar: see `ProgressDisplay`.
     """
 
     def __init__(
@@ -32,30 +32,23 @@ class ProgressLine:
         self._input_bytes = 0
         self._total_bytes = total_bytes
         self._every_documents = every_documents
-        self._write_line = write_line
-        self._write_bar = write_bar
-        self._start_at = time.monotonic()
-        self._shown_at = self._start_at
+        self._display = ProgressDisplay(write_line, write_bar, _LINE_SECONDS, time.monotonic)
         self._shown_documents = 0
 
     @property
     def seconds(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._start_at
+        return self._display.seconds
 
     def advance(self, documents: int, text_bytes: int, input_bytes: int) -> None:
         """Adds to the counts, and shows them if it is time."""
         self.documents += documents
         self.text_bytes += text_bytes
         self._input_bytes += input_bytes
-        now = time.monotonic()
-        if self._write_bar is not None:
-            if now - self._shown_at >= _BAR_SECONDS:
-                self._shown_at = now
-                self._write_bar(f"\r{self._bar()}\x1b[K")
-        elif self.documents - self._shown_documents >= self._every_documents and now - self._shown_at >= _LINE_SECONDS:
-            self._shown_at, self._shown_documents = now, self.documents
-            self._write_line(self.line())
+        is_enough = self._display.is_bar or self.documents - self._shown_documents >= self._every_documents
+        if is_enough and self._display.is_due():
+            self._shown_documents = self.documents
+            self._display.show(self._bar() if self._display.is_bar else self.line())
 
     def leave_out(self, input_bytes: int) -> None:
         """Takes work that need not be done out of the total."""
@@ -64,14 +57,12 @@ class ProgressLine:
 
     def finish(self) -> None:
         """Removes the bar and leaves the last counts as a line."""
-        if self._write_bar is not None:
-            self._write_bar("\r\x1b[K")
-        self._write_line(self.line())
+        self.clear()
+        self._display.write_line(self.line())
 
     def clear(self) -> None:
         """Removes the bar, so that an error stands alone."""
-        if self._write_bar is not None:
-            self._write_bar("\r\x1b[K")
+        self._display.clear()
 
     def line(self) -> str:
         """Upstream's progress line."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.datasets.sample import DocumentSpan, Sample, SourceDataset
+from megatron.data.datasets.sample import SampleDataset, SampleRoute, SourceDataset
 from megatron.data.order.blend import blend_counts
 from megatron.errors import DataError
 
 
-class BlendedDataset:
+class BlendedDataset(SampleRoute):
     """Samples of several data sets in blended order.
 
     Args:
@@ -47,36 +47,16 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._sources)
 
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1] of a sample."""
-        return self.read(sample).tokens
-
-    def read(self, sample: int) -> Sample:
-        """Token ids, and which of them count as labels."""
-        chosen, number = self._place(sample)
-        return self.datasets[chosen].read(number)
-
     def source_of(self, sample: int) -> int:
         """Which source a sample comes from."""
         return self._places[int(self._sources[sample])]
 
-    def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
-        chosen, number = self._place(sample)
-        return self.datasets[chosen].locate(number, position)
-
-    def spans(self, sample: int) -> list[DocumentSpan]:
-        """The stretches of documents that make up a sample, in the order of its tokens."""
-        chosen, number = self._place(sample)
-        return self.datasets[chosen].spans(number)
-
-    def _place(self, sample: int) -> tuple[int, int]:
-        """The data set of a sample, and its number there."""
+    def _place(self, sample: int) -> tuple[SampleDataset, int]:
         chosen = int(self._sources[sample])
-        return chosen, self._firsts[chosen] + int(self._samples[sample])
+        return self.datasets[chosen], self._firsts[chosen] + int(self._samples[sample])
 
 
-class PhasedDataset:
+class PhasedDataset(SampleRoute):
     """The samples of consecutive phases, each with a blend of its own.
 
     Args:
@@ -98,31 +78,7 @@ class PhasedDataset:
     def __len__(self) -> int:
         return self.firsts[-1] + len(self.newest)
 
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1] of a sample."""
-        return self.read(sample).tokens
-
-    def read(self, sample: int) -> Sample:
-        """Token ids, and which of them count as labels."""
-        phase, number = self._place(sample)
-        return phase.read(number)
-
-    def source_of(self, sample: int) -> int:
-        """Which source a sample comes from."""
-        phase, number = self._place(sample)
-        return phase.source_of(number)
-
-    def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
-        phase, number = self._place(sample)
-        return phase.locate(number, position)
-
-    def spans(self, sample: int) -> list[DocumentSpan]:
-        """The stretches of documents that make up a sample, in the order of its tokens."""
-        phase, number = self._place(sample)
-        return phase.spans(number)
-
-    def _place(self, sample: int) -> tuple[SourceDataset | BlendedDataset, int]:
+    def _place(self, sample: int) -> tuple[SampleDataset, int]:
         if not 0 <= sample < len(self):
             raise IndexError(f"{len(self)} samples are planned; there is no sample {sample}.")
         number = bisect_right(self.firsts, sample) - 1

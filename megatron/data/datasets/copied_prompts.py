@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.datasets.examples.rows import ExampleRows
-from megatron.data.datasets.sample import DocumentSpan, Sample, SourceDataset
+from megatron.data.datasets.sample import Sample, SampleDataset, SampleRoute, SourceDataset
 
 
 @dataclass(frozen=True)
-class CopiedPrompts:
-    """The samples of a source of examples, some of which are read from a copy where prompts stand as answers.
+class CopiedPrompts(SampleRoute):
+    """The samples of a source of examples, some of which are read from a copy where prompts take the place of answers.
 
     Which samples is a hash of the seed and the sample's number, so it is the same on every rank and after a resume, and
     another epoch copies others.
@@ -40,10 +40,6 @@ class CopiedPrompts:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1]."""
-        return self.read(sample).tokens
-
     def read(self, sample: int) -> Sample:
         """A sample and which of its labels count."""
         if not is_copied(self.probability, self.seed, sample):
@@ -52,17 +48,8 @@ class CopiedPrompts:
         tokens, *masks = (part[0] for part in self.copies.read(np.array([span.sequence])))
         return Sample(tokens, *masks)
 
-    def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from: there is only this one."""
-        return self.dataset.source_of(sample)
-
-    def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
-        return self.dataset.locate(sample, position)
-
-    def spans(self, sample: int) -> list[DocumentSpan]:
-        """The one row that is the sample."""
-        return self.dataset.spans(sample)
+    def _place(self, sample: int) -> tuple[SampleDataset, int]:
+        return self.dataset, sample
 
 
 def is_copied(probability: float, seed: int, sample: int) -> bool:

@@ -5,19 +5,17 @@ Source: bigscience Megatron-DeepSpeed `megatron/data/gpt_dataset.py` (`GPTDatase
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 
-from megatron.data.datasets.sample import DocumentSpan, Sample
+from megatron.data.datasets.sample import DocumentSpan, Sample, SegmentedSamples
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_map import Indices
 from megatron.errors import DataError
 
 
-class GPTDataset:
+class GPTDataset(SegmentedSamples):
     """The samples of one source; segments follow each other, each in its own shuffled order.
 
     Args:
@@ -31,15 +29,7 @@ class GPTDataset:
         self.indexed = indexed
         self.sequence_length = sequence_length
         self._segments = tuple(segments)
-        self._starts = [0, *accumulate(len(segment.shuffle) for segment in segments)]
-
-    @property
-    def prefix(self) -> str:
-        """The data prefix."""
-        return self.indexed.prefix
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        super().__init__(indexed.prefix, (len(segment.shuffle) for segment in segments))
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s + 1] of a sample.
@@ -68,10 +58,6 @@ class GPTDataset:
         """A sample, all of whose labels count."""
         return Sample(self[sample])
 
-    def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from: there is only this one."""
-        return 0
-
     def locate(self, sample: int, position: int) -> str:
         """Describes where a token of a sample is stored: file, sequence, token, byte offset."""
         for sequence, offset, length in self.spans(sample):
@@ -87,15 +73,13 @@ class GPTDataset:
         return list(self._spans(sample))
 
     def _spans(self, sample: int) -> Iterator[DocumentSpan]:
-        if not 0 <= sample < len(self):
-            raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
-        number = bisect_right(self._starts, sample) - 1
+        number, place = self._segment_of(sample)
         segment = self._segments[number]
-        row = int(segment.shuffle[sample - self._starts[number]])
+        row = int(segment.shuffle[place])
         first, offset = (int(value) for value in segment.sample[row])
         last, end = (int(value) for value in segment.sample[row + 1])
-        for place in range(first, last + 1):
-            sequence = int(segment.document[place])
-            stop = end + 1 if place == last else int(self.indexed.lengths[sequence])
+        for document in range(first, last + 1):
+            sequence = int(segment.document[document])
+            stop = end + 1 if document == last else int(self.indexed.lengths[sequence])
             yield DocumentSpan(sequence, offset, stop - offset)
             offset = 0

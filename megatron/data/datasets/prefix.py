@@ -1,4 +1,4 @@
-"""Samples with a random prefix, to whose tokens all tokens of the prefix attend in both directions."""
+"""Samples with a random prefix, whose tokens attend to each other in both directions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.datasets.sample import DocumentSpan, Sample, SampleDataset
+from megatron.data.datasets.sample import Sample, SampleDataset, SampleRoute
 
 
 @dataclass(frozen=True)
-class PrefixDataset:
+class PrefixDataset(SampleRoute):
     """The samples of a data set, each with a prefix, or with one in each of its documents.
 
-    A prefix is at least one token long; that of a whole sample may be as long as the sample, and that of a document
-    leaves out its end-of-document token. Its length is a hash of the seed, the sample's number and the document's
-    number in the sample, so it is the same on every rank and after a resume, and evaluation always has the same ones.
+    A prefix is at least one token long; the prefix of a whole sample may be as long as the sample, and the prefix of a
+    document leaves out its end-of-document token. Its length is a hash of the seed, the sample's number and the
+    document's number in the sample, so it is the same on every rank and after a resume, and evaluation always has the
+    same ones.
 
     Args:
-        eod_id: the token that ends a document, if each document is to have a prefix of its own; None for one prefix a
+        eod_id: the token that ends a document, if each document is to have a prefix of its own; None for one prefix per
             sample.
         on_targets_only: whether labels inside a prefix do not count; the last token of a prefix predicts the first
             token after it, which does.
@@ -55,17 +56,8 @@ class PrefixDataset:
             loss_mask = is_counted if loss_mask is None else loss_mask * is_counted
         return read._replace(loss_mask=loss_mask, prefix_mask=prefix_mask)
 
-    def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from."""
-        return self.dataset.source_of(sample)
-
-    def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
-        return self.dataset.locate(sample, position)
-
-    def spans(self, sample: int) -> list[DocumentSpan]:
-        """The stretches of documents that make up a sample, in the order of its tokens."""
-        return self.dataset.spans(sample)
+    def _place(self, sample: int) -> tuple[SampleDataset, int]:
+        return self.dataset, sample
 
     def _documents(self, tokens: np.ndarray) -> list[tuple[int, int]]:
         """Where each document begins, and the furthest that its prefix may end.

@@ -6,19 +6,17 @@ says which labels count. Everything else (splits, blends, plan, resume) treats b
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
-from megatron.data.datasets.sample import DocumentSpan, Sample
+from megatron.data.datasets.sample import DocumentSpan, Sample, SegmentedSamples
 from megatron.data.order.index_map import check_seed
 from megatron.data.order.plan import Segment
-from megatron.data.order.row_order import RowOrder
+from megatron.data.order.row_order import EpochRowOrder
 
 
 class RowSource(Protocol):
@@ -80,7 +78,7 @@ class _Chunk:
         return self.source.read(self.rows)
 
 
-class RowDataset:
+class RowDataset(SegmentedSamples):
     """The rows [first, last) of a source in planned order: segments of whole epochs, each epoch shuffled anew.
 
     Args:
@@ -97,17 +95,9 @@ class RowDataset:
         self._edges = source.blocks(first, last)
         self._rows = last - first
         self._segments = tuple(segments)
-        self._starts = [0, *accumulate(segment.rows for segment in segments)]
-        self._order: tuple[tuple[int, int], RowOrder] | None = None
+        super().__init__(source.prefix, (segment.rows for segment in segments))
+        self._order: tuple[tuple[int, int], EpochRowOrder] | None = None
         self._chunk: _Chunk | None = None
-
-    @property
-    def prefix(self) -> str:
-        """The source as the user named it."""
-        return self.source.prefix
-
-    def __len__(self) -> int:
-        return self._starts[-1]
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s + 1] of a sample."""
@@ -127,10 +117,6 @@ class RowDataset:
             tokens, *masks = (part[0] for part in self.source.read(chunk.rows[place : place + 1]))
         return Sample(tokens.astype(np.int64), *masks)
 
-    def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from: there is only this one."""
-        return 0
-
     def locate(self, sample: int, position: int) -> str:
         """Describes where a token of a sample is stored."""
         chunk, place = self._place(sample)
@@ -143,12 +129,10 @@ class RowDataset:
 
     def _place(self, sample: int) -> tuple[_Chunk, int]:
         """The chunk that a sample lies in, and its place there."""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
-        segment = bisect_right(self._starts, sample) - 1
-        epoch, position = divmod(sample - self._starts[segment], self._rows)
+        segment, number = self._segment_of(sample)
+        epoch, position = divmod(number, self._rows)
         if self._order is None or self._order[0] != (segment, epoch):
-            order = RowOrder(self._edges, self.source.chunk_rows, self._segments[segment].seed, epoch)
+            order = EpochRowOrder(self._edges, self.source.chunk_rows, self._segments[segment].seed, epoch)
             self._order = (segment, epoch), order
         number, place = self._order[1].place(position)
         if self._chunk is None or self._chunk.key != (segment, epoch, number):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +26,7 @@ class Sample(NamedTuple):
             only one.
 
     Args:
-        is_swapped: whether the two parts of the sample stand in the wrong order; None if it has no such parts.
+        is_swapped: whether the two parts of the sample are in the wrong order; None if it has no such parts.
     """
 
     tokens: np.ndarray
@@ -76,3 +79,62 @@ class SourceDataset(SampleDataset, Protocol):
     @property
     def prefix(self) -> str:
         """The source as the user named it."""
+
+
+class SegmentedSamples:
+    """The samples of one source in planned order: segments that follow each other.
+
+    Args:
+        prefix: the source as the user named it.
+        rows: samples of each segment.
+    """
+
+    def __init__(self, prefix: str, rows: Iterable[int]) -> None:
+        self.prefix = prefix
+        self._starts = [0, *accumulate(rows)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def source_of(self, sample: int) -> int:
+        """Which source of its group a sample comes from: there is only this one."""
+        return 0
+
+    def _segment_of(self, sample: int) -> tuple[int, int]:
+        """The segment of a sample, and its number there."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
+        segment = bisect_right(self._starts, sample) - 1
+        return segment, sample - self._starts[segment]
+
+
+class SampleRoute:
+    """Samples that each belong to one of other data sets; a subclass says to which."""
+
+    def _place(self, sample: int) -> tuple[SampleDataset, int]:
+        """The data set of a sample, and its number there."""
+        raise NotImplementedError
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids of a sample, as in its data set."""
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        """Token ids, and which of them count as labels."""
+        dataset, number = self._place(sample)
+        return dataset.read(number)
+
+    def source_of(self, sample: int) -> int:
+        """Which source of its group a sample comes from."""
+        dataset, number = self._place(sample)
+        return dataset.source_of(number)
+
+    def locate(self, sample: int, position: int) -> str:
+        """Describes where a token of a sample is stored."""
+        dataset, number = self._place(sample)
+        return dataset.locate(number, position)
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        """The stretches of documents that make up a sample, in the order of its tokens."""
+        dataset, number = self._place(sample)
+        return dataset.spans(number)

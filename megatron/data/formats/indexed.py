@@ -1,7 +1,7 @@
 """Reader and writer of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each
 sequence is.
 
-Source: the byte layouts are those of bigscience Megatron-DeepSpeed and NVIDIA Megatron-LM (`indexed_dataset.py`).
+Source: the byte layouts of bigscience Megatron-DeepSpeed and NVIDIA Megatron-LM (`indexed_dataset.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,6 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from megatron import log
-from megatron.data.formats.atomic_files import (
-    discard,
-    publish_together,
-    remove_leftovers,
-    start_write_back,
-    storage_error,
-    temporary_beside,
-    write_temporary,
-)
-from megatron.data.formats.exact import read_exactly
 from megatron.data.formats.index_layout import IndexLayout
 from megatron.data.formats.sidecar import Sidecar, is_sidecar, sidecar_path, write_temporary_sidecar
 from megatron.data.formats.token_index import (
@@ -40,6 +30,18 @@ from megatron.data.formats.token_index import (
     read_token_index,
 )
 from megatron.errors import DataError, StorageError
+from megatron.files.exact import read_exactly
+from megatron.files.failures import read_error, storage_error
+from megatron.files.plain import open_plain
+from megatron.files.replacing import (
+    discard,
+    publish_together,
+    remove_leftovers,
+    start_write_back,
+    sync_file,
+    temporary_name,
+    write_temporary,
+)
 
 _NARROW_VOCABULARY_LIMIT = 65500
 _COPY_ENTRIES = 1 << 20
@@ -78,13 +80,13 @@ class IndexedDataset:
         self.bin_path = Path(self.prefix + ".bin")
         self.idx_path = Path(self.prefix + ".idx")
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
+            if not path.exists():
                 raise DataError(_missing_file_text(self.prefix, path))
         try:
-            self._bin = self.bin_path.open("rb", buffering=0)
+            self._bin = open_plain(self.bin_path, buffering=0)
             self._index = read_token_index(self.idx_path, self.bin_path, os.fstat(self._bin.fileno()).st_size)
         except OSError as failure:
-            raise DataError(f"Cannot read {failure.filename or self.idx_path}: {failure.strerror}.") from failure
+            raise read_error(failure, self.idx_path) from failure
         self.dtype = self._index.dtype
         self.lengths = self._index.lengths
         self.pointers = self._index.pointers
@@ -223,7 +225,7 @@ class IndexedWriter:
         self._is_published = False
         self._streams: list[IO[bytes]] = []
         clear_leftovers(prefix)
-        self._temporary_bin = temporary_beside(self.bin_path)
+        self._temporary_bin = temporary_name(self.bin_path)
         try:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
             self._streams.append(self._temporary_bin.open("xb", buffering=1 << 20))
@@ -288,7 +290,7 @@ class IndexedWriter:
             as in `add_batch`.
 
         Returns:
-            path of the unfinished `.bin` file, and the byte offset in it at which the tokens must stand.
+            path of the unfinished `.bin` file, and the byte offset in it at which the tokens must be written.
         """
         counts, ends = self._checked_tables(lengths, sequences_per_document)
         start = self.tokens * self.dtype.itemsize
@@ -384,7 +386,7 @@ class IndexedWriter:
                     f"{self.bin_path}: {written} bytes were written, but {self.tokens} tokens need "
                     f"{self.tokens * self.dtype.itemsize}; nothing was published. Run the same command again."
                 )
-            os.fsync(self._bin.fileno())
+            sync_file(self._bin.fileno())
         except OSError as failure:
             raise self._refused(failure) from failure
         if self._sidecar is not None:
@@ -464,13 +466,13 @@ def check_pair(prefix: str) -> None:
     """
     index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (index, tokens):
-        if not path.is_file():
+        if not path.exists():
             raise DataError(_missing_file_text(prefix, path))
     try:
-        with tokens.open("rb"), index.open("rb") as stream:
+        with open_plain(tokens), open_plain(index) as stream:
             check_magic(index, stream.read(LONGEST_MAGIC_BYTES), index.stat().st_size)
     except OSError as failure:
-        raise DataError(f"Cannot read {failure.filename or index}: {failure.strerror}.") from failure
+        raise read_error(failure, index) from failure
 
 
 def _missing_file_text(prefix: str, path: Path) -> str:
@@ -480,8 +482,11 @@ def _missing_file_text(prefix: str, path: Path) -> str:
             return (
                 f"{path} does not exist. A data prefix is given without its suffix: use {prefix.removesuffix(suffix)}."
             )
+    if Path(prefix).is_file():
+        make = f"tools/preprocess_data.py --input {prefix} --output-prefix NAME"
+        return f"{prefix} (a data path) is a file, not token files. Make them: {make}; or: train_on_text.py {prefix}"
     folder = Path(prefix).parent
-    near = sorted(str(found.with_suffix("")) for found in folder.glob("*.idx")) if folder.is_dir() else []
+    near = sorted(str(index.with_suffix("")) for index in folder.glob("*.idx")) if folder.is_dir() else []
     likely = [name for name in near if name.startswith(prefix)] or near
     place = os.path.abspath(folder)
     if likely:

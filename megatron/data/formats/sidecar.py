@@ -7,16 +7,16 @@ without a sidecar (another tool's) is not checked.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from megatron import log
-from megatron.data.formats.atomic_files import write_atomically, write_temporary
 from megatron.errors import DataError
+from megatron.files.plain import read_plain_json
+from megatron.files.replacing import write_atomically, write_temporary
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 FORMAT = "megatron-corpus-sidecar"
 FORMAT_VERSION = 1
-_LONGEST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     Raises:
         StorageError: the file system refused.
     """
-    write_atomically(sidecar_path(prefix), functools.partial(_write, sidecar))
+    write_atomically(sidecar_path(prefix), _content(sidecar))
 
 
 def write_temporary_sidecar(prefix: str | Path, sidecar: Sidecar) -> Path:
@@ -112,7 +111,7 @@ def write_temporary_sidecar(prefix: str | Path, sidecar: Sidecar) -> Path:
     Raises:
         StorageError: the file system refused.
     """
-    return write_temporary(sidecar_path(prefix), functools.partial(_write, sidecar))
+    return write_temporary(sidecar_path(prefix), _content(sidecar))
 
 
 def check_replaceable(prefix: str | Path) -> None:
@@ -147,11 +146,12 @@ def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
         if sidecar is None or not _describes(prefix, sidecar):
             continue
         advice = f", or preprocess the corpus again (without {sidecar_path(prefix)} nothing is checked)"
-        check_same_tokenizer(f"the data {prefix} was made", sidecar.tokenizer, tokenizer, advice=advice)
+        made, ends_matter = f"the data {prefix} was made", sidecar.append_eod
+        check_same_tokenizer(made, sidecar.tokenizer, tokenizer, advice=advice, ends_matter=ends_matter)
 
 
 def _describes(prefix: str, sidecar: Sidecar) -> bool:
-    """Whether a sidecar describes the pair beside it; another tool may have rewritten the pair."""
+    """Whether a sidecar describes the pair next to it; another tool may have rewritten the pair."""
     path = Path(f"{prefix}.bin")
     size = path.stat().st_size if path.is_file() else 0
     if sidecar.tokens == 0 or size in (sidecar.tokens * width for width in (1, 2, 4, 8)):
@@ -165,14 +165,13 @@ def _describes(prefix: str, sidecar: Sidecar) -> bool:
 
 def _parsed(path: Path) -> Any:
     try:
-        with path.open("rb") as stream:
-            return json.loads(stream.read(_LONGEST_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return read_plain_json(path)
+    except (OSError, ValueError):
         return None
 
 
-def _write(sidecar: Sidecar, stream: BinaryIO) -> None:
-    stream.write((json.dumps(sidecar.to_json(), indent=1, ensure_ascii=True) + "\n").encode())
+def _content(sidecar: Sidecar) -> bytes:
+    return (json.dumps(sidecar.to_json(), indent=1, ensure_ascii=True) + "\n").encode()
 
 
 def is_sidecar(path: Path) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.errors import DataError
+from megatron.files.plain import open_plain
 
 MMAP_MAGIC = b"MMIDIDX\x00\x00"
 MMAP_HEADER = struct.Struct("<9sQBQQ")
@@ -112,7 +113,7 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
     Raises:
         DataError: the file is damaged or does not belong to its `.bin`; the text names the entry and its byte offset.
     """
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         size = stream.seek(0, 2)
         if size > _MAPPED_ABOVE_BYTES:
             raw = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
@@ -257,7 +258,7 @@ def _check_lengths(path: Path, lengths: np.ndarray, table_offset: int, entry_byt
         wrong = np.flatnonzero((chunk < 0) | (chunk > LONGEST_SEQUENCE_TOKENS))
         if wrong.size:
             entry = start + int(wrong[0])
-            rule = f"must lie in 0 to {LONGEST_SEQUENCE_TOKENS}"
+            rule = f"must be from 0 to {LONGEST_SEQUENCE_TOKENS}"
             raise _entry_error(path, "length", entry, table_offset, entry_bytes, lengths, rule)
 
 

@@ -8,6 +8,7 @@ is complete. Nothing waits for the disk: what a crash of the machine damages fai
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -20,8 +21,10 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron import log
-from megatron.data.formats.atomic_files import storage_error, write_atomically
-from megatron.errors import StorageError
+from megatron.errors import StorageError, TooManyFilesError
+from megatron.files.failures import storage_error, too_many_files
+from megatron.files.plain import open_plain, read_plain_json
+from megatron.files.replacing import write_atomically
 
 try:
     import fcntl
@@ -30,7 +33,7 @@ except ImportError:  # not a POSIX system: builds are not serialised, which cost
 
 FORMAT_VERSION = 1
 INDEX_CACHE_FOLDER = "index-cache"
-"""Where the arrays are kept, beside the data, unless the user names a folder."""
+"""Where the arrays are kept, next to the data, unless the user names a folder."""
 
 _READ_BYTES = 1 << 24
 _MAPPED_ABOVE_BYTES = 1 << 20
@@ -76,9 +79,9 @@ class IndexCache:
         record = {"format": FORMAT_VERSION, "kind": kind, **description}
         text = json.dumps(record, sort_keys=True)
         stem = f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-        found = self._load(stem, record)
-        if found is not None:
-            return found
+        arrays = self._load(stem, record)
+        if arrays is not None:
+            return arrays
         if not self.build:
             log.warning(
                 f"no index {stem} in {self.directory}: is this folder shared with the process that built it? It is "
@@ -91,15 +94,17 @@ class IndexCache:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._lock():
-                found = self._load(stem, record)
-                if found is not None:
-                    return found
+                existing = self._load(stem, record)
+                if existing is not None:
+                    return existing
                 arrays = make()
                 self._store(stem, record, arrays)
                 return {name: _load_array(self._array_path(stem, name)) for name in arrays}
         except (OSError, StorageError) as failure:
             if isinstance(failure, OSError):
                 failure = storage_error(self.directory, failure)
+            if isinstance(failure, TooManyFilesError):
+                raise failure
             text = f"The index cache {self.directory} cannot be written: {failure} Set --data-cache-path."
             if self.required:
                 raise StorageError(text) from failure
@@ -115,22 +120,24 @@ class IndexCache:
             files[name] = facts
         stored = {"description": record, "files": files}
         text = json.dumps({**stored, "crc32": _crc32_of(stored)}, indent=1, sort_keys=True)
-        write_atomically(self._description_path(stem), functools.partial(_write_all, text.encode()), durable=False)
+        write_atomically(self._description_path(stem), text.encode(), durable=False)
 
     def _load(self, stem: str, record: dict[str, object]) -> Arrays | None:
         """Maps and verifies stored arrays; None if there are none or they are damaged (which is logged once)."""
         path = self._description_path(stem)
         try:
-            stored = json.loads(path.read_bytes())
+            stored = read_plain_json(path)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as failure:
+        except (OSError, ValueError) as failure:
+            _raise_if_too_many_files(path, failure)
             log.warning(f"the index {path} cannot be read ({failure}) and is built again.")
             return None
-        problem = self._problem(stem, stored, record)
         try:
+            problem = self._problem(stem, stored, record)
             arrays = {} if problem else {name: _load_array(self._array_path(stem, name)) for name in stored["files"]}
         except Exception as failure:  # NumPy reports a bad header in many ways
+            _raise_if_too_many_files(path, failure)
             problem = f"{type(failure).__name__}: {failure}"
         if problem:
             log.warning(f"the index {path} is damaged ({problem[:300]}) and is built again.")
@@ -141,7 +148,7 @@ class IndexCache:
         if not isinstance(stored, dict) or not isinstance(stored.get("files"), dict) or not stored["files"]:
             return "it lists no files"
         if stored.get("crc32") != _crc32_of({name: stored.get(name) for name in ("description", "files")}):
-            return "its checksum is not that of what it says"
+            return "its checksum does not match its content"
         if stored.get("description") != json.loads(json.dumps(record)):
             return "it describes another index"
         for name, facts in stored["files"].items():
@@ -149,6 +156,7 @@ class IndexCache:
             try:
                 size, checksum = path.stat().st_size, _crc32(path)
             except OSError as failure:
+                _raise_if_too_many_files(path, failure)
                 return f"{path.name}: {failure.strerror}"
             if not isinstance(facts, dict) or size != facts.get("bytes") or checksum != facts.get("crc32"):
                 return f"{path.name} has {size} bytes with checksum {checksum:#010x}, stored were {facts}"
@@ -186,6 +194,14 @@ def wait_for_lock(stream: BinaryIO, directory: Path) -> None:
             return
 
 
+def _raise_if_too_many_files(path: Path, failure: Exception) -> None:
+    """Raises what says nothing about the file and would be the same for a new one."""
+    if isinstance(failure, TooManyFilesError):
+        raise failure
+    if isinstance(failure, OSError) and failure.errno in (errno.EMFILE, errno.ENFILE):
+        raise too_many_files(path, failure) from failure
+
+
 def _load_array(path: Path) -> np.ndarray:
     """Maps an array; a small one is read, since a map holds its file open and hundreds of sources have many.
 
@@ -221,17 +237,13 @@ class _CountedWriter:
         return self._stream.write(data)
 
 
-def _write_all(data: bytes, stream: BinaryIO) -> None:
-    stream.write(data)
-
-
 def _crc32_of(value: object) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def _crc32(path: Path) -> int:
     checksum = 0
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         while chunk := stream.read(_READ_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return checksum

@@ -82,7 +82,8 @@ def plan_epochs(tokens: int, sequence_length: int, samples: int, epoch_rule: str
     """
     if tokens <= 0:
         raise DataError(
-            f"{samples} samples were asked of documents that hold {tokens} tokens. Use a corpus that is not empty."
+            f"{samples} samples were requested from documents that hold {tokens} tokens. Use a corpus that is not "
+            "empty."
         )
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     total = (epochs * tokens - 1) // sequence_length
@@ -135,7 +136,7 @@ def check_seed(seed: int) -> None:
         DataError: it cannot.
     """
     if not 0 <= seed <= _LARGEST_SEED:
-        raise DataError(f"The seed {seed} (--seed) cannot shuffle data; it must lie in 0 to {_LARGEST_SEED}.")
+        raise DataError(f"The seed {seed} (--seed) cannot shuffle data; it must be from 0 to {_LARGEST_SEED}.")
 
 
 def sample_index(lengths: np.ndarray, document: np.ndarray, sequence_length: int, samples: int) -> np.ndarray:

@@ -1,11 +1,11 @@
-"""Index files that bigscience Megatron-DeepSpeed left beside a corpus: read where they match this data, never written.
+"""Index files that bigscience Megatron-DeepSpeed left next to a corpus: read where they match this data, never written.
 
 Their names say nothing about the split or the range, so upstream uses files of an earlier split without noticing. Here
 they are used only after their content was checked: every document the right number of times, the end of the shuffle
 recomputed from the seed, and the samples measured against the lengths of their documents.
 
 Source: names, `megatron/data/gpt_dataset.py` (`_build_index_mappings`) of bigscience Megatron-DeepSpeed; the shuffle is
-that of NumPy's `RandomState`, a Fisher-Yates from the end.
+NumPy's (`RandomState`), a Fisher-Yates from the end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron import log
 from megatron.data.order.index_map import EpochPlan, Indices, plan_epochs
+from megatron.files.plain import open_plain
 
 _CHECKED_ROWS = 1024
 _CHUNK_ENTRIES = 1 << 22
@@ -29,7 +30,7 @@ _HEADER = re.compile(
     rb"'shape': \((?P<shape>\d{1,15}L?,|\d{1,15}L?, 2L?)\), \} *\n",
     re.DOTALL,
 )
-_UNUSED_TEXT = "{path} or a file beside it is not used ({reason}); the index is built from the data."
+_UNUSED_TEXT = "{path} or a file next to it is not used ({reason}); the index is built from the data."
 
 
 def read_old_index(
@@ -38,7 +39,7 @@ def read_old_index(
     """The index arrays under upstream's names, or None if there are none or they are of other data; says which.
 
     Args:
-        stem: the data prefix, an underscore, and the name of the data set (`train`, or that of a weighted group).
+        stem: the data prefix, an underscore, and the name of the data set (`train`, or the name of a weighted group).
         lengths: int32 [N], tokens of every sequence of the file.
         first, last: the sequences that the data set may use.
         samples: samples asked for; part of the names.
@@ -64,7 +65,7 @@ def read_old_index(
     if problem:
         log.warning(_UNUSED_TEXT.format(path=paths[0], reason=problem))
         return None
-    log.info(f"the order of samples is read from {paths[0]} and the two files beside it, which fit this data.")
+    log.info(f"the order of samples is read from {paths[0]} and the two files next to it, which fit this data.")
     rows = sample.astype(np.int64 if len(document) > _LARGEST_INT32 else np.int32, copy=False)
     return Indices(document, rows, shuffle)
 
@@ -77,15 +78,15 @@ def _mapped(path: Path) -> np.ndarray:
 
     Source: NumPy, `numpy/lib/format.py` (format version 1.0).
     """
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         start = stream.read(_LARGEST_HEADER_BYTES)
         size = stream.seek(0, 2)
-    found = _HEADER.match(start)
-    if found is None:
+    header = _HEADER.match(start)
+    if header is None:
         raise ValueError(f"{path.name} begins with {start[:16]!r} and is not an array of integers")
-    dtype = np.dtype(found["dtype"].decode())
-    shape = tuple(int(number) for number in found["shape"].replace(b"L", b"").split(b",") if number.strip())
-    offset = _FIXED_BYTES + int.from_bytes(found["length"], "little")
+    dtype = np.dtype(header["dtype"].decode())
+    shape = tuple(int(number) for number in header["shape"].replace(b"L", b"").split(b",") if number.strip())
+    offset = _FIXED_BYTES + int.from_bytes(header["length"], "little")
     entries = math.prod(shape)
     if not entries or offset + entries * dtype.itemsize != size:
         raise ValueError(f"{path.name} has {size} bytes; its header announces {list(shape)} {dtype.name}")
@@ -122,7 +123,7 @@ def _document_problem(document: np.ndarray, plan: EpochPlan, first: int, last: i
             return f"it names sequence {first + wrong} {int(counts[wrong])} times instead of {times}"
     end = shuffled_end(first_epochs, sequences, seed, _CHECKED_ROWS) + first
     if not np.array_equal(document[first_epochs - len(end) : first_epochs], end):
-        return f"its order is not that of seed {seed}"
+        return f"its order does not match seed {seed}"
     return None
 
 

@@ -1,14 +1,23 @@
-"""Examples of different lengths packed into rows, greedily in shuffled order.
+"""Examples of different lengths packed into rows: greedily in shuffled order, or so that little is left empty.
+
+Best-fit decreasing: the longest example first, each into the fullest row that has room for it. It is done block by
+block of consecutive examples, so that a row holds examples that are close together, rows follow the order of the
+examples, and the cost per example does not grow with their number.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/decoder_packed_mtf_dataset.py` (`_build_index_mappings`,
-`_build_sample_idx`); the rows of its first epoch are these.
+`_build_sample_idx`), whose rows of the first epoch `pack` gives; Johnson, "Near-optimal bin packing algorithms",
+1973 (best-fit decreasing needs at most 11/9 of the fewest rows); Ding et al., "Fewer truncations improve language
+modeling", 2024 (for the packing of documents).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from typing import NamedTuple
 
 import numpy as np
+
+BLOCK_EXAMPLES = 1 << 14
 
 
 class Packing(NamedTuple):
@@ -51,3 +60,50 @@ def pack(lengths: np.ndarray, capacity: int, seed: int) -> Packing:
             last = first + 1
         first, taken = last, int(ends[last - 1])
     return Packing(order, np.array(rows, np.int64).reshape(-1, 2))
+
+
+class FilledRows(NamedTuple):
+    """Which examples each row holds.
+
+    Shapes:
+        order: int64 [n], the examples row after row, in a row in their own order.
+        starts: int64 [r + 1], where in the order the examples of each row begin; then n.
+    """
+
+    order: np.ndarray
+    starts: np.ndarray
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> FilledRows:
+    """Packs examples, none of which is longer than a row.
+
+    Shapes:
+        lengths: [n], tokens of each example.
+
+    Args:
+        capacity: tokens of a row.
+    """
+    order: list[int] = []
+    starts = [0]
+    for first in range(0, len(lengths), BLOCK_EXAMPLES):
+        for row in _filled(lengths[first : first + BLOCK_EXAMPLES], capacity):
+            order += [first + example for example in row]
+            starts.append(len(order))
+    return FilledRows(np.array(order, np.int64), np.array(starts, np.int64))
+
+
+def _filled(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """The rows of one block, each sorted, in the order of their first examples."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # tokens that are left in a row, and the row; sorted
+    for example in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[example])
+        place = bisect_left(room, (length, -1))
+        if place == len(room):
+            left, row = capacity, len(rows)
+            rows.append([])
+        else:
+            left, row = room.pop(place)
+        rows[row].append(example)
+        insort(room, (left - length, row))
+    return sorted(map(sorted, rows))

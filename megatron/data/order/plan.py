@@ -59,7 +59,8 @@ class SourcePlan:
         prefix: data prefix; may change between runs, the fingerprint may not.
         fingerprint: see `IndexedDataset.fingerprint`.
         first, last: sequences [first, last) of the file.
-        tokens: tokens in them; of rows, the samples' length for each; of documents, that for each sample of a pass.
+        tokens: tokens in them; for rows, the sample length for each of them; for documents, the sample length for each
+            sample of a pass.
         is_rows: whether each of them is a row that is a sample by itself, as in Parquet windows and document stores.
         is_mapped: whether they are documents that are cut into samples by a map of their own, see `sentence_map.py`.
     """
@@ -79,7 +80,7 @@ class SourcePlan:
         return sum(segment.rows for segment in self.segments)
 
     def pass_samples(self, sequence_length: int) -> int:
-        """Samples that one pass over it makes; of a token file, which is one stream over all passes, those that fit."""
+        """Samples that one pass over it makes; of a token file, one stream over all passes, the ones that fit."""
         if self.is_mapped:
             return self.tokens // sequence_length
         return self.last - self.first if self.is_rows else (self.tokens - 1) // sequence_length
@@ -94,7 +95,7 @@ MapRows = Callable[[SourcePlan, int, int], int]
 
 
 @dataclass(frozen=True)
-class Member:
+class PhaseMember:
     """A source that takes part in a phase.
 
     Args:
@@ -117,7 +118,7 @@ class Phase:
     """
 
     first: int
-    members: tuple[Member, ...]
+    members: tuple[PhaseMember, ...]
     consumed: tuple[int, ...] = ()
     blended: bool = True
 
@@ -216,7 +217,7 @@ class DataPlan:
     test: tuple[GroupPlan, ...]
 
     def epoch_of(self, consumed_samples: int) -> int:
-        """The pass over the training data, from 0, that the last of so many samples belongs to."""
+        """The pass over the training data, from 0, that the last of this many samples belongs to."""
         return max(0, consumed_samples - 1) // self.pass_samples if self.pass_samples else 0
 
     @property
@@ -227,7 +228,7 @@ class DataPlan:
     def extended(self, samples: tuple[int, int | None, int | None], map_rows: MapRows | None = None) -> DataPlan:
         """The plan extended to at least these numbers of training, validation and test samples (per group).
 
-        None stands for one pass over all data of each group.
+        None means one pass over all data of each group.
 
         Args:
             map_rows: needed for sources that are mapped.
@@ -323,7 +324,7 @@ def _group_from_json(value: Mapping[str, Any]) -> GroupPlan:
     if "phases" in value:
         phases = tuple(_phase_from_json(phase) for phase in _list(value, "phases"))
     else:
-        members = tuple(Member(place, _weight(source)) for place, source in enumerate(listed))
+        members = tuple(PhaseMember(place, _weight(source)) for place, source in enumerate(listed))
         phases = (Phase(0, members, blended=_truth(value, "blended")),)
     if not phases or any(member.source not in range(len(sources)) for phase in phases for member in phase.members):
         name = printable(value["name"], quoted=False)
@@ -335,7 +336,7 @@ def _phase_from_json(value: Mapping[str, Any]) -> Phase:
     counts = _list(value, "consumed")
     return Phase(
         first=_count(value, "first"),
-        members=tuple(Member(_count(member, "source"), _weight(member)) for member in _list(value, "members")),
+        members=tuple(PhaseMember(_count(member, "source"), _weight(member)) for member in _list(value, "members")),
         consumed=tuple(_count({"consumed": count}, "consumed") for count in counts),
         blended=_truth(value, "blended"),
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron import log
 from megatron.data.order.blend import blend_counts, blend_order
-from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase, SourcePlan
+from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember, SourcePlan
 from megatron.errors import DataError, printable
 
 _SAME_WEIGHT_RATIO = 1e-9
@@ -44,7 +44,7 @@ def resumed_plan(fresh: DataPlan, stored: DataPlan, consumed: int, *, may_change
     )
 
 
-def changed_blend(group: GroupPlan, now: GroupPlan, members: Sequence[Member], consumed: int) -> GroupPlan:
+def changed_blend(group: GroupPlan, now: GroupPlan, members: Sequence[PhaseMember], consumed: int) -> GroupPlan:
     """Ends the last phase at `consumed` and opens one with other members.
 
     Args:
@@ -79,7 +79,7 @@ def _resumed_training(
     if not may_change_blend:
         raise DataError(_other_data_text(stored, fresh))
     changed = changed_blend(stored, now, members, consumed)
-    log.info(f"warning: {_change_text(stored, changed)}")  # once, not from every rank
+    log.shared_warning(_change_text(stored, changed))
     return changed
 
 
@@ -91,37 +91,36 @@ def _resumed_evaluation(fresh: Sequence[GroupPlan], stored: Sequence[GroupPlan])
         now, members = _in_terms_of(old, group) if old is not None else (group, ())
         is_same = old is not None and _is_same_blend(old.phases[-1], members)
         if old is not None and not is_same:
-            log.info(
-                f"warning: the evaluation data {group.name} has changed since the checkpoint; its loss is of other "
-                "samples now."
+            log.shared_warning(
+                f"the evaluation data {group.name} has changed since the checkpoint; its loss is of other samples now."
             )
         result.append(now if is_same else group)
     return tuple(result)
 
 
-def _in_terms_of(stored: GroupPlan, fresh: GroupPlan) -> tuple[GroupPlan, tuple[Member, ...]]:
+def _in_terms_of(stored: GroupPlan, fresh: GroupPlan) -> tuple[GroupPlan, tuple[PhaseMember, ...]]:
     """The stored group under the prefixes of the fresh one, its new sources appended, and the members of the new phase.
 
-    Two sources are one if their identity is; if a blend names one several times, the first is the first.
+    Two sources are the same if their identities are; if a blend names one several times, its entries match in order.
     """
     sources = list(stored.sources)
     places = {key: place for place, key in enumerate(_numbered(sources))}
     members = []
     for key, member in zip(_numbered(fresh.sources), fresh.phases[0].members, strict=True):
-        found = fresh.sources[member.source]
+        source = fresh.sources[member.source]
         place = places.get(key)
         if place is None:
             place = len(sources)
-            sources.append(found)
+            sources.append(source)
         held = sources[place]
-        if (held.tokens, held.is_rows, held.is_mapped) != (found.tokens, found.is_rows, found.is_mapped):
+        if (held.tokens, held.is_rows, held.is_mapped) != (source.tokens, source.is_rows, source.is_mapped):
             raise DataError(
-                f"The stored data plan says that {found.prefix} [{found.first}, {found.last}) holds {held.tokens} "
-                f"tokens, but it holds {found.tokens}. Continue from another checkpoint of the run, or start a new "
+                f"The stored data plan says that {source.prefix} [{source.first}, {source.last}) holds {held.tokens} "
+                f"tokens, but it holds {source.tokens}. Continue from another checkpoint of the run, or start a new "
                 "order with --finetune."
             )
-        sources[place] = dataclasses.replace(sources[place], prefix=found.prefix)
-        members.append(Member(place, member.weight))
+        sources[place] = dataclasses.replace(sources[place], prefix=source.prefix)
+        members.append(PhaseMember(place, member.weight))
     return dataclasses.replace(stored, sources=tuple(sources)), tuple(members)
 
 
@@ -135,8 +134,8 @@ def _numbered(sources: Sequence[SourcePlan]) -> list[tuple[tuple[str, int, int],
     return keys
 
 
-def _is_same_blend(phase: Phase, members: Sequence[Member]) -> bool:
-    """Whether the members are those of a phase with the same weights; in whatever order they are named."""
+def _is_same_blend(phase: Phase, members: Sequence[PhaseMember]) -> bool:
+    """Whether a phase has these members with the same weights, in whatever order they are named."""
     then = {member.source: member.weight for member in phase.members}
     now = {member.source: member.weight for member in members}
     return then.keys() == now.keys() and all(

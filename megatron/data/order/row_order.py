@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 
-class RowOrder:
+class EpochRowOrder:
     """A permutation of the rows of consecutive blocks.
 
     Args:
@@ -47,3 +47,14 @@ class RowOrder:
         rows = np.concatenate([np.arange(self._edges[block], self._edges[block + 1]) for block in blocks])
         np.random.RandomState([self._seed, self._epoch, 1 + number]).shuffle(rows)
         return rows
+
+
+class SingleRows:
+    """What row sources have in common whose rows are read one by one, from anywhere."""
+
+    reads_chunks = False
+    chunk_rows = 1 << 16
+
+    def blocks(self, first: int, last: int) -> np.ndarray:
+        """Every row by itself."""
+        return np.arange(first, last + 1)

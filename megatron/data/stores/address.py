@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
-from megatron.config.files.bounded_file import read_json
 from megatron.errors import ConfigError
+from megatron.files.settings import read_json
 from megatron.secret_text import MASK, guarded, masked, reveal
 
 CONNECTION_KEY = "MONGO_CONNECTION_STRING"
@@ -82,7 +82,7 @@ class StoreAddress:
         return f"{self.written}{'&' if '?' in self.written else '?'}{'&'.join(options)}"
 
     def check_password(self) -> None:
-        """Checks that the address was not read from a record, where a mask stands in place of its password.
+        """Checks that the address was not read from a record, where a mask takes the place of its password.
 
         Raises:
             ConfigError: it was.
@@ -153,10 +153,10 @@ def _sqlite_address(base: str, options: str) -> StoreAddress:
 def _mongodb_address(base: str, options: str, database: str | None = None) -> StoreAddress:
     written = base + (f"?{options}" if options else "")
     _check_user(written)
-    found = unquote(base.partition("://")[2].partition("/")[2])
-    if not (database or found):
+    in_path = unquote(base.partition("://")[2].partition("/")[2])
+    if not (database or in_path):
         raise ConfigError(f"{masked(base)} names no database. Write mongodb://host:27017/database?collection=name.")
-    return StoreAddress("mongodb", guarded(written), database or found, written=guarded(written))
+    return StoreAddress("mongodb", guarded(written), database or in_path, written=guarded(written))
 
 
 def _check_user(written: str) -> None:

@@ -106,7 +106,7 @@ class DocumentStore:
         return self._texts(collection, range(idx, idx + 1), rows)[0]
 
     def fetch_many(self, documents: range) -> list[str]:
-        """The texts of a range of documents, in one query a collection.
+        """The texts of a range of documents, in one query per collection.
 
         Raises:
             DataError, StorageError: as for `fetch`.
@@ -171,7 +171,7 @@ class DocumentStore:
         what = "is missing (a hole)" if not counts[idx] else f"is there {counts[idx]} times (a duplicate)"
         raise DataError(
             f"{self.shown}: idx {idx} of collection {collection.name!r} (document {collection.first + idx} of the "
-            f"store) {what}. Import the collection again; tools/corpus_store.py stat lists all such numbers."
+            f"store) {what}. Import the collection again; tools/corpus/corpus_store.py stat lists all such numbers."
         )
 
 
@@ -187,7 +187,7 @@ def open_store(address: str | StoreAddress) -> DocumentStore:
 
 
 def open_backend(address: StoreAddress) -> StoreBackend:
-    """Opens the database beneath a store.
+    """Opens the database behind a store.
 
     Raises:
         ConfigError: the address lacks its password, or a driver is missing.
@@ -211,7 +211,7 @@ def chosen_collections(backend: StoreBackend, names: Sequence[str]) -> tuple[str
         raise DataError(f"{backend.shown}: there is no collection {missing[0]!r}; it has {shown}.")
     if not there:
         raise DataError(
-            f"{backend.shown}: there is no collection in it. Import documents first: tools/corpus_store.py."
+            f"{backend.shown}: there is no collection in it. Import documents first: tools/corpus/corpus_store.py."
         )
     return tuple(names) or there
 
@@ -238,7 +238,8 @@ def _check_no_holes(backend: StoreBackend, name: str, size: int) -> None:
     if missing > 0:
         raise DataError(
             f"{backend.shown}: {missing} of the {size} documents of collection {name!r} are missing (holes in "
-            "idx). tools/corpus_store.py stat lists the numbers. Import them, or all of it into a new collection."
+            "idx). tools/corpus/corpus_store.py stat lists the numbers. Import them, or all of it into a new "
+            "collection."
         )
 
 
@@ -248,24 +249,24 @@ def checked_size(shown: str, name: str, facts: CollectionFacts) -> int:
         what = "no index on idx" if facts.is_numbered else "no column idx and no rowid"
         raise DataError(
             f"{shown}: collection {name!r} has {what}, so finding one document would read all of them. Import it with "
-            f"tools/corpus_store.py, or make the index (SQL: CREATE UNIQUE INDEX {name}_idx ON {name}(idx))."
+            f"tools/corpus/corpus_store.py, or make the index (SQL: CREATE UNIQUE INDEX {name}_idx ON {name}(idx))."
         )
-    found = 0 if facts.last_idx is None else facts.last_idx + 1
+    size = 0 if facts.last_idx is None else facts.last_idx + 1
     if facts.first_idx:
         raise DataError(
             f"{shown}: idx of collection {name!r} begins with {facts.first_idx}, so document 0 is missing (a hole). "
             "Number the documents from 0, or import them again."
         )
     if facts.counted is None:
-        return found
-    if found < facts.counted:
+        return size
+    if size < facts.counted:
         raise DataError(
             f"{shown}: meta_info counts {facts.counted} documents in collection {name!r}, but its last idx is "
-            f"{found - 1}: documents are missing. Import them again, or correct num_docs."
+            f"{size - 1}: documents are missing. Import them again, or correct num_docs."
         )
-    if found > facts.counted:
+    if size > facts.counted:
         log.warning(
-            f"{shown}: collection {name!r} holds documents up to idx {found - 1}, but meta_info counts "
+            f"{shown}: collection {name!r} holds documents up to idx {size - 1}, but meta_info counts "
             f"{facts.counted}; those above are left out (an import that is running or was killed: the next one "
             "removes them)."
         )

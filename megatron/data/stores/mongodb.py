@@ -79,7 +79,7 @@ class MongoCollections:
             if entry is not None and not isinstance(entry.get("idx"), int):
                 raise DataError(
                     f"{self.shown}: a document of collection {name!r} has the idx {entry.get('idx')!r}; it must be a "
-                    "whole number. Import the collection with tools/corpus_store.py."
+                    "whole number. Import the collection with tools/corpus/corpus_store.py."
                 )
         return CollectionFacts(
             columns=() if first is None else tuple(first),
@@ -97,8 +97,8 @@ class MongoCollections:
                 entry.get("collection_name"): entry.get("num_docs") or 0
                 for entry in self.database[META_COLLECTION].find()
             }
-            found = self.database[IMPORT_COLLECTION].find().sort("_id", 1)
-            records = [ImportRecord(*(entry[name] for name in names)) for entry in found]
+            entries = self.database[IMPORT_COLLECTION].find().sort("_id", 1)
+            records = [ImportRecord(*(entry[name] for name in names)) for entry in entries]
         return [
             record for record in records if record.first_idx + record.num_docs <= counted.get(record.collection_name, 0)
         ]
@@ -106,8 +106,8 @@ class MongoCollections:
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
         """The documents with first <= idx < stop as (idx, value), in order of idx."""
         with explained(self.shown):
-            found = self.database[name].find({"idx": {"$gte": first, "$lt": stop}}, {"_id": 0, "idx": 1, column: 1})
-            return [(entry["idx"], entry.get(column)) for entry in found.sort("idx", 1)]
+            entries = self.database[name].find({"idx": {"$gte": first, "$lt": stop}}, {"_id": 0, "idx": 1, column: 1})
+            return [(entry["idx"], entry.get(column)) for entry in entries.sort("idx", 1)]
 
     def scan(
         self, name: str, columns: Sequence[str], skipped: int, limit: int
@@ -122,9 +122,9 @@ class MongoCollections:
             meta = self.database[META_COLLECTION].find_one({"collection_name": name})
             wanted = {} if meta is None or meta.get("num_docs") is None else {"idx": {"$lt": int(meta["num_docs"])}}
             fields = {"idx": 1, **dict.fromkeys(columns, 1)}
-            found = self.database[name].find(wanted, fields).sort("idx", 1)
-            found = found.skip(skipped).limit(max(limit, 0)).batch_size(_BATCH_DOCUMENTS)
-            for number, entry in enumerate(found if limit else ()):
+            entries = self.database[name].find(wanted, fields).sort("idx", 1)
+            entries = entries.skip(skipped).limit(max(limit, 0)).batch_size(_BATCH_DOCUMENTS)
+            for number, entry in enumerate(entries if limit else ()):
                 yield entry.get("idx", skipped + number), tuple(entry.get(column) for column in columns)
 
     def indices(self, name: str) -> Iterator[int | None]:
@@ -169,7 +169,7 @@ def connect(connection: str, shown: str) -> Any:
 
 @contextmanager
 def explained(shown: str) -> Iterator[None]:
-    """Turns what the driver raises into an error with the address, and without what is secret of it.
+    """Turns what the driver raises into an error with the address, and without what is secret in it.
 
     Args:
         shown: the address; if it is guarded, no message that repeats its secret is shown, nor is the driver's

@@ -39,7 +39,7 @@ class PairStore:
             if missing and self._sizes[name]:
                 raise DataError(
                     f"{self.shown}: collection {name!r} has no column {missing[0]!r}; it has "
-                    f"{', '.join(map(repr, facts.columns[:8]))}. Name those of the prompt and the answer, as in "
+                    f"{', '.join(map(repr, facts.columns[:8]))}. Name the columns of the prompt and the answer, as in "
                     "column=question,answer."
                 )
 
@@ -95,7 +95,7 @@ def _named_columns(address: StoreAddress) -> tuple[str, ...] | None:
 
 
 def _text(value: Any) -> Any:
-    """A text of a database; what is none is left as it is, for the reader to refuse."""
+    """A text of a database; what is not one is left as it is, for the reader to refuse."""
     if not isinstance(value, bytes):
         return value
     try:

@@ -1,4 +1,4 @@
-"""A document store in one SQLite file: a table a collection, read without ever changing the file.
+"""A document store in one SQLite file: one table per collection, read without ever changing the file.
 
 Every thread of every process opens a connection of its own when it first reads, so a store may be shared with threads
 and across a fork. Nothing is mapped and SQLite's cache is small: memory does not grow with the store.
@@ -23,6 +23,7 @@ from megatron.data.stores.backend import (
     ImportRecord,
 )
 from megatron.errors import DataError, MegatronError, StorageError
+from megatron.files.plain import check_plain
 
 BUSY_SECONDS = 10.0
 _FETCH_ROWS = 256
@@ -50,7 +51,7 @@ class SqliteCollections:
         busy_seconds: how long to wait for a process that writes.
 
     Raises:
-        DataError: there is no such file, or it is no SQLite file.
+        DataError: there is no such file, or it is not a SQLite file.
     """
 
     def __init__(self, path: str, busy_seconds: float = BUSY_SECONDS) -> None:
@@ -171,9 +172,13 @@ class SqliteCollections:
         return held[process]  # type: ignore[no-any-return]
 
     def _connect(self) -> sqlite3.Connection:
-        if not os.path.isfile(self.path):
+        try:
+            check_plain(self.path)
+        except FileNotFoundError:
             absolute = f" There is /{self.path}: write four slashes for it." if os.path.isfile(f"/{self.path}") else ""
-            raise DataError(f"{self.path}: there is no such SQLite file.{absolute or ' Check the path.'}")
+            raise DataError(f"{self.path}: there is no such SQLite file.{absolute or ' Check the path.'}") from None
+        except OSError as failure:
+            raise DataError(f"{self.path}: it cannot be read: {failure.strerror}. Give an SQLite file.") from failure
         # "rw" creates nothing and lets SQLite roll back what a killed writer left; query_only refuses every change.
         address = f"file:{quote(os.path.abspath(self.path))}?mode=rw"
         connection = sqlite3.connect(  # no two threads use it at once, but a scan may wander from one to another
@@ -211,13 +216,13 @@ class SqliteCollections:
     def _extremes(self, name: str, table: _Table) -> tuple[int | None, int | None]:
         if table.order is None:
             return None, None
-        found = []
+        extremes = []
         for function in ("min", "max"):  # one at a time: only then does SQLite look at the ends of the index alone
             row = self._connection.execute(f"SELECT {function}({table.order}) FROM {quoted_name(name)}").fetchone()
             if row[0] is not None and not isinstance(row[0], int):
                 raise DataError(f"{self.path}: idx of table {name!r} holds {row[0]!r}; it must hold whole numbers.")
-            found.append(row[0])
-        return found[0], found[1]
+            extremes.append(row[0])
+        return extremes[0], extremes[1]
 
     def _counted(self, name: str) -> int | None:
         if META_COLLECTION not in self._tables_of_file():
@@ -273,8 +278,8 @@ def sqlite_error(path: str, failure: sqlite3.Error, busy_seconds: float) -> Mega
         )
     if "readonly" in reason or "unable to open" in reason or "disk I/O" in reason or "full" in reason:
         return StorageError(
-            f"{path}: {reason}. Check the rights on the file and its folder (SQLite may write a journal beside it) and "
-            "the free space."
+            f"{path}: {reason}. Check the rights on the file and its folder (SQLite may write a journal next to it) "
+            "and the free space."
         )
     return DataError(f"{path} cannot be read as a SQLite store: {reason}. Restore the file, or import it again.")
 

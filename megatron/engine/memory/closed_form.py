@@ -10,10 +10,10 @@ precision):
     2          k P          4 O           12 O
     3          k O          4 O           12 O
 
-In half precision gradients are accumulated in fp32, and at stage 1 each rank accumulates all of them beside those that
-backward has just computed. From stage 1 on, DeepSpeed copies the weights that the optimizer updates, in fp32 too. In
-fp32, stages 1 and 2 hold the same gradients when the update begins, since DeepSpeed drops the others at stage 1 as
-well; they differ in what they hold from one micro-batch to the next.
+In half precision gradients are accumulated in fp32, and at stage 1 each rank accumulates all of them, in addition to
+the half-precision ones that backward has just computed. From stage 1 on, DeepSpeed copies the weights that the
+optimizer updates, in fp32 too. In fp32, stages 1 and 2 hold the same gradients when the update begins, since DeepSpeed
+drops the others at stage 1 as well; they differ in what they hold from one micro-batch to the next.
 
 Offloading puts the optimizer's part into the memory of the host, with the copy of the gradients that it reads; at stage
 3 the partition of the parameters can follow. Buckets of communication and staging buffers are not counted: their sizes
@@ -29,7 +29,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.engine.memory.amounts import Amounts
+
+@dataclass(frozen=True)
+class Amounts:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: the weights that forward and backward compute with.
+        gradients: what is held of the gradients when the update begins.
+        optimizer: fp32 master weights, where they are a copy, and Adam's two moments.
+        on_device: how many of all these bytes are in the memory of the device, not the host's; on a machine
+            without an accelerator all of them.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    on_device: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.parameters + self.gradients + self.optimizer
+
 
 _FP32 = 4
 
@@ -44,6 +66,8 @@ class Partitioning:
         offloads_optimizer: whether the optimizer's part is in the memory of the host.
         offloads_parameters: whether the partition of the parameters is, too (stage 3).
         weight_bytes: bytes of a weight that the network computes with, 4 or 2.
+        offloaded_ratio: share of the optimizer's part that is in the memory of the host, if it is offloaded (stage 3);
+            the rest, with the gradients that the optimizer reads, is on the device as far as whole sub-groups fit.
     """
 
     stage: int
@@ -51,6 +75,7 @@ class Partitioning:
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     weight_bytes: int = _FP32
+    offloaded_ratio: float = 1.0
 
 
 def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning, rank: int = 0) -> Amounts:
@@ -68,7 +93,10 @@ def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning, rank: in
     on_device, on_host = _gradients(groups, how, rank, everything, own)
     here = on_device
     here += 0 if how.offloads_parameters else weights
-    here += 0 if how.offloads_optimizer else states
+    if not how.offloads_optimizer:
+        here += states
+    elif how.offloaded_ratio < 1:
+        here += int((1 - how.offloaded_ratio) * (states + _FP32 * own))
     return Amounts(weights, on_device + on_host, states, here)
 
 
@@ -92,8 +120,8 @@ def _gradients(
 def _outside(sizes: Sequence[int], rank: int, ranks: int) -> int:
     """Elements of the parameters of a group of which no element is in the partition of a rank."""
     part = -(-sum(sizes) // ranks)
-    first, found = 0, 0
+    first, outside = 0, 0
     for size in sizes:
-        found += size if first + size <= rank * part or first >= (rank + 1) * part else 0
+        outside += size if first + size <= rank * part or first >= (rank + 1) * part else 0
         first += size
-    return found
+    return outside

@@ -5,17 +5,13 @@ A byte counts once, however many tensors show it: DeepSpeed hands out views into
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megatron.engine.deepspeed_internals import partition_of, tensors_in, whole_numel
 from megatron.engine.engine import Engine
-from megatron.engine.memory.amounts import Amounts
-from megatron.engine.state import optimizer_slices
-
-# Where DeepSpeed's optimizers keep gradients that are not the `grad` of a tensor.
-_GRADIENT_HOLDERS = ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
+from megatron.engine.memory.closed_form import Amounts
 
 
 def held_bytes(engine: Engine) -> Amounts:
@@ -24,10 +20,9 @@ def held_bytes(engine: Engine) -> Amounts:
     When the update begins (`Engine.on_phase` is called with "step"), these are the gradients of a whole global batch.
     """
     weights = list(_weights(engine))
-    masters = _distinct(part.flat for part in optimizer_slices(engine))
     parameters = _Spans(weights)
-    gradients = _Spans(_gradients(engine, masters))
-    optimizer = _Spans([*masters, *_tensors(dict(engine.optimizer.state))]).without(parameters)
+    gradients = _Spans(engine.view.gradients())
+    optimizer = _Spans([*engine.view.masters(), *tensors_in(dict(engine.optimizer.state))]).without(parameters)
     kinds = (parameters, gradients, optimizer)
     accelerator = engine.mesh.device.type
     on_device = sum(spans.size(accelerator) for spans in kinds)
@@ -36,12 +31,7 @@ def held_bytes(engine: Engine) -> Amounts:
 
 def parameter_groups(engine: Engine) -> list[list[int]]:
     """Number of elements of each trained parameter, by group of the optimizer, in the order of the groups."""
-    groups = engine.deepspeed.optimizer
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        found = getattr(groups, name, None)
-        if found:
-            return [[int(getattr(item, "ds_numel", item.numel())) for item in group] for group in found]
-    return [[parameter.numel() for parameter in group["params"]] for group in engine.optimizer.param_groups]
+    return [[whole_numel(parameter) for parameter in group] for group in engine.view.groups()]
 
 
 class _Spans:
@@ -71,43 +61,18 @@ class _Spans:
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):
-        if found and first < found[-1][1]:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if merged and first < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged
 
 
 def _weights(engine: Engine) -> Iterator[torch.Tensor]:
     for parameter in engine.parameters():
-        partition = getattr(parameter, "ds_tensor", None)
+        partition = partition_of(parameter)
         if partition is not None:
             yield partition
         yield parameter.data
-
-
-def _gradients(engine: Engine, masters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for tensor in (*engine.parameters(), *masters):
-        yield from _tensors([tensor.grad, getattr(tensor, "grad_accum", None)])
-    wrapper = engine.deepspeed.optimizer
-    for name in _GRADIENT_HOLDERS:
-        yield from _tensors(getattr(wrapper, name, None))
-    yield from _tensors(getattr(wrapper, "fp32_groups_gradients_flat", None))
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

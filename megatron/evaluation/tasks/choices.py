@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.evaluation.scoring import Query, Score
+from megatron.evaluation.scoring import Score
 from megatron.evaluation.statistics import mean
-from megatron.evaluation.tasks.task import SHOWN_MISTAKES, Measured, Mistake, shown_end
+from megatron.evaluation.tasks.task import SHOWN_MISTAKES, Measured, Mistake, Prepared, shown_end
 
 # Makes a value of a choice that the right one should have the highest of: (item, number of the choice, its score).
 Preference = Callable[["ChoiceItem", int, Score], float]
@@ -31,26 +31,17 @@ class ChoiceItem:
 
 
 @dataclass(frozen=True)
-class PreparedChoices:
-    """Items with a query for each choice, item by item.
+class PreparedChoices(Prepared):
+    """Items with a query for each choice, item by item, then those about each choice without its question.
 
     Attributes:
         preferences: how each metric ranks the choices; the first one decides which mistakes are shown.
         habits: baselines that choose without a model, by name.
-        unconditional: queries about each choice without its question; empty if no metric needs them.
     """
 
     items: Sequence[ChoiceItem]
-    conditional: Sequence[Query]
     preferences: Mapping[str, Preference]
     habits: Mapping[str, Habit]
-    unconditional: Sequence[Query] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def queries(self) -> Sequence[Query]:
-        """The questions with each choice, then the choices alone."""
-        return [*self.conditional, *self.unconditional]
 
     @property
     def constants(self) -> Mapping[str, Measured]:
@@ -58,17 +49,13 @@ class PreparedChoices:
         return {name: constant(self.items, self._leading, value) for name, value in self.habits.items()}
 
     @property
-    def count(self) -> int:
-        """Number of items."""
-        return len(self.items)
-
-    @property
     def _leading(self) -> str:
         return next(iter(self.preferences))
 
     def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
         """The share of items whose right choice ranks highest, by metric; a tie counts in parts."""
-        with_question, alone = scores[: len(self.conditional)], scores[len(self.conditional) :]
+        count = sum(len(item.choices) for item in self.items)
+        with_question, alone = scores[:count], scores[count:]
         rankings = {
             metric: self._ranked(lambda item, place, number, rank=rank: rank(item, number, with_question[place]))  # type: ignore[misc]
             for metric, rank in self.preferences.items()

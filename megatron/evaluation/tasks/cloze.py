@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 
 from megatron.config import flag
 from megatron.errors import DataError, printable
-from megatron.evaluation.scoring import Query, Score
-from megatron.evaluation.sources import Row, checked_text, read_lines, read_rows
+from megatron.evaluation.item_files import JsonRow, checked_text, read_lines, read_rows
+from megatron.evaluation.scoring import Query, Score, continuation_query
 from megatron.evaluation.tasks.choices import ChoiceItem, Habit, PreparedChoices
-from megatron.evaluation.tasks.queries import continuation_query
 from megatron.evaluation.tasks.task import Prepared, ScoredTask
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -74,7 +73,7 @@ def _logprob(item: ChoiceItem, number: int, score: Score) -> float:
 
 
 def _occurrences(item: ChoiceItem, number: int) -> float:
-    """How often a candidate stands in the story, as a word."""
+    """How often a candidate appears in the story, as a word."""
     return float(len(re.findall(rf"(?<!\w){re.escape(item.choices[number])}(?!\w)", item.context)))
 
 
@@ -92,13 +91,13 @@ def read_cloze(path: Path) -> Iterator[ClozeQuestion]:
         if not line.strip():
             story = []
             continue
-        found = _NUMBERED.match(line)
-        if found is None:
+        numbered = _NUMBERED.match(line)
+        if numbered is None:
             raise DataError(f"{path} line {number} does not begin with the number of its sentence: {printable(line)}.")
         if "\t" not in line:
-            story.append(found.group(2))
+            story.append(numbered.group(2))
             continue
-        fields = [text.strip() for text in found.group(2).split("\t") if text.strip()]
+        fields = [text.strip() for text in numbered.group(2).split("\t") if text.strip()]
         if len(fields) != 3:
             raise DataError(
                 f"{path} line {number} must hold a question, its answer and its candidates between tabs, and has "
@@ -108,7 +107,7 @@ def read_cloze(path: Path) -> Iterator[ClozeQuestion]:
         yield _question(f"{path} line {number}", " ".join(story), fields[0], candidates, fields[1])
 
 
-def _from_row(row: Row) -> ClozeQuestion:
+def _from_row(row: JsonRow) -> ClozeQuestion:
     context: Any = row.values.get("context", "")
     sentences = context if isinstance(context, list) else [context]
     story = " ".join(checked_text(one, f'{row.place}: "context"') for one in sentences)

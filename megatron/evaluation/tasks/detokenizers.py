@@ -21,7 +21,7 @@ def _replace(*pairs: tuple[str, str]) -> tuple[Rule, ...]:
 
 def _trim_inside(opening: str, closing: str) -> Rule:
     pattern = re.compile(f"{re.escape(opening)}([^{re.escape(closing)}]*){re.escape(closing)}")
-    return lambda text: pattern.sub(lambda found: opening + found.group(1).strip() + closing, text)
+    return lambda text: pattern.sub(lambda inside: opening + inside.group(1).strip() + closing, text)
 
 
 def _words_between_white_space(text: str) -> int:

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from megatron.config import flag
 from megatron.errors import ConfigError, DataError, printable
-from megatron.evaluation.baselines.scorers import Baseline
+from megatron.evaluation.baselines import Baseline
+from megatron.evaluation.item_files import JsonRow, checked_text, read_rows
 from megatron.evaluation.scoring import Scorer
-from megatron.evaluation.sources import Row, checked_text, read_rows
 from megatron.evaluation.statistics import mean
 from megatron.evaluation.tasks.task import (
     NO_OPTIONS,
@@ -32,6 +32,7 @@ from megatron.evaluation.tasks.task import (
     result_of,
     shown_end,
 )
+from megatron.tokenizers.prompts import encode_prompt
 from megatron.tokenizers.tokenizer import Tokenizer
 
 _PROMPTS_AT_ONCE = 32
@@ -61,7 +62,7 @@ class ExactMatch(DescribedTask):
 
     kind: ClassVar[str] = "exact_match"
 
-    template: str = flag("{prompt}", "text that is continued; {prompt} stands for the prompt")
+    template: str = flag("{prompt}", "text that is continued; {prompt} is replaced by the prompt")
     max_new_tokens: int = flag(32, "most tokens of an answer", at_least=1)
     stop: tuple[str, ...] = flag(("\n",), "texts that end an answer", nargs="*")
     normalize: str = flag("usual", "how texts are made comparable", choices=("usual", "none"))
@@ -74,7 +75,7 @@ class ExactMatch(DescribedTask):
     def run(
         self, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None, options: TaskOptions = NO_OPTIONS
     ) -> TaskResult:
-        """Lets the network answer, and the baselines too.
+        """Generates the answers of the network and of the baselines.
 
         Raises:
             ConfigError: nothing generates text here.
@@ -124,16 +125,16 @@ class ExactMatch(DescribedTask):
     ) -> dict[str, Measured]:
         """Always the most frequent answer, and what the counting models write; the uniform one writes nothing."""
         usual = Counter(item.answers[0] for item in items).most_common(1)[0][0]
-        found = {"frequent": self._measure(items, [usual] * len(items))}
+        measured = {"frequent": self._measure(items, [usual] * len(items))}
         fitted = () if options.baselines is None else options.baselines.fitted_to(self.train_path)
         for baseline in fitted:
             if not baseline.is_uniform:
                 texts = [self._written(baseline, prompt, tokenizer) for prompt in prompts]
-                found[baseline.name] = self._measure(items, texts)
-        return found
+                measured[baseline.name] = self._measure(items, texts)
+        return measured
 
     def _written(self, baseline: Baseline, prompt: str, tokenizer: Tokenizer) -> str:
-        tokens = tokenizer.encode(prompt)
+        tokens = encode_prompt(tokenizer, prompt)
         return tokenizer.decode(baseline.complete(tokens, self.max_new_tokens)) if tokens else ""
 
 
@@ -146,7 +147,7 @@ class Question:
     answers: tuple[str, ...]
 
 
-def _question(row: Row) -> Question:
+def _question(row: JsonRow) -> Question:
     answers = row.values.get("answers")
     if answers is None:
         return Question(row.place, row.text("prompt", "question"), (row.text("answer"),))

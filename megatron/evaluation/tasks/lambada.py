@@ -7,17 +7,17 @@ predicted, bigscience Megatron-DeepSpeed `tasks/zeroshot_gpt/datasets.py` (`--st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config import flag
 from megatron.errors import DataError
-from megatron.evaluation.scoring import Query, Score
-from megatron.evaluation.sources import Row, read_rows
+from megatron.evaluation.item_files import JsonRow, read_rows
+from megatron.evaluation.scoring import Query, Score, bounded_query, continuation_query
 from megatron.evaluation.statistics import exponential, mean
-from megatron.evaluation.tasks.queries import bounded_query, continuation_query
 from megatron.evaluation.tasks.task import SHOWN_MISTAKES, Measured, Mistake, Prepared, ScoredTask, shown_end
+from megatron.tokenizers.prompts import encode_prompt, start_ids
 from megatron.tokenizers.tokenizer import Tokenizer
 
 
@@ -41,7 +41,7 @@ class Lambada(ScoredTask):
             queries.append(self._query(row, tokenizer, max_length))
         return PreparedPassages(places, queries, tokenizer)
 
-    def _query(self, row: Row, tokenizer: Tokenizer, max_length: int) -> Query:
+    def _query(self, row: JsonRow, tokenizer: Tokenizer, max_length: int) -> Query:
         text = row.text(self.key)
         words = text.split()
         if not words:
@@ -50,28 +50,18 @@ class Lambada(ScoredTask):
             context = text[: text.rfind(words[-1])].strip()
             continuation = f" {words[-1]}" if context else words[-1]
             return continuation_query(tokenizer, context, continuation, max_length, row.place)
-        tokens = tokenizer.encode(text)
+        tokens = encode_prompt(tokenizer, text)
+        if len(tokens) == 1:
+            tokens = [*start_ids(tokenizer), *tokens]
         return bounded_query(tokenizer, tokens, len(tokens) - 1, max_length, row.place)
 
 
 @dataclass(frozen=True)
-class PreparedPassages:
-    """One query a passage."""
+class PreparedPassages(Prepared):
+    """One query per passage."""
 
-    places: Sequence[str]
-    queries: Sequence[Query]
+    items: Sequence[str]  # the place of each passage
     tokenizer: Tokenizer
-    notes: tuple[str, ...] = ()
-
-    @property
-    def constants(self) -> Mapping[str, Measured]:
-        """None: every baseline is a model."""
-        return {}
-
-    @property
-    def count(self) -> int:
-        """Number of passages."""
-        return len(self.queries)
 
     def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
         """The share of words whose tokens are all the most probable ones, and the perplexity of a word.
@@ -82,7 +72,7 @@ class PreparedPassages:
         estimates = {"acc": mean(right), "ppl": exponential(mean([-score.logprob for score in scores]))}
         per_item = tuple(
             {"item": place, "acc": hit, "logprob": score.logprob}
-            for place, hit, score in zip(self.places, right, scores, strict=True)
+            for place, hit, score in zip(self.items, right, scores, strict=True)
         )
         wrong = [number for number, score in enumerate(scores) if not score.is_greedy][:SHOWN_MISTAKES]
         return Measured(
@@ -94,4 +84,4 @@ class PreparedPassages:
         context, meant, said = (
             self.tokenizer.decode(ids) for ids in (query.tokens[: query.first_target], query.targets, score.predicted)
         )
-        return Mistake(self.places[number], shown_end(context), meant, said)
+        return Mistake(self.items[number], shown_end(context), meant, said)

@@ -17,10 +17,9 @@ from typing import ClassVar
 
 from megatron.config import flag
 from megatron.errors import DataError, printable
-from megatron.evaluation.scoring import Score
-from megatron.evaluation.sources import Row, checked_text, read_rows
+from megatron.evaluation.item_files import JsonRow, checked_text, read_rows
+from megatron.evaluation.scoring import Score, continuation_query
 from megatron.evaluation.tasks.choices import ChoiceItem, Habit, PreparedChoices
-from megatron.evaluation.tasks.queries import continuation_query
 from megatron.evaluation.tasks.task import Prepared, ScoredTask
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -34,7 +33,7 @@ class MultipleChoice(ScoredTask):
 
     kind: ClassVar[str] = "multiple_choice"
 
-    template: str = flag(PLACE_OF_QUESTION, "text before a choice; {question} stands for the question")
+    template: str = flag(PLACE_OF_QUESTION, "text before a choice; {question} is replaced by the question")
     separator: str = flag(" ", "text between question and choice")
     unconditional: bool = flag(False, "also rank by what the question adds to the probability of a choice alone")
     few_shot: int = flag(0, "answered questions to put in front, from the beginning of `examples`", at_least=0)
@@ -59,13 +58,13 @@ class MultipleChoice(ScoredTask):
         }
         preferences = {"acc": _logprob, "acc_norm": _logprob_per_byte}
         notes = (f"{self.few_shot} questions with answers in front",) if self.few_shot else ()
-        return PreparedChoices(items, queries, preferences, habits, alone, notes)
+        return PreparedChoices(items, [*queries, *alone], preferences, habits, notes=notes)
 
     def _asked(self, item: ChoiceItem) -> str:
         return self.template.replace(PLACE_OF_QUESTION, item.context)
 
     def _front(self) -> str:
-        """The questions with their answers that stand before each question."""
+        """The questions with their answers that come before each question."""
         if not self.few_shot:
             return ""
         path = self.folder / str(self.examples)
@@ -96,7 +95,7 @@ def _most_frequent_position(items: Sequence[ChoiceItem]) -> Habit:
     return lambda item, number: float(counts[number])
 
 
-def _item(row: Row) -> ChoiceItem:
+def _item(row: JsonRow) -> ChoiceItem:
     """The question of a line.
 
     Raises:
@@ -111,7 +110,7 @@ def _item(row: Row) -> ChoiceItem:
     return ChoiceItem(row.place, row.text("question", "query"), choices, _answer(row, len(choices)))
 
 
-def _answer(row: Row, count: int) -> int:
+def _answer(row: JsonRow, count: int) -> int:
     answer = row.values.get("answer")
     if isinstance(answer, str) and len(answer) == 1 and answer.upper() in _LETTERS:
         answer = _LETTERS.index(answer.upper())

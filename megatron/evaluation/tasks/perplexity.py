@@ -2,25 +2,27 @@
 
 A text longer than the window is scored in overlapping windows. Items are stretches of a document of about a window's
 tokens; neighbouring stretches count as independent in the standard errors.
+
+The first window scores all of its tokens. Each later one begins `stride` tokens after the one before and scores only
+its last `stride` tokens, so that every token is scored exactly once and, with a small stride, after a long context.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
 from megatron.config import flag
 from megatron.errors import ConfigError
+from megatron.evaluation.item_files import ScoredDocument, read_documents
 from megatron.evaluation.scoring import Query, Score
-from megatron.evaluation.sources import Document, read_documents
 from megatron.evaluation.statistics import Estimate, exponential, ratio, scaled
 from megatron.evaluation.tasks.detokenizers import DETOKENIZERS
 from megatron.evaluation.tasks.task import SHOWN_MISTAKES, Measured, Mistake, Prepared, ScoredTask, shown_end
-from megatron.evaluation.tasks.windows import overlapping_windows
-from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.prompts import encode_document, special_bytes, start_ids
 from megatron.tokenizers.tokenizer import Tokenizer
 
 _SHOWN_TOKENS = 48
@@ -41,7 +43,9 @@ class Perplexity(ScoredTask):
     )
     detokenizer: str = flag("none", "spacing of the data set to undo", choices=tuple(DETOKENIZERS))
     start: str = flag(
-        "eod", "what stands before a document: the end-of-document token, or nothing, which leaves its first token out",
+        "eod",
+        "what stands before a document: what the tokenizer puts before texts, else the end-of-document token; or "
+        "nothing, which leaves its first token out",
         choices=("eod", "nothing"),
     )  # fmt: skip
 
@@ -64,22 +68,26 @@ class Perplexity(ScoredTask):
                 queries += own
         kept = stretches[:limit]
         notes = (f"windows of {window} tokens, {stride} apart",)
-        return PreparedText(tuple(kept), queries[: sum(one.queries for one in kept)], tokenizer, notes)
+        return PreparedText(tuple(kept), queries[: sum(one.queries for one in kept)], tokenizer, notes=notes)
 
     def _stretches(
-        self, document: Document, tokenizer: Tokenizer, window: int, stride: int
+        self, document: ScoredDocument, tokenizer: Tokenizer, window: int, stride: int
     ) -> Iterator[tuple[Stretch, list[Query]]]:
         detokenizer = DETOKENIZERS[self.detokenizer]
-        raw = tokenizer.decode(document.tokens) if document.tokens is not None else document.text or ""
-        text = raw if document.tokens is not None else detokenizer(raw)
-        tokens = list(document.tokens) if document.tokens is not None else tokenizer.encode(text)
-        words, text_bytes = detokenizer.count_words(raw), len(text.encode(errors="replace"))
-        eod_id = TokenizerRecord.of(tokenizer).eod_id if self.start == "eod" else None
-        if eod_id is not None:
-            tokens = [eod_id, *tokens]
-        elif tokens:
+        if document.tokens is not None:
+            tokens = document.ids(tokenizer)
+            raw = text = tokenizer.decode(tokens)
+        else:
+            raw = document.text or ""
+            text = detokenizer(raw)
+            tokens = encode_document(tokenizer, text)
+        words = detokenizer.count_words(raw)
+        text_bytes = len(text.encode(errors="replace")) - special_bytes(tokenizer, tokens)
+        start = start_ids(tokenizer)[-1:] if self.start == "eod" else []
+        if not start and tokens:
             words, text_bytes = words - 1, text_bytes - len(tokenizer.decode(tokens[:1]).encode())
-        scored = len(tokens) - 1
+            start, tokens = tokens[:1], tokens[1:]
+        tokens, scored = [*start, *tokens], len(tokens)
         group: list[Query] = []
         before = count = 0
         for query in overlapping_windows(tokens, window, stride):
@@ -111,29 +119,17 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class PreparedText:
+class PreparedText(Prepared):
     """Stretches of text with their queries, in order."""
 
-    stretches: Sequence[Stretch]
-    queries: Sequence[Query]
+    items: Sequence[Stretch]
     tokenizer: Tokenizer
-    notes: tuple[str, ...] = ()
-
-    @property
-    def constants(self) -> Mapping[str, Measured]:
-        """None: every baseline is a model."""
-        return {}
-
-    @property
-    def count(self) -> int:
-        """Number of stretches."""
-        return len(self.stretches)
 
     def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
         """Loss, perplexity, bits per byte, and the share of tokens that were predicted."""
         nats, right, per_item = [], [], []
         first = 0
-        for stretch in self.stretches:
+        for stretch in self.items:
             own = range(first, first + stretch.queries)
             first += stretch.queries
             nats.append(-math.fsum(scores[number].logprob for number in own))
@@ -144,26 +140,26 @@ class PreparedText:
             )
             right.append(math.exp(-nats[-1] / stretch.tokens) * stretch.tokens if is_uniform else float(hits))
             per_item.append({"item": stretch.place, "nats": nats[-1], "tokens": stretch.tokens})
-        tokens = [stretch.tokens for stretch in self.stretches]
+        tokens = [stretch.tokens for stretch in self.items]
         loss = ratio(nats, tokens)
         estimates = {"loss": loss, "ppl": exponential(loss), **self._per_unit(nats), "acc": ratio(right, tokens)}
         return Measured(estimates, tuple(per_item), () if is_uniform else tuple(self._mistakes(scores)))
 
     def _per_unit(self, nats: Sequence[float]) -> dict[str, Estimate]:
         """What does not depend on the tokenizer."""
-        found = {}
-        words, text_bytes = ([getattr(one, name) for one in self.stretches] for name in ("words", "text_bytes"))
+        figures = {}
+        words, text_bytes = ([getattr(one, name) for one in self.items] for name in ("words", "text_bytes"))
         if sum(words):
-            found["adjusted_ppl"] = exponential(ratio(nats, [float(count) for count in words]))
-            found["token_ratio"] = Estimate(float(sum(one.tokens for one in self.stretches) / sum(words)), None)
+            figures["adjusted_ppl"] = exponential(ratio(nats, [float(count) for count in words]))
+            figures["token_ratio"] = Estimate(float(sum(one.tokens for one in self.items) / sum(words)), None)
         if sum(text_bytes):
-            found["bits_per_byte"] = scaled(ratio(nats, [float(count) for count in text_bytes]), 1 / math.log(2))
-        return found
+            figures["bits_per_byte"] = scaled(ratio(nats, [float(count) for count in text_bytes]), 1 / math.log(2))
+        return figures
 
     def _mistakes(self, scores: Sequence[Score]) -> Iterator[Mistake]:
         """The first token that was not predicted, of the first query of each of the first stretches that have one."""
         first = shown = 0
-        for stretch in self.stretches:
+        for stretch in self.items:
             query, score = self.queries[first], scores[first]
             first += stretch.queries
             pairs = zip(score.predicted, query.targets, strict=True)
@@ -176,3 +172,21 @@ class PreparedText:
                     self.tokenizer.decode([token]) for token in (query.tokens[place], score.predicted[wrong[0]])
                 )
                 yield Mistake(stretch.place, shown_end(context), expected, predicted)
+
+
+def overlapping_windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Query]:
+    """The queries that score every token but the first exactly once.
+
+    Args:
+        window: the most tokens that a query scores, and one less than it may hold.
+        stride: tokens that each query after the first scores; a stride above the window counts as the window.
+
+    Source: bigscience Megatron-DeepSpeed `tasks/zeroshot_gpt/datasets.py` (`--overlapping-eval`).
+    """
+    stride = max(1, min(stride, window))
+    stop = min(window + 1, len(tokens))
+    done = 1
+    while done < len(tokens):
+        start = max(0, done - 1 - (window - stride))
+        yield Query(tuple(tokens[start:stop]), done - start)
+        done, stop = stop, min(stop + stride, len(tokens))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from megatron.config import ConfigSection, flag
 from megatron.errors import DataError
-from megatron.evaluation.baselines.scorers import Baselines
+from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.scoring import Progress, Query, Score, Scorer
 from megatron.evaluation.statistics import Estimate
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class TaskResult:
     """The result of a task.
 
     Attributes:
-        kind: what kind of task it is (`KINDS` in `reading.py`).
+        kind: what kind of task it is (`KINDS` in `tasks_file.py`).
         figures: a value by metric.
         errors: the standard error of each figure; a figure of a single item has none.
         count: number of items.
@@ -120,31 +120,35 @@ class Task(Protocol):
         """Measures the scorer's network.
 
         Args:
-            limit: take only so many items from the beginning.
+            limit: take only this many items from the beginning.
 
         Raises:
             DataError: a file is missing or damaged, or an item does not fit the network.
         """
 
 
-class Prepared(Protocol):
-    """The items of a task, ready to be scored."""
+@dataclass(frozen=True)
+class Prepared:
+    """The items of a task, ready to be scored.
 
-    @property
-    def queries(self) -> Sequence[Query]:
-        """What is asked about all items."""
+    Args:
+        queries: what is asked about all items.
+        notes: what a reader of the figures has to know.
+    """
 
-    @property
-    def constants(self) -> Mapping[str, Measured]:
-        """Baselines that need no model, such as always the longest choice."""
+    items: Sequence[Any]
+    queries: Sequence[Query]
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def count(self) -> int:
         """Number of items."""
+        return len(self.items)
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of the figures has to know."""
+    def constants(self) -> Mapping[str, Measured]:
+        """Baselines that need no model, such as always the longest choice."""
+        return {}
 
     def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
         """What the answers to the queries say.
@@ -152,6 +156,7 @@ class Prepared(Protocol):
         Args:
             is_uniform: they come from the uniform model, which prefers no answer.
         """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from megatron.inference.generation.next_tokens import (
     choose_on_all,
     finish_of,
     last_length,
+    score_on_all,
 )
 from megatron.inference.generation.request import GeneratedToken, Request
-from megatron.inference.generation.schedule import Limits, Part, Schedule, Text
+from megatron.inference.generation.schedule import EngineLimits, Text, TextChunk, TextSchedule
 from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Chooser, Chosen
 from megatron.model.interface.key_value_cache import MixedCaches, TextCache
@@ -30,7 +31,7 @@ class GenerationEngine:
     A step computes the new tokens of all running texts in one forward pass: the last token of each text that is being
     continued, and chunks of the prompts that are new. The tokens follow each other in a batch of 1, so nothing is
     padded, and every text is attended to by itself. The products of the other layers may round differently with other
-    texts beside them, by about 1e-6 of a score in float32 (1e-2 in bfloat16), and no more: a text changes only where
+    texts in the batch, by about 1e-6 of a score in float32 (1e-2 in bfloat16), and no more: a text changes only where
     its most probable tokens are that close, or a draw falls that close to the boundary between two tokens. Of equal
     scores the lowest token is chosen.
 
@@ -59,12 +60,12 @@ class GenerationEngine:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}. It must be at least 1.")
         self.loaded = loaded
-        limits = Limits(max_sequences, 0, short_context=loaded.config.model.short_context)
+        limits = EngineLimits(max_sequences, 0, short_context=loaded.config.model.short_context)
         room = max_sequences * limits.reserved(loaded.positions) if max_tokens is None else max_tokens
-        self._limits = Limits(
+        self._limits = EngineLimits(
             max_sequences, room, whole_prompts=loaded.sees_prompts, short_context=limits.short_context
         )
-        self._schedule = Schedule(self._limits)
+        self._schedule = TextSchedule(self._limits)
         self._forward = Forward(loaded)
         self._cancelled: list[str] = []
         self._choose = choose_each_on_all if isolates_failures else choose_on_all
@@ -138,30 +139,44 @@ class GenerationEngine:
         parts = self._schedule.next_parts()
         if not parts:
             return cancelled
-        scores = self._run(parts)
+        targets = [(part.text, token) for part in parts for _, token in part.targets]
         ready = [part.text for part in parts if part.is_last]
+        scores, prompt_scores = self._run(parts)
         for part in parts:
             part.text.cache.length += part.count
-        if not ready:
-            return cancelled
-        found = self._choose(scores, [text.chooser for text in ready], self.loaded)
-        return cancelled + [self._accept(text, chosen) for text, chosen in zip(ready, found, strict=True)]
+        if targets:
+            choosers = [text.chooser for text, _ in targets]
+            scored = score_on_all(prompt_scores, [token for _, token in targets], choosers, self.loaded)
+            for (text, _), one in zip(targets, scored, strict=True):
+                text.scored.append(one)
+        goes_on = [text for text in ready if text.request.max_new_tokens]
+        ended = [self._end(text) for text in ready if not text.request.max_new_tokens]
+        if not goes_on:
+            return cancelled + ended
+        if scores is not None and ended:
+            scores = scores[[place for place, text in enumerate(ready) if text.request.max_new_tokens]]
+        results = self._choose(scores, [text.chooser for text in goes_on], self.loaded)
+        return cancelled + ended + [self._accept(text, chosen) for text, chosen in zip(goes_on, results, strict=True)]
 
-    def _run(self, parts: list[Part]) -> torch.Tensor | None:
-        """Scores of the next tokens of the texts whose tokens are all computed; None off the last stage.
+    def _run(self, parts: list[TextChunk]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Scores of the next tokens of the texts whose tokens are all computed, and of the tokens of prompts that are
+        to be scored; None off the last stage.
 
-        Shapes: result `[texts, v/t]`.
+        Shapes: results `[texts, v/t]` and `[targets, v/t]`.
         """
         device = self.loaded.mesh.device
         places = [part.place for part in parts]
         tokens = torch.tensor([[token for part in parts for token in part.tokens]], device=device)  # [1, s]
         positions = [range(place.first, place.first + place.count) for place in places]
         position_ids = torch.tensor([[position for run in positions for position in run]], device=device)  # [1, s]
-        ends, rows = 0, []
+        ends, rows, prompt_rows = 0, [], []
         for part in parts:
+            prompt_rows += [ends + place for place, _ in part.targets]
             ends += part.count
             if part.is_last:
                 rows.append(ends - 1)
+        last = len(rows)
+        rows += prompt_rows
         context = StepContext(
             sample_ids=torch.zeros(1, dtype=torch.int64, device=device),
             known_first_sample=0,
@@ -169,9 +184,17 @@ class GenerationEngine:
             caches=MixedCaches([part.text.cache for part in parts], [part.count for part in parts]),
             texts=tuple(places),
         )
-        chosen_rows = None if len(rows) == ends else torch.tensor(rows, dtype=torch.int64, device=device)
+        chosen_rows = None if rows == list(range(ends)) else torch.tensor(rows, dtype=torch.int64, device=device)
         scores = self._forward(tokens, context, chosen_rows)
-        return None if scores is None else scores.flatten(0, -2)  # [n, v/t]
+        if scores is None:
+            return None, None
+        scores = scores.flatten(0, -2)  # [n, v/t]
+        return scores[:last], scores[last:]
+
+    def _end(self, text: Text) -> GeneratedToken:
+        """Ends a text whose request is for no new tokens."""
+        self._schedule.remove(text)
+        return GeneratedToken(text.request.id, None, finish="length", prompt=tuple(text.scored))
 
     def _accept(self, text: Text, chosen: Chosen | Failed) -> GeneratedToken:
         if isinstance(chosen, Failed):
@@ -181,4 +204,6 @@ class GenerationEngine:
         finish = finish_of(text.request, chosen.token, len(text.tokens), text.last_length)
         if finish is not None:
             self._schedule.remove(text)
-        return GeneratedToken(text.request.id, chosen.token, chosen.logprob, chosen.top, finish)
+        is_first = len(text.tokens) == len(text.request.prompt) + 1
+        prompt = tuple(text.scored) if is_first else ()
+        return GeneratedToken(text.request.id, chosen.token, chosen.logprob, chosen.top, finish, prompt=prompt)

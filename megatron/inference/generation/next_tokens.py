@@ -1,25 +1,25 @@
-"""What happens at the end of every step, whoever runs the network: tokens are chosen, and some texts end."""
+"""What happens at the end of every step, with or without caches: tokens are chosen, and some texts end."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.generation.request import Finish, Request
 from megatron.inference.loading import LoadedModel
-from megatron.inference.sampling import Chooser, Chosen, choose
+from megatron.inference.sampling import Chooser, Chosen, choose, score
 from megatron.model.gpt import whole_logits
 from megatron.parallel.messages import broadcast_json
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Stands where a token could not be chosen: the traceback of what happened."""
+    """Takes the place of a token that could not be chosen: the traceback of what happened."""
 
     reason: str
 
@@ -28,13 +28,18 @@ def check_request(request: Request, loaded: LoadedModel) -> None:
     """Checks that a network can continue a request.
 
     Raises:
-        ConfigError: the prompt fills all positions, or it or the logit bias has a token that there is not.
+        ConfigError: the prompt fills all positions, or it or the logit bias has a token that does not exist.
     """
     length, positions = len(request.prompt), loaded.positions
-    if length >= positions:
+    if length >= positions + (request.max_new_tokens == 0):
         raise ConfigError(
             f"The prompt of request {request.id} has {length} tokens, and the model has {positions} positions "
             f"(--max-position-embeddings {positions}). Shorten it to at most {positions - 1}."
+        )
+    if request.scores_prompt and loaded.sees_prompts:
+        raise ConfigError(
+            f"Request {request.id} asks for the log-probabilities of its prompt, and this model attends to a prompt in "
+            "both directions, so each token sees itself. Ask for log-probabilities of new tokens only (without echo)."
         )
     vocabulary = loaded.config.model.vocab_size
     wrong = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
@@ -77,12 +82,12 @@ def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], load
         NumericsError: the network computed something that is not a number; on all ranks.
         RuntimeError: a token could not be chosen; on all ranks.
     """
-    found: list[Chosen] = []
+    chosen_on_all: list[Chosen] = []
     for one in choose_each_on_all(scores, choosers, loaded):
         if isinstance(one, Failed):
             raise RuntimeError(f"a token could not be chosen:\n{one.reason}")
-        found.append(one)
-    return found
+        chosen_on_all.append(one)
+    return chosen_on_all
 
 
 def choose_each_on_all(
@@ -95,17 +100,46 @@ def choose_each_on_all(
     Raises:
         NumericsError: the network computed something that is not a number; on all ranks.
     """
+    return _results_on_all(scores, loaded, lambda whole: _choose_each(whole, choosers))
+
+
+def score_on_all(
+    scores: torch.Tensor | None, tokens: Sequence[int], choosers: Sequence[Chooser], loaded: LoadedModel
+) -> Sequence[Chosen]:
+    """What `choose_on_all` would report of given tokens; on all ranks of the model copy alike.
+
+    Shapes: scores `[n, v/t]` on the last stage, None on the others.
+
+    Raises:
+        NumericsError: the network computed something that is not a number; on all ranks.
+    """
+    scored = _results_on_all(scores, loaded, lambda whole: score(whole, tokens, choosers))
+    return cast(Sequence[Chosen], scored)  # these fail together or not at all
+
+
+def _results_on_all(
+    scores: torch.Tensor | None,
+    loaded: LoadedModel,
+    find: Callable[[torch.Tensor], Sequence[Chosen | Failed]],
+) -> Sequence[Chosen | Failed]:
+    """What the first rank of the last stage finds in the scores of the whole vocabulary, on all ranks of the model.
+
+    Shapes: scores `[n, v/t]` on the last stage, None on the others; `find` is given `[n, v]` float32, on the CPU.
+
+    Raises:
+        NumericsError: `find` raised it; on all ranks.
+    """
     mesh = loaded.mesh
     answer: dict[str, Any] = {}
-    found: Sequence[Chosen | Failed] = []
+    results: Sequence[Chosen | Failed] = []
     if scores is not None:
         whole = whole_logits(scores, mesh.tp, loaded.vocab_size)  # [n, v]
         if mesh.tp.rank == 0:
             whole = whole.to("cpu", torch.float32)  # here and not below: what fails on a device is no row's fault
             try:
-                found = _choose_each(whole, choosers)
-                answer["chosen"] = [
-                    one.reason if isinstance(one, Failed) else (one.token, one.logprob, one.top) for one in found
+                results = find(whole)
+                answer["found"] = [
+                    one.reason if isinstance(one, Failed) else (one.token, one.logprob, one.top) for one in results
                 ]
             except NumericsError as failure:
                 answer["failure"] = str(failure)
@@ -114,8 +148,8 @@ def choose_each_on_all(
     if "failure" in answer:
         raise NumericsError(answer["failure"])
     if mesh.model.size == 1:
-        return found
-    return [_of_message(one) for one in answer["chosen"]]
+        return results
+    return [_of_message(one) for one in answer["found"]]
 
 
 def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[Chosen | Failed]:
@@ -128,13 +162,13 @@ def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[
     except NumericsError:
         raise
     except Exception:
-        found: list[Chosen | Failed] = []
+        chosen: list[Chosen | Failed] = []
         for row, chooser in enumerate(choosers):
             try:
-                found += choose(scores[row : row + 1], [chooser])
+                chosen += choose(scores[row : row + 1], [chooser])
             except Exception:
-                found.append(Failed(traceback.format_exc()))
-        return found
+                chosen.append(Failed(traceback.format_exc()))
+        return chosen
 
 
 def _of_message(value: Any) -> Chosen | Failed:

@@ -1,8 +1,8 @@
 """One rank decides, the others follow: an engine that is spread over ranks, used from rank 0 alone.
 
 Before each step rank 0 sends the requests that have come and the cancellations as JSON; every rank applies them to its
-own engine, and all engines make the same step. Ranks that wait for a command sleep in the network; rank 0 speaks at
-least every few seconds, so that no rank waits until a timeout and each learns soon that another is gone.
+own engine, and all engines make the same step. Ranks that wait for a command sleep in the network; rank 0 sends
+something at least every few seconds, so that no rank waits until a timeout and each learns soon that another is gone.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Leader:
         self._spoke_at = time.monotonic()
 
     def _show_life(self) -> None:
-        """Speaks when nothing was said for a while."""
+        """Sends something when nothing was sent for a while."""
         while not self._is_over.wait(SIGN_OF_LIFE_SECONDS / 2):
             with self._lock:
                 is_silent = time.monotonic() - self._spoke_at >= SIGN_OF_LIFE_SECONDS / 2

@@ -3,7 +3,7 @@
 A text enters when the memory of its whole length is free, so that nothing has to give way later. In every step each
 running text that waits for one token takes part; prompts are computed in chunks whose bounds depend on the prompt
 alone, as many per step as fit the budget, so that a long prompt does not hold up the others and the numbers of a text
-do not depend on its company.
+do not depend on the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from megatron.inference.generation.request import Request
-from megatron.inference.sampling import Chooser
+from megatron.inference.sampling import Chooser, Chosen
 from megatron.model.interface.key_value_cache import TextCache
 from megatron.model.interface.step_context import TextPart
 
@@ -25,7 +25,8 @@ class Text:
         tokens: the prompt and what was generated.
         last_length: tokens at which the text ends.
         cache: keys and values of the tokens that were computed.
-        context_number: which rotations the cached keys have; see `Limits.contexts`.
+        context_number: which rotations the cached keys have; see `EngineLimits.contexts`.
+        scored: tokens of the prompt from the second on that are scored, for a request that asks for it.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class Text:
     cache: TextCache
     chooser: Chooser
     context_number: int = 0
+    scored: list[Chosen] = field(default_factory=list)
 
     @property
     def pending(self) -> int:
@@ -42,7 +44,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What the engine holds at once.
 
     Args:
@@ -69,7 +71,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Part:
+class TextChunk:
     """The tokens of a text that are computed in a step."""
 
     text: Text
@@ -87,16 +89,25 @@ class Part:
         return self.text.tokens[first : first + self.count]
 
     @property
+    def targets(self) -> list[tuple[int, int]]:
+        """Tokens of the prompt that are to be scored, each with the place in the part of the one before it."""
+        text, first = self.text, self.text.cache.length
+        if not text.request.scores_prompt:
+            return []
+        begin, end = max(first, len(text.scored)), min(first + self.count, len(text.request.prompt) - 1)
+        return [(place - first, text.tokens[place + 1]) for place in range(begin, end)]
+
+    @property
     def place(self) -> TextPart:
         """Where they are in the text."""
         return TextPart(self.count, self.text.cache.length, len(self.text.tokens))
 
 
 @dataclass
-class Schedule:
+class TextSchedule:
     """The texts that run and those that wait, in the order in which they came."""
 
-    limits: Limits
+    limits: EngineLimits
     waiting: deque[Text] = field(default_factory=deque)
     running: list[Text] = field(default_factory=list)
     reserved_tokens: int = 0
@@ -104,18 +115,18 @@ class Schedule:
     def __contains__(self, request_id: object) -> bool:
         return any(text.request.id == request_id for text in (*self.waiting, *self.running))
 
-    def next_parts(self) -> list[Part]:
+    def next_parts(self) -> list[TextChunk]:
         """Admits the texts that now fit, and says what is computed next."""
         self._admit()
         parts, left = [], self.limits.chunk_tokens
         for text in self.running:
             self._renew(text)
             if text.pending == 1:
-                parts.append(Part(text, 1))
+                parts.append(TextChunk(text, 1))
                 continue
             count = text.pending if self.limits.whole_prompts else min(text.pending, self.limits.chunk_tokens)
             if count <= left or left == self.limits.chunk_tokens:
-                parts.append(Part(text, count))
+                parts.append(TextChunk(text, count))
                 left -= count
         return parts
 

@@ -8,24 +8,25 @@ by rounding give another token about as rarely as their probabilities differ.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron.errors import NumericsError
-from megatron.inference.sampling.processing import adjust, warp
+from megatron.errors import ConfigError, NumericsError
 from megatron.inference.sampling.settings import Sampling
 
 _UNIFORM_BITS = 52  # with one more, rounding could reach the end of the distribution
+_SMALLEST_TEMPERATURE = 1e-30  # a smaller one is 0 in float32; the distribution has no more to lose by then
+_CANDIDATES = 512  # the most probable tokens, which are nearly always all that top-p and min-p keep
 
 
 @dataclass(frozen=True)
 class Chosen:
     """A chosen token.
 
-    Log-probabilities are those of the network's distribution, before bias, penalties, temperature and cuts.
+    Log-probabilities come from the network's distribution, before bias, penalties, temperature and cuts.
 
     Attributes:
         logprob: of the token, in nats.
@@ -95,12 +96,31 @@ def choose(scores: torch.Tensor, choosers: Sequence[Chooser]) -> list[Chosen]:
         warped = warp(adjusted[drawn], [choosers[row].sampling for row in drawn])
         tokens[drawn] = _inverse(warped, [choosers[row].draw() for row in drawn])
     logprobs = scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - normalizers
-    found = []
+    all_chosen = []
     for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-        found.append(Chosen(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs)))
-    for chooser, chosen in zip(choosers, found, strict=True):
+        all_chosen.append(Chosen(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs)))
+    for chooser, chosen in zip(choosers, all_chosen, strict=True):
         chooser.append(chosen.token)
-    return found
+    return all_chosen
+
+
+@torch.no_grad()
+def score(scores: torch.Tensor, tokens: Sequence[int], choosers: Sequence[Chooser]) -> list[Chosen]:
+    """What `choose` would report if it had chosen these tokens, one per row, on the CPU; changes no chooser.
+
+    Shapes: scores `[n, v]`.
+
+    Raises:
+        NumericsError: a row has NaN or +inf among its scores, or no finite one.
+    """
+    scores = scores.to("cpu", torch.float32)
+    _check_finite(scores.amax(dim=-1), choosers)
+    normalizers = scores.logsumexp(dim=-1)
+    logprobs = scores.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1) - normalizers
+    return [
+        Chosen(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs))
+        for row, (token, logprob) in enumerate(zip(tokens, logprobs.tolist(), strict=True))
+    ]
 
 
 def _check_finite(highest: torch.Tensor, choosers: Sequence[Chooser]) -> None:
@@ -128,5 +148,179 @@ def _top(scores: torch.Tensor, normalizer: torch.Tensor, count: int) -> tuple[tu
     """The most probable tokens of a row `[v]`."""
     if not count:
         return ()
-    found = (scores - normalizer).topk(min(count, len(scores)))
-    return tuple(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+    best = (scores - normalizer).topk(min(count, len(scores)))
+    return tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def adjust(scores: torch.Tensor, choosers: Sequence[Chooser]) -> torch.Tensor:
+    """Adds the logit bias, then applies the repetition, the frequency and the presence penalty; a copy if any does.
+
+    Shapes: `[b, v]` to the same.
+
+    Raises:
+        ConfigError: a bias is for a token that the vocabulary does not have.
+
+    Source: Keskar et al., "CTRL", 2019, section 4.1 (repetition penalty; negative scores are multiplied, as in
+    transformers); OpenAI's API reference (bias, frequency and presence penalty); vLLM `v1/sample/sampler.py` (order).
+    """
+    if not any(chooser.sampling.adjusts for chooser in choosers):
+        return scores
+    scores = scores.clone()
+    for row, chooser in enumerate(choosers):
+        sampling = chooser.sampling
+        if sampling.logit_bias:
+            _add_bias(scores[row], sampling.logit_bias)
+        if sampling.repetition_penalty != 1 and chooser.seen:
+            seen = torch.tensor(chooser.seen)
+            before = scores[row, seen]
+            penalty = sampling.repetition_penalty
+            scores[row, seen] = torch.where(before < 0, before * penalty, before / penalty)
+        if (sampling.frequency_penalty or sampling.presence_penalty) and chooser.counts:
+            generated = torch.tensor(list(chooser.counts))
+            counts = torch.tensor(list(chooser.counts.values()), dtype=torch.float32)
+            scores[row, generated] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+    return scores
+
+
+def warp(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
+    """Divides by the temperature, then removes tokens by top-k, top-p, min-p and typicality, in this order.
+
+    What is removed gets -inf. The highest score of each row becomes 0, so that no temperature overflows.
+
+    Shapes: `[b, v]` to the same.
+
+    Source: the order is as in Megatron-LM `text_generation_utils.py` (temperature, top-k, top-p), and as in
+    transformers for the others.
+    """
+    temperatures = [max(one.temperature, _SMALLEST_TEMPERATURE) for one in settings]
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / torch.tensor(temperatures).unsqueeze(1)
+    cutting = [row for row, one in enumerate(settings) if one.cuts]
+    if cutting:
+        scores[cutting] = cut(scores[cutting], [settings[row] for row in cutting])
+    return scores
+
+
+def _add_bias(scores: torch.Tensor, biases: Sequence[tuple[int, float]]) -> None:
+    """Adds to the scores of one row `[v]`, in place."""
+    ids, values = zip(*biases, strict=True)
+    if max(ids) >= len(scores):
+        raise ConfigError(
+            f"logit_bias has token {max(ids)}, and the vocabulary ends at {len(scores) - 1}. Remove that token."
+        )
+    scores.index_add_(0, torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=scores.dtype))
+
+
+def cut(scores: torch.Tensor, settings: Sequence[Sampling], candidates: int = _CANDIDATES) -> torch.Tensor:
+    """Gives -inf to the tokens that each row's settings exclude.
+
+    Sorting a vocabulary takes about as long as a small network. So a row is sorted only as far as its settings usually
+    need, and again as a whole if that was not enough. Which of the two happens depends on the row alone.
+
+    Shapes: scores `[b, v]`, with 0 as the highest of a row, to the same.
+
+    Args:
+        candidates: how many tokens are looked at first where the settings do not say it.
+
+    Source: Fan et al., "Hierarchical neural story generation", 2018, section 5 (top-k); Holtzman et al., "The curious
+    case of neural text degeneration", 2020, section 3.1 (top-p); Nguyen et al., "Turning up the heat: min-p sampling",
+    2024 (min-p).
+    """
+    result = torch.full_like(scores, float("-inf"))
+    widths = defaultdict(list)
+    for row, one in enumerate(settings):
+        widths[_width(one, scores.shape[1], candidates)].append(row)
+    whole = widths.pop(scores.shape[1], [])
+    for width, rows in widths.items():
+        whole += _cut_candidates(scores, settings, rows, width, result)
+    if whole:
+        ordered, order = scores[whole].sort(dim=-1, descending=True, stable=True)
+        own = [settings[row] for row in whole]
+        kept = _typical(_probable(ordered, own, torch.zeros(len(whole), 1)), ordered, own)
+        result[whole] = result[whole].scatter(1, order, ordered.masked_fill(~kept, float("-inf")))
+    return result
+
+
+def _width(one: Sampling, vocabulary: int, candidates: int) -> int:
+    """How many of the most probable tokens to look at first; all of them if fewer would not save time."""
+    fewer = one.top_k or (candidates if 0 < one.top_p < 1 or one.min_p > 0 else vocabulary)
+    return fewer if 4 * fewer < vocabulary else vocabulary
+
+
+def _cut_candidates(
+    scores: torch.Tensor, settings: Sequence[Sampling], rows: list[int], width: int, result: torch.Tensor
+) -> list[int]:
+    """Cuts rows by their `width` most probable tokens, into `result`; returns the rows for which these are too few."""
+    own_settings, own_scores = [settings[row] for row in rows], scores[rows]
+    ids = own_scores.topk(width, dim=-1).indices.sort(dim=-1).values
+    ordered, order = own_scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)  # equal scores in the order of the vocabulary, as in a whole row
+    kept = _probable(ordered, own_settings, own_scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
+    last = ordered[:, -1:]
+    outside = (own_scores == last).sum(dim=-1) > (ordered == last).sum(dim=-1)
+    has_last = (kept & (ordered == last)).any(dim=-1)
+    by_rank = torch.tensor([one.top_k > 0 for one in own_settings])
+    is_too_narrow = torch.where(by_rank, outside, has_last)
+    cut_scores = ordered.masked_fill(~_typical(kept, ordered, own_settings), float("-inf"))
+    again = []
+    for place, (row, fails) in enumerate(zip(rows, is_too_narrow.tolist(), strict=True)):
+        if fails:
+            again.append(row)
+        else:
+            result[row].scatter_(0, ids[place], cut_scores[place])
+    return again
+
+
+def _probable(ordered: torch.Tensor, settings: Sequence[Sampling], everything: torch.Tensor) -> torch.Tensor:
+    """Which of the most probable tokens of each row top-k, top-p and min-p keep.
+
+    Shapes: ordered `[b, n]`, descending from 0; everything `[b, 1]`; result `[b, n]` bool.
+
+    Args:
+        everything: the sum of exponentials of the whole row, where n is less than that.
+    """
+    width = ordered.shape[1]
+    ranks = _column(settings, lambda one: min(one.top_k, width) or width, torch.int64) - 1
+    kept = ordered >= ordered.gather(1, ranks)  # ties with the k-th stay
+    weights = torch.where(kept, ordered.exp(), 0.0).to(torch.float64)
+    mass = weights.cumsum(dim=-1)
+    is_ranked = _column(settings, lambda one: one.top_k > 0, torch.bool)
+    total = torch.where(is_ranked, mass[:, -1:], torch.maximum(mass[:, -1:], everything))
+    reached_before = (mass - weights) / total  # by the more probable tokens alone
+    kept &= reached_before < _column(settings, lambda one: one.top_p if 0 < one.top_p < 1 else 2.0, torch.float64)
+    return kept & (weights >= _column(settings, lambda one: one.min_p, torch.float64))  # the highest weight is 1
+
+
+def _typical(kept: torch.Tensor, ordered: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
+    """Which of the kept tokens of each row stay by their typicality, in rows that ask for it.
+
+    Shapes: kept `[b, n]` bool, ordered `[b, n]`; result as kept.
+    """
+    rows = [row for row, one in enumerate(settings) if 0 < one.typical_p < 1]
+    if not rows:
+        return kept
+    wanted = _column([settings[row] for row in rows], lambda one: one.typical_p, torch.float64)
+    weights = torch.where(kept[rows], ordered[rows].exp(), 0.0).to(torch.float64)
+    result = kept.clone()
+    result[rows] &= _is_typical(weights, wanted)
+    return result
+
+
+def _is_typical(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Which tokens are needed for a probability of `wanted` if those nearest to the entropy come first; ties stay.
+
+    Shapes: weights `[b, v]`, wanted `[b, 1]`; result `[b, v]` bool.
+
+    Source: Meister et al., "Locally typical sampling", 2023, equations 10 and 11.
+    """
+    probabilities = weights / weights.sum(dim=-1, keepdim=True)
+    information = -probabilities.log()
+    entropy = torch.where(probabilities > 0, probabilities * information, 0.0).sum(dim=-1, keepdim=True)
+    distance, order = (information - entropy).abs().sort(dim=-1, stable=True)
+    mass = probabilities.gather(1, order).cumsum(dim=-1)
+    last = (mass < wanted).sum(dim=-1, keepdim=True).clamp(max=weights.shape[1] - 1)
+    return torch.zeros_like(weights, dtype=torch.bool).scatter(1, order, distance <= distance.gather(1, last))
+
+
+def _column(settings: Sequence[Sampling], value: Callable[[Sampling], float], dtype: torch.dtype) -> torch.Tensor:
+    """One value per row. Shapes: result `[b, 1]`."""
+    return torch.tensor([value(one) for one in settings], dtype=dtype).unsqueeze(1)

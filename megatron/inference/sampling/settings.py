@@ -83,23 +83,23 @@ class Sampling:
             ConfigError: a key is unknown, or a value has the wrong type or is out of bounds; all problems at once.
         """
         readers = {flag.field: flag for flag in (*_FLAGS, _SEED)}
-        found: dict[str, Any] = {}
+        values_by_name: dict[str, Any] = {}
         problems = []
         for key, value in values.items():
             try:
                 if key == "logit_bias" and value is not None:
-                    found[key] = _biases_from_json(value)
+                    values_by_name[key] = _biases_from_json(value)
                 elif key in readers and isinstance(value, str):
                     raise ConfigError(f"must be {_KINDS[readers[key].element]}, not {printable(value)}")
                 elif key in readers and value is not None:
-                    found[key] = value_from_file(readers[key], value)
+                    values_by_name[key] = value_from_file(readers[key], value)
                 elif key not in readers and key != "logit_bias":
                     known = ", ".join([*readers, "logit_bias"])
                     problems.append(f"{printable(key, quoted=False)} is not known. Use one of: {known}.")
             except ConfigError as failure:
                 problems.append(f"{key} {failure}.")
         try:
-            checked = cls(**found)
+            checked = cls(**values_by_name)
         except ConfigError as failure:
             problems += failure.problems
         if problems:
@@ -131,7 +131,7 @@ class Sampling:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def _bound_problems(self) -> Iterator[str]:
-        """The bounds of the flags; in the sentences stand the names of the fields."""
+        """The bounds of the flags, in sentences with the names of the fields."""
         for flag in _FLAGS:
             value, least, most = getattr(self, flag.field), flag.facts.at_least, flag.facts.at_most
             if not abs(value) < math.inf:
@@ -153,15 +153,15 @@ def _biases_from_json(value: Any) -> tuple[tuple[int, float], ...]:
         raise ConfigError(
             f"must be an object of at most {MOST_LOGIT_BIASES} biases by token id, not {printable(value)}"
         )
-    found = []
+    biases = []
     for pair in pairs:
         token, bias = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else (None, None)
         if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < _LONGEST_ID:
             token = int(token)
         if type(token) is not int or not isinstance(bias, (int, float)) or isinstance(bias, bool):
             raise ConfigError(f"must give a number for each token id, not {printable(pair)}")
-        found.append((token, bias))
-    return tuple(found)
+        biases.append((token, bias))
+    return tuple(biases)
 
 
 def _bias_problems(biases: tuple[tuple[int, float], ...]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron import log
 from megatron.errors import ConfigError, StorageError, printable
+from megatron.files.plain import open_stream
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.secret_text import MASK, SecretText
 
@@ -29,7 +30,7 @@ class Access:
     """Checks requests before anything else is done for them.
 
     Args:
-        token: must be sent with every request but those of `open_paths`; None asks for none.
+        token: must be sent with every request, except for `open_paths`; None asks for none.
         origins: of other web pages that may send requests; `*` allows all.
         hosts: names by which the server may be addressed; None allows all.
         open_paths: need no token, and may be opened by a link on another page.
@@ -44,7 +45,7 @@ class Access:
         """Checks one request.
 
         Args:
-            headers: of the request, by names in small letters.
+            headers: of the request, by names in lower case.
 
         Raises:
             Refusal: it is for another host, from another page, or without the token.
@@ -126,7 +127,7 @@ def read_token(path: str | None, from_environment: str | None) -> SecretText | N
     try:
         if Path(path).stat().st_mode & 0o077:
             log.warning(f"other users may read {path} (--token-file). Take that away with chmod 600 {path}.")
-        with Path(path).open("rb") as stream:
+        with open_stream(path) as stream:
             content = stream.read(_MOST_LETTERS + 1)
     except OSError as failure:
         raise StorageError(f"{path} (--token-file) cannot be read: {failure.strerror or failure}.") from failure

@@ -19,10 +19,10 @@ from megatron.inference.serve.requests.asks import (
     read_stop,
     read_streaming,
 )
-from megatron.inference.serve.requests.fields import Fields, checked_text, kind_of, refuse_field
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.fields import JsonFields, checked_text, kind_of, refuse_field
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.texts import Piece, TokenRecord
+from megatron.inference.serve.running.texts import AnswerPiece, TokenRecord
 from megatron.tokenizers.chat import Message
 
 _MOST_MESSAGES = 4096
@@ -32,7 +32,7 @@ _TEXT_ONLY = "messages are plain text here"
 _NO_TOOLS = "this server calls no tools"
 
 
-def read_chat(fields: Fields, served: Served, limits: Limits) -> Ask:
+def read_chat(fields: JsonFields, served: Served, limits: ServerLimits) -> Ask:
     """What the body of a request asks for.
 
     Raises:
@@ -67,17 +67,17 @@ def read_chat(fields: Fields, served: Served, limits: Limits) -> Ask:
     return ask
 
 
-def _most_tokens(fields: Fields) -> int | None:
+def _most_tokens(fields: JsonFields) -> int | None:
     """The older and the newer name of the same field."""
     older = fields.whole("max_tokens", None, 1, 1 << 31)
     newer = fields.whole("max_completion_tokens", None, 1, 1 << 31)
     if older is not None and newer is not None and older != newer:
         raise fields.refuse("max_completion_tokens", f"is {newer}, but 'max_tokens' is {older}; give one of them")
-    found: int | None = older if newer is None else newer
-    return found
+    most: int | None = older if newer is None else newer
+    return most
 
 
-def _read_unsupported(fields: Fields) -> None:
+def _read_unsupported(fields: JsonFields) -> None:
     fields.unsupported("tools", _NO_TOOLS, harmless=([],))
     fields.unsupported("functions", _NO_TOOLS, harmless=([],))
     fields.unsupported("tool_choice", _NO_TOOLS, harmless=("none", "auto"))
@@ -103,7 +103,7 @@ def _message(value: Any, place: str) -> Message:
     """
     if not isinstance(value, dict):
         raise refuse_field(place, f"must be an object with role and content, not {kind_of(value)}")
-    fields = Fields(value, place + ".")
+    fields = JsonFields(value, place + ".")
     role = fields.text("role")
     if role not in _ROLES:
         raise fields.refuse("role", f"must be system, user or assistant, not {kind_of(role)}")
@@ -124,7 +124,7 @@ def _part(value: Any, place: str) -> str:
     """A part of a message, which must be a text."""
     if not isinstance(value, dict):
         raise refuse_field(place, f"must be an object with type and text, not {kind_of(value)}")
-    fields = Fields(value, place + ".")
+    fields = JsonFields(value, place + ".")
     kind, text = fields.value("type"), fields.text("text")
     if kind != "text" or text is None:
         raise fields.refuse("type", f"must be text, with a text, not {kind_of(kind)}")
@@ -146,7 +146,7 @@ class ChatForm:
     name: str
     created_at: int
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[AnswerPiece], usage: dict[str, int]) -> dict[str, Any]:
         """The answer as one object; one piece for each choice."""
         choices = [
             self._choice(place, piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
@@ -157,9 +157,11 @@ class ChatForm:
     def opening(self) -> list[dict[str, Any]]:
         """What a stream begins with: whose turn it is."""
         role = {"role": "assistant", "content": ""}
-        return [self._chunk([self._choice(place, Piece(""), "delta", role)]) for place in range(self.ask.sequences)]
+        return [
+            self._chunk([self._choice(place, AnswerPiece(""), "delta", role)]) for place in range(self.ask.sequences)
+        ]
 
-    def chunk(self, place: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, place: int, piece: AnswerPiece) -> dict[str, Any]:
         """A part of one choice."""
         return self._chunk([self._choice(place, piece, "delta", {"content": piece.text} if piece.text else {})])
 
@@ -173,7 +175,7 @@ class ChatForm:
     def _head(self, kind: str) -> dict[str, Any]:
         return self.served.head(kind, self.name, self.created_at)
 
-    def _choice(self, place: int, piece: Piece, key: str, content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, place: int, piece: AnswerPiece, key: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = None
         if self.ask.top_logprobs is not None and (piece.tokens or key == "message"):
             logprobs = {"content": [self._token(record) for record in piece.tokens], "refusal": None}
@@ -183,7 +185,7 @@ class ChatForm:
         top = [self._alternative(token, logprob) for token, logprob in record.top]
         return {**self._alternative(record.token, record.logprob), "top_logprobs": top}
 
-    def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
-        found = self.served.token_bytes(token)
-        shown = None if found is None else list(found)
+    def _alternative(self, token: int, logprob: float | None) -> dict[str, Any]:
+        token_bytes = self.served.token_bytes(token)
+        shown = None if token_bytes is None else list(token_bytes)
         return {"token": self.served.token_text(token), "logprob": logprob, "bytes": shown}

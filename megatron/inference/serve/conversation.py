@@ -9,7 +9,7 @@ from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.engine_loop import Engine
+from megatron.inference.serve.running.engine_loop import StepEngine
 from megatron.inference.serve.running.texts import AnswerText
 from megatron.tokenizers.chat import Message
 
@@ -31,7 +31,7 @@ class Conversation:
     """
 
     served: Served
-    engine: Engine
+    engine: StepEngine
     sampling: Sampling
     new_tokens: int | None = None
     system: str = ""

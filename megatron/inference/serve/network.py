@@ -1,4 +1,4 @@
-"""Sockets and connections: uvicorn in a thread of its own, and what it lacks against slow and superfluous clients.
+"""Sockets and connections: uvicorn in a thread of its own, and the protection it lacks against slow and excess clients.
 
 The only file that imports uvicorn.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, busy
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class WebThread:
         ConfigError: uvicorn is not installed.
     """
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, limits: ServerLimits) -> None:
         try:
             import uvicorn
         except ImportError as failure:
@@ -121,7 +121,7 @@ class WebThread:
         await self._server.serve(sockets=[self._listener])
 
 
-def _guarded_protocol(limits: Limits) -> type[asyncio.Protocol]:
+def _guarded_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
     """uvicorn's protocol, with bounds on what one connection and all of them may take."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

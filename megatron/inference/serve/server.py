@@ -15,12 +15,12 @@ from types import FrameType
 
 from megatron import log
 from megatron.inference.serve.access import Access
-from megatron.inference.serve.metrics import Metrics
+from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.network import WebThread, address_of
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import broken, stopping
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.engine_loop import Arrival, Command, Engine, EngineLoop, Load, Stop
+from megatron.inference.serve.running.engine_loop import Arrival, Command, EngineLoop, Load, StepEngine, Stop
 from megatron.inference.serve.running.jobs import Jobs
 from megatron.inference.serve.service import STARTING, Service
 from megatron.inference.serve.single_turn import SingleTurn
@@ -41,7 +41,7 @@ class Opened:
     """
 
     served: Served
-    engine: Engine
+    engine: StepEngine
     most_running: int
     check_idle: Callable[[], None] = field(default=lambda: None)
     close: Callable[[], None] = field(default=lambda: None)
@@ -62,7 +62,7 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        limits: Limits,
+        limits: ServerLimits,
         access: Access,
         single_turn: SingleTurn,
         grace_seconds: float,
@@ -70,7 +70,7 @@ class Server:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._load = Load()
         jobs = Jobs(self._commands, limits)
-        metrics = Metrics(self._load, lambda: jobs.sequences)
+        metrics = ServerMetrics(self._load, lambda: jobs.sequences)
         self.service = Service(limits, jobs, metrics, single_turn)
         self.address = address_of(listener)
         self._web = WebThread(build_app(self.service, access), listener, limits)
@@ -116,7 +116,7 @@ class Server:
             opened.close()
 
     def _wind_down(self) -> None:
-        """On the web's thread: takes no more requests, and stops the engine when those that run have ended."""
+        """On the web's thread: takes no more requests, and stops the engine when the running ones have ended."""
         self.service.drain()
         if self._winding_down is None:
             self._winding_down = asyncio.get_running_loop().create_task(self._end_when_idle())

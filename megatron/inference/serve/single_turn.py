@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.errors import printable
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.requests.asks import Ask
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import invalid
 from megatron.inference.serve.requests.served import Served
 
@@ -36,7 +36,7 @@ class SingleTurn:
     new_tokens: int
     has_seed: bool = False
 
-    def ask(self, query: Mapping[str, str], served: Served, limits: Limits) -> Ask:
+    def ask(self, query: Mapping[str, str], served: Served, limits: ServerLimits) -> Ask:
         """A question to a chat model; a text to be continued by any other.
 
         Raises:
@@ -47,7 +47,7 @@ class SingleTurn:
             raise invalid("There is no sentence. Ask for /generate?sentence=TEXT.", "sentence")
         unknown = [name for name in query if name != "sentence"]
         if unknown:
-            raise invalid(f"{printable(unknown[0], 60)} is no parameter of /generate, only sentence is.", "sentence")
+            raise invalid(f"{printable(unknown[0], 60)} is not a parameter of /generate, only sentence is.", "sentence")
         if served.is_chat:
             prompt = served.prompt_of_messages([{"role": "user", "content": sentence}])
             stop_texts = served.template.stop_texts

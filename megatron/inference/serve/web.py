@@ -6,18 +6,22 @@ The only file that imports starlette.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
+import re
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from megatron import log
 from megatron.errors import ConfigError, printable
 from megatron.inference.serve.access import Access
-from megatron.inference.serve.page import read_page
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, broken, invalid
 from megatron.inference.serve.service import Reply, Service
 
@@ -33,6 +37,7 @@ _NO_SNIFFING = {"X-Content-Type-Options": "nosniff"}
 _DRAINED_BYTES = 16 << 20
 _DRAINED_SECONDS = 1.0
 _CLIENT_LEFT = 499  # nginx's number; nobody receives it
+_FILE = Path(__file__).with_name("page.html")
 
 
 class _ClientLeft(Exception):
@@ -229,7 +234,7 @@ async def _while_connected(request: Request, act: Act) -> Reply:
     request.state.is_read = is_read
 
     async def leave() -> None:
-        await is_read.wait()  # until then the body is received by who acts
+        await is_read.wait()  # until then the action receives the body
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
@@ -249,7 +254,7 @@ async def _while_connected(request: Request, act: Act) -> Reply:
         await asyncio.gather(acting, leaving, return_exceptions=True)
 
 
-async def _json_body(request: Request, limits: Limits) -> bytes:
+async def _json_body(request: Request, limits: ServerLimits) -> bytes:
     """The body of a request, which must be JSON and arrive within the limits.
 
     Raises:
@@ -263,14 +268,14 @@ async def _json_body(request: Request, limits: Limits) -> bytes:
         text = f"The body did not arrive within {limits.body_seconds:g} s."
         raise Refusal(408, text, code="timeout", headers=_CLOSE) from failure
     except Refusal:
-        if "expect" not in request.headers:  # who expects an answer first has not sent the body
+        if "expect" not in request.headers:  # a client that waits for an answer has not sent the body
             await reader.drain()
         raise
     request.state.is_read.set()
     return body
 
 
-def _check_head(headers: Mapping[str, str], limits: Limits) -> None:
+def _check_head(headers: Mapping[str, str], limits: ServerLimits) -> None:
     """Checks what the headers say of a body.
 
     Raises:
@@ -309,15 +314,15 @@ class _BodyReader:
         """
         from starlette.requests import ClientDisconnect
 
-        found = bytearray()
+        content = bytearray()
         while not self._is_over:
             part = await self._part()
             if part is None:
                 raise ClientDisconnect
-            found += part
-            if len(found) > most_bytes:
+            content += part
+            if len(content) > most_bytes:
                 raise _too_long(most_bytes)
-        return bytes(found)
+        return bytes(content)
 
     async def drain(self) -> None:
         """Takes what the client is still sending, within bounds: a client that has sent all of it gets its answer.
@@ -350,7 +355,47 @@ def _query(request: Request) -> dict[str, str]:
         pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=16)
     except (UnicodeDecodeError, ValueError) as failure:
         raise invalid(f"The query is not UTF-8 in percent-encoding: {printable(str(failure), quoted=False)}.") from None
-    found: dict[str, Any] = dict(pairs)
-    if len(found) < len(pairs):
+    parameters: dict[str, Any] = dict(pairs)
+    if len(parameters) < len(pairs):
         raise invalid("A parameter of the query is repeated.")
-    return found
+    return parameters
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page and the headers that it is sent with."""
+
+    content: bytes
+    headers: Mapping[str, str]
+
+
+def read_page() -> Page:
+    """Reads the page; the browser may run its own script and style only, and talk to this server only."""
+    content = _FILE.read_bytes()
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_hashes(content, 'script')}",
+            f"style-src {_hashes(content, 'style')}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    return Page(
+        content,
+        {
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Security-Policy": policy,
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        },
+    )
+
+
+def _hashes(content: bytes, element: str) -> str:
+    """The sources that a policy allows: one hash for each inline element of that kind."""
+    scripts = re.findall(rf"<{element}>(.*?)</{element}>".encode(), content, flags=re.S)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in scripts)

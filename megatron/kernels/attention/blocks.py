@@ -71,8 +71,8 @@ class DocumentBlocks:
 class WindowBlocks:
     """Attention in a sliding window: each block of queries sees its own block of keys and the one before.
 
-    Sequences shorter than two windows have one block, and so have those of bidirectional attention, whose windows
-    extend to both sides.
+    Sequences shorter than two windows have one block, and so have all sequences under bidirectional attention, whose
+    windows extend to both sides.
     """
 
     window: int | None = None

@@ -43,8 +43,12 @@ def local_bias(
     The queries are the last of the keys' positions. Keys of a prefix, or all of them in bidirectional attention, are
     visible to the queries before them as well; windows and slopes then go by the distance in either direction.
 
+    On a GPU it has the query's dtype, the only one that all of torch's fused kernels read right. Distances are counted
+    from the query's own position, so that this costs little: bfloat16 keeps -x to within x/512, and weights a key with
+    that bias by exp(-x), so that its weight is wrong by at most exp(-1)/512.
+
     Shapes: query `[b, a, s, d]`; prefix_mask `[b, keys]` bool; result `[1 or b, 1 or a, s, keys]`, in the query's
-    dtype, at least float32 if there are slopes.
+    dtype, on a CPU at least float32 if there are slopes.
     """
     positions = torch.arange(keys, device=query.device)
     distance = positions[keys - query.shape[2] :].unsqueeze(1) - positions  # [s, k], how far a key lies back
@@ -60,7 +64,8 @@ def local_bias(
     if slopes:
         dtype = torch.promote_types(query.dtype, torch.float32)
         steepness = torch.tensor(slopes, dtype=dtype, device=query.device).view(1, -1, 1, 1)
-        return (-steepness * distance).masked_fill(hidden, -torch.inf)
+        sloped = (-steepness * distance).masked_fill(hidden, -torch.inf)
+        return sloped if query.device.type == "cpu" else sloped.to(query.dtype)
     bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
     return bias if prefix_mask is not None else bias[None, None]
 

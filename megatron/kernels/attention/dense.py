@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
@@ -15,6 +17,7 @@ from megatron.kernels.products import batched_product, needs_widening
 
 LONGEST_EXPLICIT = 512  # tokens
 FEWEST_WIDE_QUERIES = 64  # with fewer, converting keys and values takes longer than attending to them
+_CUDNN_TILE = 128  # keys
 
 
 def attention(
@@ -57,11 +60,22 @@ def attention(
     if causal and (bias is not None or query.shape[2] != key.shape[2]):
         bias, causal = _with_causal_mask(bias, query, key), False
     grouped = query.shape[1] != key.shape[1]
-    if grouped and query.is_cuda and bias is not None:  # the only fused kernel with a bias wants as many keys
-        key, value, grouped = _repeated(key, query), _repeated(value, query), False
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    if bias is not None and query.device.type != "cpu":
+        bias = bias.to(query.dtype)  # kernels of GPUs refuse another dtype or take its bytes for the query's
+        if grouped:  # the only fused kernels with a bias want as many keys
+            key, value, grouped = repeated_heads(key, query.shape[1]), repeated_heads(value, query.shape[1]), False
+    with _sound_kernels(key, bias):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+
+def repeated_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Every head of keys or values once for each of the query's heads that it serves.
+
+    Shapes: `[b, g, k, d]` to `[b, heads, k, d]`.
+    """
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def explicit_attention(
@@ -123,7 +137,7 @@ def _with_compiled_softmax(
 ) -> torch.Tensor:
     """`explicit_attention` with scale, causal mask, bias, softmax and dropout in one operation.
 
-    No mask is materialized. Products in float16 are of scaled queries, since those of others may overflow.
+    No mask is materialized. Queries in float16 are scaled before the product, which may overflow otherwise.
     """
     batch, heads, length, _ = query.shape
     before = scale if query.dtype == torch.float16 else 1.0
@@ -211,12 +225,20 @@ def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) 
     return is_half_on_cpu and is_training and query.shape[1] != key.shape[1] and key.shape[2] <= LONGEST_EXPLICIT
 
 
-def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Every head of x once for each head of queries that it serves.
+def _sound_kernels(key: torch.Tensor, bias: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Keeps cuDNN away from the lengths at which it cannot differentiate attention with a bias.
 
-    Shapes: `[b, g, k, d]` to `[b, a, k, d]`.
+    If the last tile of 128 keys is half full, its backward pass scores the empty half as 0 instead of -inf, and the
+    gradients of queries whose log-sum-exp is below -88.7 are NaN (torch 2.11 and newer on H100).
+
+    Shapes: key `[b, g, k, d]`.
+
+    Source: https://github.com/pytorch/pytorch/issues/196678.
     """
-    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+    is_half = key.dtype in (torch.bfloat16, torch.float16)
+    if bias is None or key.device.type == "cpu" or not is_half or key.shape[2] % _CUDNN_TILE != _CUDNN_TILE // 2:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _dropout(probability: float) -> Callable[[torch.Tensor], torch.Tensor]:

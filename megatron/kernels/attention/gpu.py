@@ -1,6 +1,6 @@
 """Attention of documents, windows, linear biases and soft-caps on CUDA, without a mask of s x s entries.
 
-Packed documents and windows run on torch's variable-length flash attention (torch 2.12 and newer, half precision), the
+Packed documents and windows run on torch's variable-length flash attention (torch 2.10 and newer, half precision), the
 rest on compiled flex attention. Neither has dropout.
 """
 
@@ -16,9 +16,13 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron.kernels.attention.bounds import Bounds, cumulative_lengths, visible_blocks
+from megatron.kernels.attention.dense import repeated_heads
 from megatron.kernels.choice import is_installed
 
 BLOCK = 128  # tokens of a block of flex attention, its default
+# A kernel is compiled for each mixture of dtype, documents, prefixes, slopes, window and gradients, and of the first
+# length of each. Beyond torch's own limit of 8 the full matrix of scores is computed, with a warning in the log.
+MOST_FLEX_KERNELS = 64
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,17 @@ class VarlenAttention:
         Shapes: query `[b, a, s, d]`, key and value `[b, g, s, d]`; result as query.
         """
         batch, heads, length, size = query.shape
+        run, options = _varlen_attention(), {}
+        if heads != key.shape[1]:
+            if "enable_gqa" in inspect.signature(run).parameters:
+                options["enable_gqa"] = True
+            else:  # torch 2.10 and 2.11
+                key, value = repeated_heads(key, heads), repeated_heads(value, heads)
         tokens = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))  # [b*s, a or g, d]
         before = -1 if self.window is None else self.window - 1
         lengths = (self.starts, self.starts, self.longest, self.longest)
         after = before if self.bidirectional else 0
-        run, grouped = _varlen_attention(), heads != key.shape[1]
-        attended = run(*tokens, *lengths, scale=scale, window_size=(before, after), enable_gqa=grouped)  # [b*s, a, d]
+        attended = run(*tokens, *lengths, scale=scale, window_size=(before, after), **options)  # [b*s, a, d]
         return attended.view(batch, length, heads, size).transpose(1, 2)  # type: ignore[no-any-return]
 
 
@@ -99,11 +108,12 @@ class FlexAttention:
         """
         run: Any = _compiled_flex_attention() if compiled else flex_attention
         grouped = query.shape[1] != key.shape[1]
-        return run(query, key, value, score_mod=self.score, block_mask=self.mask, scale=scale, enable_gqa=grouped)
+        with torch._dynamo.config.patch(recompile_limit=MOST_FLEX_KERNELS):
+            return run(query, key, value, score_mod=self.score, block_mask=self.mask, scale=scale, enable_gqa=grouped)
 
 
 def has_varlen() -> bool:
-    """Whether torch has variable-length attention with windows and grouped keys."""
+    """Whether torch has variable-length attention with windows and a scale: 2.10 and newer."""
     run = _varlen_attention()
     return run is not None and "window_size" in inspect.signature(run).parameters
 
@@ -152,7 +162,7 @@ def score_change(bounds: Bounds, softcap: float | None, device: torch.device) ->
 
 @cache
 def _varlen_attention() -> Any:
-    """The function, or None before torch 2.10."""
+    """The function, or None before torch 2.9."""
     try:
         from torch.nn.attention.varlen import varlen_attn  # takes seconds, and is of use on CUDA only
     except ImportError:
@@ -162,7 +172,8 @@ def _varlen_attention() -> Any:
 
 @cache
 def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    """Flex attention, compiled for the first length that it meets, and for any length when it meets a second."""
+    return torch.compile(flex_attention)
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +25,20 @@ from pathlib import Path
 import torch
 
 from megatron.errors import ConfigError, LaunchError, StorageError
+from megatron.files.replacing import move
 from megatron.kernels.native.choosing import PARTS
-from megatron.kernels.native.compilers import SOURCES, Toolchain, find_toolchain
+from megatron.kernels.native.compilers import EXACT_OPERATIONS, Toolchain, find_toolchain
 from megatron.kernels.native.library import (
     FOLDER_VARIABLE,
     INTERFACE,
     LIBRARY,
     RECORD,
+    SOURCES,
     Library,
     cpu_features,
     default_folder,
     digest_of,
+    digest_of_sources,
 )
 
 Report = Callable[[str], object]
@@ -55,7 +58,7 @@ class BuildRequest:
         jobs: compilers at the same time; one per core if None.
         seconds: after which the build is given up.
         native: code for the CPU of this machine only, which compiles three times as fast.
-        sources: the folder csrc/ops; that of this checkout if None.
+        sources: the folder csrc/ops; the one of this checkout if None.
     """
 
     folder: Path | None = None
@@ -76,7 +79,7 @@ def build(request: BuildRequest, report: Report) -> Path:
         LaunchError: a compiler is missing, fails, or takes too long.
         StorageError: the folder cannot be written.
     """
-    sources = request.sources or Path(__file__).resolve().parents[3] / SOURCES
+    sources = request.sources or SOURCES
     operations = _operations(sources, request.only)
     tools = find_toolchain(request.cuda, request.architectures, native=request.native)
     target = request.folder or default_folder()
@@ -107,13 +110,21 @@ def _build_in(
     report: Report,
 ) -> None:
     """Builds library and record in a folder."""
+    built_from = digest_of_sources(sources)  # before they are read: a file edited meanwhile makes the library outdated
     runner = _Runner(request.jobs or os.cpu_count() or 1, request.seconds, report, can_be_fewer=len(operations) > 1)
     objects, commands = [], []
-    for source in _source_files(sources, operations, with_cuda=tools.nvcc is not None):
-        result = folder / f"{source.name}.o"
-        compile_one = tools.compile_device if source.suffix == ".cu" else tools.compile_host
-        commands.append((f"{source.parent.name}/{source.name}", compile_one(sources, source, result)))
+    for unit in _host_units(sources, operations, runner.jobs):
+        source, result = folder / f"{'+'.join(unit)}.cpp", folder / f"{unit[0]}.cpp.o"
+        source.write_text("".join(f'#include "{name}/{name}.cpp"\n' for name in unit))
+        command = tools.compile_host(sources, source, result, is_exact=unit[0] in EXACT_OPERATIONS)
+        commands.append((f"{', '.join(unit)} for the CPU", command))
         objects.append(result)
+    for name in operations if tools.nvcc is not None else ():
+        source, result = sources / name / f"{name}.cu", folder / f"{name}.cu.o"
+        if source.is_file():
+            command = tools.compile_device(sources, source, result, is_exact=name in EXACT_OPERATIONS)
+            commands.append((f"{name} for GPUs", command))
+            objects.append(result)
     runner.run_all(commands)
     runner.run_all([(LIBRARY, tools.link(objects, folder / LIBRARY))])
     record = Library(
@@ -122,6 +133,7 @@ def _build_in(
         torch_version=torch.__version__,
         machine=platform.machine(),
         digest=digest_of(folder / LIBRARY),
+        sources=built_from,
         operations=tuple(operations),
         architectures=tuple(int(code) for code in tools.architectures) if tools.nvcc else (),
         cpu_features=tuple(sorted(cpu_features())) if request.native else (),
@@ -132,7 +144,7 @@ def _build_in(
 def _put_in_place(folder: Path, target: Path) -> None:
     """Replaces an older library; one whose record does not fit is not loaded, so no order of the two is wrong."""
     for part in (LIBRARY, RECORD):
-        os.replace(folder / part, target / part)
+        move(folder / part, target / part)
 
 
 def _remove_remains(target: Path) -> None:
@@ -157,19 +169,25 @@ def _operations(sources: Path, only: Sequence[str]) -> list[str]:
     return [name for name in known if not wanted or name in wanted]
 
 
-def _source_files(sources: Path, operations: Sequence[str], *, with_cuda: bool) -> Iterator[Path]:
-    for operation in operations:
-        for suffix in (".cpp", ".cu") if with_cuda else (".cpp",):
-            path = sources / operation / f"{operation}{suffix}"
-            if path.is_file():
-                yield path
+def _host_units(sources: Path, operations: Sequence[str], jobs: int) -> list[list[str]]:
+    """The operations, by the translation units in which they are compiled for the CPU.
+
+    Reading torch's headers takes as long as compiling an operation, so there are only as many units as compilers that
+    run at the same time: one of the operations that have flags of their own, the others of about the same size.
+    """
+    sizes = {name: (sources / name / f"{name}.cpp").stat().st_size for name in operations}
+    units: list[list[str]] = [[] for _ in range(max(1, jobs - 1))]
+    for name in sorted(sizes.keys() - EXACT_OPERATIONS, key=lambda name: (-sizes[name], name)):
+        min(units, key=lambda unit: sum(sizes[member] for member in unit)).append(name)
+    units.append([name for name in operations if name in EXACT_OPERATIONS])
+    return [unit for unit in units if unit]
 
 
 class _Runner:
-    """Runs commands, so many at a time, until one fails, time is up, or the program is interrupted."""
+    """Runs commands, this many at a time, until one fails, time is up, or the program is interrupted."""
 
     def __init__(self, jobs: int, seconds: int, report: Report, *, can_be_fewer: bool) -> None:
-        self._jobs, self._limit, self._ends_at = jobs, seconds, time.monotonic() + seconds
+        self.jobs, self._limit, self._ends_at = jobs, seconds, time.monotonic() + seconds
         self._report, self._can_be_fewer = report, can_be_fewer
         self._running: set[subprocess.Popen[str]] = set()
         self._is_over = threading.Event()
@@ -180,7 +198,7 @@ class _Runner:
         Raises:
             LaunchError: one fails; those that run are ended, and the others do not begin.
         """
-        pool = ThreadPoolExecutor(self._jobs)
+        pool = ThreadPoolExecutor(self.jobs)
         pending: dict[Future[float], str] = {pool.submit(self._run, *command): command[0] for command in commands}
         try:
             for count, future in enumerate(as_completed(pending), 1):

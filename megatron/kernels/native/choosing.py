@@ -29,30 +29,30 @@ def choose(requested: Mapping[str, str], device: torch.device, folder: Path | No
     Raises:
         ConfigError: an implementation was asked for that is not there.
     """
-    found: dict[str, Implementation] = {}
+    chosen: dict[str, Implementation] = {}
     missing: dict[Implementation, list[str]] = {}
     for operation in OPERATIONS:
         wanted, available = requested.get(operation, AUTO), implementations(operation, device, folder)
         if wanted == AUTO:
-            found[operation] = fastest(operation, device.type, available)
+            chosen[operation] = fastest(operation, device.type, available)
             continue
-        found[operation] = Implementation(wanted)
-        if found[operation] not in available:
-            missing.setdefault(found[operation], []).append(operation)
+        chosen[operation] = Implementation(wanted)
+        if chosen[operation] not in available:
+            missing.setdefault(chosen[operation], []).append(operation)
     if missing:
         raise ConfigError([_not_there(kind, names, device, folder) for kind, names in missing.items()])
-    return Kernels(**found)
+    return Kernels(**chosen)
 
 
 def implementations(operation: str, device: torch.device, folder: Path | None = None) -> frozenset[Implementation]:
     """What could compute an operation on a device."""
     built = library(folder)
-    found = {Implementation.TORCH}
+    available = {Implementation.TORCH}
     if built is not None and all(built.has(part, device) for part in PARTS.get(operation, (operation,))):
-        found.add(Implementation.CSRC)
+        available.add(Implementation.CSRC)
     if operation in OF_APEX and device.type == "cuda" and is_installed("apex"):
-        found.add(Implementation.APEX)
-    return frozenset(found)
+        available.add(Implementation.APEX)
+    return frozenset(available)
 
 
 def _not_there(kind: Implementation, operations: list[str], device: torch.device, folder: Path | None) -> str:

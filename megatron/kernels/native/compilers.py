@@ -14,8 +14,6 @@ import torch
 from megatron.device import environment
 from megatron.errors import ConfigError, LaunchError
 
-SOURCES = "csrc/ops"
-
 _HOST_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
     *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DAT_PER_OPERATOR_HEADERS"),
@@ -42,20 +40,20 @@ class Toolchain:
     nvcc: str | None = None
     architectures: tuple[str, ...] = ()
 
-    def compile_host(self, sources: Path, source: Path, result: Path) -> list[str]:
-        """Compiles a `.cpp` file of an operation."""
+    def compile_host(self, sources: Path, source: Path, result: Path, *, is_exact: bool) -> list[str]:
+        """Compiles a `.cpp` file, of one operation or of several that are all exact or all not."""
         include = self.torch_folder / "include"
-        command = [*self.host, *_HOST_FLAGS, f"-ffp-contract={'off' if _is_exact(source) else 'fast'}"]
+        command = [*self.host, *_HOST_FLAGS, f"-ffp-contract={'off' if is_exact else 'fast'}"]
         command += ["-march=native", "-DMEGATRON_NATIVE"] if self.native else []
         command += ["-I", str(sources), "-isystem", str(include)]
         if self.nvcc is not None:
             command += ["-DMEGATRON_WITH_CUDA", "-isystem", str(_cuda_home(self.nvcc) / "include")]
         return [*command, "-c", str(source), "-o", str(result)]
 
-    def compile_device(self, sources: Path, source: Path, result: Path) -> list[str]:
+    def compile_device(self, sources: Path, source: Path, result: Path, *, is_exact: bool) -> list[str]:
         """Compiles a `.cu` file of an operation, for every architecture."""
         targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in self.architectures]
-        exact = ["--fmad=false"] if _is_exact(source) else []
+        exact = ["--fmad=false"] if is_exact else []
         command = [str(self.nvcc), *_DEVICE_FLAGS, *targets, *exact]
         return [*command, "-I", str(sources), "-c", str(source), "-o", str(result)]
 
@@ -75,17 +73,18 @@ def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = 
         cuda: `yes`, `no`, or `auto`: if a CUDA compiler and a torch with CUDA are there.
 
     Raises:
-        ConfigError: an architecture is no compute capability.
+        ConfigError: an architecture is not a compute capability.
         LaunchError: a compiler that is needed is missing.
     """
     unknown = [code for code in architectures if not (code.isdigit() and len(code) in (2, 3))]
     if unknown:
         raise ConfigError(
-            f"--architectures {','.join(architectures)}: {unknown[0]!r} is no compute capability. Write them as 80,90."
+            f"--architectures {','.join(architectures)}: {unknown[0]!r} is not a compute capability. Write them as "
+            "80,90."
         )
     host = (
         shlex.split(environment("CXX") or "")
-        or [found for found in map(shutil.which, ("g++", "c++", "clang++")) if found][:1]
+        or [path for path in map(shutil.which, ("g++", "c++", "clang++")) if path][:1]
     )
     if not host:
         raise LaunchError(
@@ -124,7 +123,3 @@ def _cuda_home(nvcc: str) -> Path:
 def _named_cuda_home() -> Path | None:
     home = environment("CUDA_HOME") or environment("CUDA_PATH")
     return Path(home) if home else None
-
-
-def _is_exact(source: Path) -> bool:
-    return source.parent.name in EXACT_OPERATIONS

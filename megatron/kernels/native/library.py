@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 import types
@@ -17,6 +16,7 @@ import torch
 
 from megatron import log
 from megatron.device import environment
+from megatron.files.plain import read_plain_json
 from megatron.kernels import (
     activations,
     cross_entropy,
@@ -35,8 +35,10 @@ LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
 FOLDER_VARIABLE = "MEGATRON_KERNELS"
 REBUILD = "python tools/build_kernels.py"
 
+# Of a checkout; an installed package has none, and takes the library that was built with it.
+SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "ops"
 _CPU_INFO = Path("/proc/cpuinfo")
-# What has to be told to torch once an operation is loaded, by the operation's folder in csrc/ops.
+# What has to be registered with torch once an operation is loaded, by the operation's folder in csrc/ops.
 _REGISTRATIONS: Mapping[str, Callable[[], None]] = types.MappingProxyType(
     {
         "activation": activations.register,
@@ -59,6 +61,7 @@ class Library:
 
     Attributes:
         digest: SHA-256 of the library file, in hexadecimal.
+        sources: the digest of csrc/ops that it was built from, see `digest_of_sources`.
         operations: the folders of csrc/ops that it contains.
         architectures: compute capabilities of GPUs that it has code for, such as 90; empty if it was built without
             CUDA.
@@ -73,6 +76,7 @@ class Library:
     operations: tuple[str, ...]
     architectures: tuple[int, ...]
     cpu_features: tuple[str, ...] = ()
+    sources: str = ""
 
     @classmethod
     def from_json(cls, folder: Path, record: Mapping[str, Any]) -> Library:
@@ -90,15 +94,17 @@ class Library:
             operations=tuple(record["operations"]),
             architectures=tuple(int(code) for code in record["architectures"]),
             cpu_features=tuple(record["cpu_features"]),
+            sources=record.get("sources", ""),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The record beside the library."""
+        """The record that is stored next to the library."""
         return {
             "interface": self.interface,
             "torch": self.torch_version,
             "machine": self.machine,
             "sha256": self.digest,
+            "sources": self.sources,
             "operations": list(self.operations),
             "architectures": list(self.architectures),
             "cpu_features": list(self.cpu_features),
@@ -136,45 +142,55 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def digest_of_sources(sources: Path) -> str:
+    """SHA-256 of the files in csrc/ops that a library is compiled from, in hexadecimal; empty if there are none."""
+    files = sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".cu", ".h"))
+    digest = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(sources).as_posix()} {len(content)} ".encode() + content)
+    return digest.hexdigest() if files else ""
+
+
 def cpu_features() -> frozenset[str]:
     """The instruction sets of this machine's CPU, as Linux names them; empty where it does not say."""
     try:
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text("utf-8", errors="replace"), re.MULTILINE)
+        line = re.search(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text("utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         return frozenset()
-    return frozenset() if found is None else frozenset(found.group(1).split())
+    return frozenset() if line is None else frozenset(line.group(1).split())
 
 
 @cache
 def _load(folder: Path) -> Library | None:
     if not (folder / RECORD).is_file():
         return None
-    found = _checked(folder)
-    if isinstance(found, str):
-        log.warning(f"the library of compiled kernels in {folder} is not used: {found}. Build it again: {REBUILD}")
+    checked = _checked(folder)
+    if isinstance(checked, str):
+        log.warning(f"the library of compiled kernels in {folder} is not used: {checked}. Build it again: {REBUILD}")
         return None
-    return found
+    return checked
 
 
 def _checked(folder: Path) -> Library | str:
     """The library in a folder, loaded, or why it cannot be used."""
     try:
-        found = Library.from_json(folder, json.loads((folder / RECORD).read_text("utf-8")))
+        library = Library.from_json(folder, read_plain_json(folder / RECORD))
     except (OSError, ValueError, KeyError, TypeError):
         return f"its record {RECORD} is damaged"
-    reason = _unfit(found)
+    reason = _unfit(library)
     if reason is not None:
         return reason
     try:
         # A file that was cut short or belongs to another build would end the process when it is loaded.
-        if digest_of(folder / LIBRARY) != found.digest:
+        if digest_of(folder / LIBRARY) != library.digest:
             return f"{LIBRARY} is not the file that {RECORD} describes"
         torch.ops.load_library(str(folder / LIBRARY))
-        for operation in found.operations:
+        for operation in library.operations:
             _REGISTRATIONS[operation]()
     except (OSError, RuntimeError, KeyError) as failure:
         return f"it cannot be loaded ({str(failure).splitlines()[0][:200]})"
-    return found
+    return library
 
 
 def _unfit(library: Library) -> str | None:
@@ -185,6 +201,9 @@ def _unfit(library: Library) -> str | None:
         return f"it was built for {library.machine}, and this machine is {platform.machine()}"
     if library.interface != INTERFACE:
         return f"it has interface {library.interface}, and this version of the project needs {INTERFACE}"
+    expected = digest_of_sources(SOURCES)
+    if expected and library.sources != expected:
+        return f"its sources had digest {library.sources[:12] or 'unknown'}, and {SOURCES} has {expected[:12]}"
     missing = sorted(set(library.cpu_features) - cpu_features())
     if missing:
         return f"it was built with --native for a CPU with {', '.join(missing[:5])}, which this one lacks"

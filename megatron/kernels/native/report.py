@@ -11,7 +11,7 @@ from megatron.device import device_type
 from megatron.kernels.choice import Implementation, Kernels, is_installed
 from megatron.kernels.native.choosing import choose, implementations
 from megatron.kernels.native.library import REBUILD, library
-from megatron.kernels.native.measured import SPEEDS
+from megatron.kernels.native.measured import MEASURED, speeds_of
 
 # What torch computes an operation with, where that is not obvious.
 _OF_TORCH = {
@@ -35,7 +35,7 @@ def kernel_report(kernels: Kernels | None = None) -> list[KernelChoice]:
     """The implementation that each operation uses on this machine.
 
     Args:
-        kernels: those of a run; None for what `--kernels auto` chooses.
+        kernels: the kernels of a run; None for what `--kernels auto` chooses.
     """
     device = torch.device(device_type())
     chosen = kernels or choose(dict.fromkeys(OPERATIONS, AUTO), device)
@@ -53,7 +53,7 @@ def _attention(on_gpu: bool) -> list[KernelChoice]:
             KernelChoice(
                 "attention_of_documents_and_windows",
                 "torch varlen and flex attention",
-                "variable-length flash attention from torch 2.12 in half precision, else flex",
+                "variable-length flash attention from torch 2.10 in half precision, else flex",
             ),
         ]
     return [
@@ -72,9 +72,13 @@ def _attention(on_gpu: bool) -> list[KernelChoice]:
 
 def _choice(operation: str, chosen: Implementation, device: torch.device) -> KernelChoice:
     notes = []
-    speed = SPEEDS.get((operation, device.type), {}).get(Implementation.CSRC)
-    if chosen is Implementation.CSRC and speed is not None:
-        notes.append(f"measured {speed:.1f} times as fast as torch")
+    speed = speeds_of(operation, device.type).get(Implementation.CSRC)
+    if chosen is Implementation.CSRC:
+        notes.append(
+            f"not measured on {device.type}"
+            if speed is None
+            else f"measured {speed:.1f} times as fast as torch on {MEASURED[device.type].hardware}"
+        )
     if chosen is Implementation.TORCH:
         notes += [_OF_TORCH[operation]] if operation in _OF_TORCH else []
         if speed is not None and speed > 1 and Implementation.CSRC not in implementations(operation, device):

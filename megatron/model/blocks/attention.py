@@ -19,11 +19,10 @@ from megatron.kernels.attention.dense import attention, explicit_attention
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.rotary import rotate_both, rotate_few, split_rotated
-from megatron.model.blocks.cached_bias import cached_bias, visible_keys
 from megatron.model.blocks.norm import build_head_norm
 from megatron.model.blocks.position import alibi_slopes, rotation, whole_rotation
 from megatron.model.blocks.query_key_value import QueryKeyValue
-from megatron.model.blocks.score_bias import bounded_plan, score_bias
+from megatron.model.blocks.score_bias import bounded_plan, cached_bias, score_bias, visible_keys
 from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
@@ -69,7 +68,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
-        """Applies attention; with `finish`, returns that of the last product and its bias.
+        """Applies attention; with `finish`, returns `finish(product, bias)` of the last layer.
 
         Raises:
             ConfigError: documents are to be separated while a key-value cache is in use, or the network is

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.errors import DataError
 from megatron.kernels.dropout_add import dropout_add
+from megatron.kernels.embedding import lookup
 from megatron.kernels.products import linear
 from megatron.kernels.softcap import softcapped
 from megatron.model.blocks.dropout import EMBEDDING_SITE, dropout_at
@@ -51,7 +51,7 @@ class PositionEmbedding(nn.Module):
     Shapes: `[b, s, h]` to the same; weight `[positions, h]`, replicated.
 
     Args:
-        dropout: probability of dropout; that of the configuration if None.
+        dropout: probability of dropout; as configured if None.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, dropout: float | None = None) -> None:
@@ -63,6 +63,7 @@ class PositionEmbedding(nn.Module):
         self.positions = shape[0]
         self.dropout = config.hidden_dropout if dropout is None else dropout
         self.dropout_kernel = mesh.kernels.dropout_add
+        self.lookup_kernel = mesh.kernels.embedding
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Adds the position embeddings.
@@ -77,7 +78,7 @@ class PositionEmbedding(nn.Module):
                 f"(--max-position-embeddings {self.positions}). Shorten the text, or train with more positions."
             )
         if context.position_ids is not None:
-            vectors = F.embedding(context.position_ids, self.weight)  # [b, s, h]
+            vectors = lookup(self.weight, context.position_ids, implementation=self.lookup_kernel)  # [b, s, h]
         else:
             vectors = self.weight[context.position_offset : last]  # [s, h]
         return _drop(hidden + vectors, self, context)
@@ -94,11 +95,14 @@ class TokenTypeEmbedding(nn.Module):
         shape = (config.token_types, config.hidden_size)
         spec = ShardSpec((Dimension("token types", shape[0]), Dimension("hidden", shape[1])), is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
+        self.lookup_kernel = mesh.kernels.embedding
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Adds the token-type embeddings."""
         types = context.token_types
-        return hidden + (self.weight[0] if types is None else F.embedding(types, self.weight))
+        if types is None:
+            return hidden + self.weight[0]
+        return hidden + lookup(self.weight, types, implementation=self.lookup_kernel)
 
 
 class EmbeddingDropout(nn.Module):
@@ -134,6 +138,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.axis = mesh.tp
         self.multiplier, self.softcap = config.logit_multiplier, config.output_logit_softcap
+        self.packed: torch.Tensor | None = None  # the weight as `products.packed` has it, where the plain one is shared
         self.weight = weight
         if weight is None:
             self.weight = vocabulary_table(
@@ -160,7 +165,8 @@ class OutputHead(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes the logits. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
-        logits = linear(self._scaled(hidden), self.weight, self.bias)  # type: ignore[arg-type]
+        weight = self.weight if self.packed is None else self.packed
+        logits = linear(self._scaled(hidden), weight, self.bias)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
     def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:

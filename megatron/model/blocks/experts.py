@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -18,6 +19,7 @@ from megatron.config import ModelConfig
 from megatron.kernels.activations import activation, gated
 from megatron.kernels.grouped import grouped_linear
 from megatron.kernels.products import linear
+from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.router import Router, RouterLosses
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
@@ -26,7 +28,8 @@ from megatron.parallel.tensor.collectives import copy_to, reduce_from
 
 
 class Experts(nn.Module):
-    """Routed experts, and optionally a shared one that sees every token; without biases.
+    """Routed experts, and optionally a shared one that sees every token, without biases; optionally mixed with a dense
+    layer.
 
     Shapes: `[b, s, h]` to the same, replicated over the tensor-parallel axis.
 
@@ -40,16 +43,17 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int) -> None:
         super().__init__()
         self.tp = mesh.tp
-        self.router = Router(config, mesh)
+        self.router = Router(config, mesh, layer)
         self.losses = RouterLosses(config, layer)
         inner, shared = config.moe_ffn_hidden_size, config.moe_shared_expert_intermediate_size
         check_divisible(inner, mesh.tp, f"channels of an expert (--moe-ffn-hidden-size {inner})")
-        self.experts = ExpertNetworks(config, mesh, inner, config.num_experts)
+        self.experts = ExpertNetworks(config, mesh, inner, config.experts_of(layer))
         self.shared_experts: ExpertNetworks | None = None
         if shared:
             flag = f"--moe-shared-expert-intermediate-size {shared}"
             check_divisible(shared, mesh.tp, f"channels of the shared expert ({flag})")
             self.shared_experts = ExpertNetworks(config, mesh, shared)
+        self.residual = ResidualMixture(config, mesh) if config.moe_residual else None
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies the layer."""
@@ -63,9 +67,53 @@ class Experts(nn.Module):
         if self.shared_experts is not None:
             result = result + self.shared_experts(tokens)
         result = reduce_from(result, self.tp).view(hidden.shape)
+        if self.residual is not None:
+            result = self.residual(hidden, result, context)
         if not self.training:
             return result
         return self.losses.attach(result, routing, order.counts, context.auxiliary)
+
+
+class ResidualMixture(nn.Module):
+    """A dense feed-forward layer, mixed with what the experts computed: `c_0 experts(x) + c_1 dense(x)`, where `c` is
+    the softmax of a linear layer of x, in float32 like the router.
+
+    The linear layer is replicated over the tensor-parallel axis, whose ranks see equal inputs and equal sums.
+
+    Shapes: `[b, s, h]` to the same; weight `[2, h]`, bias `[2]`.
+
+    Source: Rajbhandari et al., "DeepSpeed-MoE", 2022, section 4.1; DeepSpeed `moe/layer.py`, `MoE` with `use_residual`.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.dense = FeedForward(config, mesh)
+        self.coefficient = MixtureCoefficients(config.hidden_size, mesh.device)
+
+    def forward(self, hidden: torch.Tensor, routed: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Adds the dense layer to the result of the experts."""
+        of_experts, of_dense = self.coefficient(hidden).unbind(dim=-1)  # [b, s] each
+        dense = self.dense(hidden, context)
+        total = routed * of_experts.unsqueeze(-1) + dense * of_dense.unsqueeze(-1)
+        return total.to(hidden.dtype)
+
+
+class MixtureCoefficients(nn.Module):
+    """Two weights for every token that sum to 1, in float32.
+
+    Shapes: `[b, s, h]` to `[b, s, 2]`; weight `[2, h]`, bias `[2]`.
+    """
+
+    def __init__(self, hidden_size: int, device: torch.device) -> None:
+        super().__init__()
+        parts = Dimension("experts and dense layer", 2)
+        matrix = ShardSpec((parts, Dimension("hidden", hidden_size)), is_matrix=True)
+        self.weight = place(nn.Parameter(torch.zeros(matrix.local_shape, device=device)), matrix)
+        self.bias = place(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,)))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Weighs the tokens."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()).softmax(dim=-1)
 
 
 class ExpertNetworks(nn.Module):
@@ -124,7 +172,7 @@ class ExpertMatrices(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """The (token, choice) pairs sorted by expert, those of one expert in the order of the tokens.
+    """The (token, choice) pairs sorted by expert, and within an expert by token.
 
     Shapes: tokens `[n*k]` int64; positions `[n, k]` int64; ends `[e]` int64.
 
@@ -161,7 +209,7 @@ class ExpertOrder:
 class _Dispatch(torch.autograd.Function):
     """Copies every token to the rows of its experts: `[n, h]` to `[n*k, h]`.
 
-    Backward gathers and adds in a fixed order, where that of an index would add atomically.
+    Backward gathers and adds in a fixed order, where the backward pass of an index would add atomically.
     """
 
     @staticmethod

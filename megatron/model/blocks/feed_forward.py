@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
-        """Applies the layer; with `finish`, returns that of the last product and its bias."""
+        """Applies the layer; with `finish`, returns `finish(product, bias)` of the last layer."""
         if self.implementation is Implementation.CSRC:
             return self.linear_fc2(self.linear_fc1(hidden, self._activate), finish)  # type: ignore[no-any-return]
         return self.linear_fc2(self._activate(self.linear_fc1(hidden)), finish)  # type: ignore[no-any-return]

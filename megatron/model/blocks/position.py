@@ -60,9 +60,9 @@ def _frequencies(config: ModelConfig, context: StepContext, length: int, windowe
     """
     if not context.texts or config.rope_scaling_type not in _SCALINGS_BY_LENGTH:
         return rotary_frequencies(config, context.positions_needed(length), windowed=windowed)
-    found = [rotary_frequencies(config, part.text_length, windowed=windowed) for part in context.texts]
-    rows = [row.expand(part.count, -1) for part, (row, _) in zip(context.texts, found, strict=True)]
-    return torch.cat(rows), found[0][1]
+    by_text = [rotary_frequencies(config, part.text_length, windowed=windowed) for part in context.texts]
+    rows = [row.expand(part.count, -1) for part, (row, _) in zip(context.texts, by_text, strict=True)]
+    return torch.cat(rows), by_text[0][1]
 
 
 def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = False) -> tuple[torch.Tensor, float]:
@@ -75,7 +75,7 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
 
     Args:
         length: length of the sequence; scalings that depend on it stretch longer sequences more.
-        windowed: whether the frequencies are those of the layers with a sliding window, which have a base of their own
+        windowed: whether the frequencies are for the layers with a sliding window, which have a base of their own
             (`rotary_base_windowed`) and no scaling.
 
     Source: Su et al., "RoFormer", 2021, equation 15; the scalings: transformers `modeling_rope_utils.py`.
@@ -147,7 +147,7 @@ def _yarn_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
     base, original = config.rotary_base, config.original_context
 
     def channel(rotations: float) -> float:
-        """The channel pair that rotates so often over the original context."""
+        """The channel pair that makes this many rotations over the original context."""
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low = max(math.floor(channel(config.rope_beta_fast)), 0)

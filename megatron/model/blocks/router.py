@@ -52,20 +52,20 @@ class Router(nn.Module):
     2022, equation 1 (softmax over all); DeepSeek-AI, "DeepSeek-V3", 2024, equations 13 to 16 (sigmoid).
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int = 0) -> None:
         super().__init__()
         self.top_k = config.moe_router_topk
         self.is_sigmoid = config.moe_router_score_function == "sigmoid"
         self.keeps_scores = config.moe_router_pre_softmax
         self.scale = config.moe_router_topk_scaling_factor
-        dimensions = (Dimension("experts", config.num_experts), Dimension("hidden", config.hidden_size))
+        dimensions = (Dimension("experts", config.experts_of(layer)), Dimension("hidden", config.hidden_size))
         spec = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor) -> Routing:
         """Routes the tokens."""
         logits = F.linear(hidden.float(), self.weight.float())  # [n, e]
-        # by logits, whose order is that of the scores: a sigmoid close to 1 is rounded to ties
+        # by logits, which order as the scores do: a sigmoid close to 1 is rounded to ties
         experts = logits.detach().topk(self.top_k, dim=-1).indices  # [n, k]
         weights = self._weights(logits, experts)
         return Routing(logits, experts, weights if self.scale == 1.0 else weights * self.scale)
@@ -174,4 +174,4 @@ def router_metric_sizes(config: ModelConfig) -> dict[str, int]:
     """Name and length of every statistic that the routers of a network record; empty without experts."""
     routed = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
     scalars = dict.fromkeys((BALANCE_LOSS, Z_LOSS, ENTROPY, PASSES), 1) if routed else {}
-    return scalars | {expert_tokens(layer): config.num_experts for layer in routed}
+    return scalars | {expert_tokens(layer): config.experts_of(layer) for layer in routed}

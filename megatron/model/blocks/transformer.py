@@ -20,6 +20,7 @@ from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.tensor.collectives import gather_from, scatter_to
 
 
 class _Branch(NamedTuple):
@@ -60,7 +61,8 @@ class TransformerBlock(nn.Module):
 
     With `--checkpoint-activations` only the block's input is kept, and the block is recomputed during backward. No
     random state needs saving, because the dropout mask is a function of (seed, layer, sample, position). Each block is
-    recomputed separately: a `--checkpoint-num-layers` above 1 would only make the units coarser.
+    recomputed separately. With `--distribute-saved-activations` each tensor-parallel rank keeps its share of the input,
+    and the whole is gathered twice, in forward and for the recomputation.
 
     The outer norms follow attention and feed-forward, or with `--norm-placement post` the residual additions.
 
@@ -70,6 +72,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int) -> None:
         super().__init__()
         size, placement = config.hidden_size, config.norm_placement
+        self.tp = mesh.tp
         self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
         self.dropout_kernel = mesh.kernels.dropout_add
         self.is_parallel = config.parallel_residual
@@ -91,9 +94,17 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Runs the block, with recomputation in backward if the context requires it."""
-        if context.recompute is Recompute.BLOCKS and self.training and torch.is_grad_enabled():
+        if not (self.training and torch.is_grad_enabled()):
+            return self._run(hidden, context)
+        if context.recompute is Recompute.BLOCKS:
             return checkpoint(self._run, hidden, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        if context.recompute is Recompute.SPLIT_BLOCKS:
+            part = scatter_to(hidden, self.tp)
+            return checkpoint(self._run_gathered, part, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
         return self._run(hidden, context)
+
+    def _run_gathered(self, part: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self._run(gather_from(part, self.tp), context)
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if self.norms_residual:

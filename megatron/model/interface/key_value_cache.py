@@ -107,7 +107,7 @@ class TextCache:
     """The caches of one text, in memory that grows by blocks: at most one block of a text is not in use.
 
     The blocks of a layer are contiguous, so that attention reads them where they lie; growing copies them, which at
-    the usual lengths is little beside reading them for every token.
+    the usual lengths costs little compared with reading them for every token.
 
     Shapes: keys and values of a layer `[1, g/t, capacity, d]`.
 
@@ -127,7 +127,7 @@ class TextCache:
         return sum(part.numel() * part.element_size() for layer in self._layers.values() for part in layer)
 
     def extended(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> CachedText:
-        """Writes the new tokens of one layer behind the `length` tokens; `length` stays until all layers have theirs.
+        """Writes the new tokens of one layer after the `length` tokens; `length` stays until all layers have theirs.
 
         Shapes: keys and values `[1, g/t, s, d]`.
         """

@@ -17,6 +17,7 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.model.interface.key_value_cache import BatchCaches
+from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
@@ -29,21 +30,6 @@ class LayerKind(Enum):
     BLOCK = "block"
     NORM = "norm"
     HEAD = "head"
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """The cost of a layer, over all ranks that share it.
-
-    Attributes:
-        parameters: number of parameters.
-        flops_per_token: forward FLOPs per token, without attention scores.
-        flops_per_token_pair: forward FLOPs per (query, key) pair.
-    """
-
-    parameters: int
-    flops_per_token: int = 0
-    flops_per_token_pair: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,19 @@ OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted")
 
 
 class Recompute(Enum):
-    """What is recomputed during backward instead of keeping its activations."""
+    """What is recomputed during backward instead of keeping its activations.
+
+    `SPLIT_BLOCKS` splits the inputs of the blocks, which are kept, over the tensor-parallel ranks.
+    """
 
     NONE = "none"
     ATTENTION = "attention"
     BLOCKS = "blocks"
+    SPLIT_BLOCKS = "split blocks"
 
 
 class MaskKind(Enum):
-    """What a token may attend to: all earlier tokens, or those of its own document.
+    """What a token may attend to: all earlier tokens, or the earlier tokens of its own document.
 
     Later ones are hidden by the layers of networks that are not bidirectional.
     """

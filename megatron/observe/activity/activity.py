@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +12,9 @@ from typing import Any, final
 
 from megatron import log
 from megatron.checkpoint.manifest import folder_step
-from megatron.checkpoint.saving import AfterCommit
 from megatron.errors import ExitCode
-from megatron.parallel.mesh import ParallelMesh
+from megatron.files.appending import append_line
+from megatron.files.replacing import replace_file
 from megatron.secret_text import masked
 
 EVENTS_NAME, SAMPLES_NAME, HEARTBEATS_NAME = "events.jsonl", "samples.jsonl", "heartbeats.json"
@@ -35,6 +34,7 @@ class Activity:
         self._beat_seconds = beat_seconds
         self._folder: Path | None = None
         self._look: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
+        self._ask: Callable[[], object] = lambda: None
         self._axes: tuple[tuple[str, int], ...] = ()
         self._ending = threading.Lock()
         self._over = threading.Event()
@@ -43,29 +43,32 @@ class Activity:
         self._has_warned = False
 
     def open(
-        self, folder: Path, axes: Sequence[tuple[str, int]], look: Callable[[], Sequence[Mapping[str, Any]]]
+        self,
+        folder: Path,
+        axes: Sequence[tuple[str, int]],
+        look: Callable[[], Sequence[Mapping[str, Any]]],
+        ask: Callable[[], object] = lambda: None,
     ) -> None:
         """Begins with the heartbeats.
 
         Args:
             axes: names and sizes of the axes of the mesh, slowest first.
-            look: where each rank is, as JSON objects; called from another thread.
+            look: where each rank was when it last said so, as JSON objects; called from another thread.
+            ask: has all ranks say so now; called before the last look at a run that ends as planned.
         """
-        self._folder, self._axes, self._look = folder, tuple(axes), look
+        self._folder, self._axes, self._look, self._ask = folder, tuple(axes), look, ask
         self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread can be started
             self._thread.start()
 
-    def before(self, following: AfterCommit | None) -> AfterCommit:
-        """What follows each save: its record, then `following`. Any thread may call it, on every rank."""
+    def saved(self, path: Path) -> None:
+        """Records a checkpoint that was committed. Any thread may call it."""
+        self._append(EVENTS_NAME, {"kind": "save", "iteration": folder_step(path.name), "text": path.name})
 
-        def follow(path: Path, mesh: ParallelMesh) -> None:
-            step = folder_step(path.name)
-            self._append(EVENTS_NAME, {"kind": "save", "iteration": step, "text": path.name})
-            if following is not None:
-                following(path, mesh)
-
-        return follow
+    def failed_save(self, step: int, reason: str) -> None:
+        """Records that the checkpoint of a step could not be saved."""
+        text = masked(reason.strip())[:_LONGEST_TEXT]
+        self._append(EVENTS_NAME, {"kind": "failed_save", "iteration": step, "text": text})
 
     def sampled(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Records how the network continues some prompts."""
@@ -93,6 +96,7 @@ class Activity:
             kind = STOPPED if self._reason else FINISHED
             code = None if self._reason else int(ExitCode.DONE)
             self._ended(kind, step(), self._reason, code)
+            self._ask()
         finally:
             forget()
             self.close()
@@ -112,18 +116,12 @@ class Activity:
         return False
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
-        """Adds a line with one write; what a crash left of a line before it ends there."""
+        """Adds a line."""
         if self._folder is None:
             return
-        line = json.dumps({"at": time.time(), **values}, ensure_ascii=False) + "\n"
         try:
-            descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            try:
-                size = os.fstat(descriptor).st_size
-                is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-                os.write(descriptor, b"\n" * is_torn + line.encode(errors="replace"))
-            finally:
-                os.close(descriptor)
+            line = json.dumps({"at": time.time(), **values}, ensure_ascii=False)
+            append_line(self._folder / name, line, mode=0o644)
         except OSError as failure:
             self._warn(name, failure)
 
@@ -140,10 +138,8 @@ class Activity:
         if folder is None:
             return
         content = json.dumps({"at": time.time(), "axes": self._axes, "ranks": list(self._look())})
-        temporary = folder / f".{HEARTBEATS_NAME}.{os.getpid()}"
         try:
-            temporary.write_text(content)
-            os.replace(temporary, folder / HEARTBEATS_NAME)
+            replace_file(folder / HEARTBEATS_NAME, content.encode(), durable=False)
         except OSError as failure:
             self._warn(HEARTBEATS_NAME, failure)
 

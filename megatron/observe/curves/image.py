@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.data.formats.atomic_files import check_writable
 from megatron.errors import ConfigError, StorageError
+from megatron.files.replacing import check_writable
 from megatron.observe.curves.reading import AXIS_TITLES, STEPS, Curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Markers and lines of the groups of evaluations: validation and test first.
+_GROUP_STYLES = (("o", "--"), ("D", ":"), ("s", "-."), ("^", "--"))
 _WIDTH, _PANEL_HEIGHT, _LONE_HEIGHT = 9.0, 2.6, 5.0  # inches
 
 
@@ -28,7 +30,19 @@ def check_plot_path(path: str | Path) -> None:
     check_writable(Path(path))
 
 
-def write_plot(
+def write_plot(figure: Figure, path: str | Path) -> None:
+    """Writes a drawing; the file extension determines the format.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path)
+    except OSError as failure:
+        raise StorageError(f"--output {path} cannot be written: {failure.strerror}. Choose another path.") from failure
+
+
+def draw_plot(
     panels: Mapping[str, Sequence[Curve]],
     path: str | Path,
     *,
@@ -36,18 +50,20 @@ def write_plot(
     smoothing_ratio: float = 0.0,
     title: str = "",
     log_scale: bool = False,
-) -> None:
-    """Draws one panel per metric, with all runs in each; the file extension determines the format.
+    marks: Sequence[tuple[float, str]] = (),
+) -> Figure:
+    """Draws one panel per metric, with all runs in each.
 
     Args:
         panels: the curves by metric.
+        path: where the drawing will be written.
         axis: what they are over, one of `AXES`.
         smoothing_ratio: see `Curve.smoothed`; the curve itself is then drawn faintly behind.
         log_scale: whether the values are on a logarithmic scale.
+        marks: places on the x axis, and what to write next to them.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not support the file extension.
-        StorageError: the file cannot be written.
     """
     figure = _new_figure(path, len(panels))
     drawn = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -58,32 +74,44 @@ def write_plot(
         if log_scale and all(y > 0.0 for curve in curves for _, y in curve.points):
             _set_log_scale(axes)
         axes.grid(alpha=0.3, which="both")
+        _draw_marks(axes, marks, axes is drawn[0])
         if axes is drawn[0] or metric == "lm_loss":
             axes.legend()
     drawn[-1].set_xlabel(AXIS_TITLES[axis])
     _shorten_numbers(drawn[-1], panels, axis)
     figure.suptitle(title)
-    try:
-        figure.savefig(path)
-    except OSError as failure:
-        raise StorageError(f"--output {path} cannot be written: {failure.strerror}. Choose another path.") from failure
+    return figure
 
 
 def _draw(axes: Axes, curves: Sequence[Curve], smoothing_ratio: float) -> None:
-    """One colour per run; evaluations dashed."""
+    """One colour per run; a curve that a later one would hide is a wide band; evaluations have markers by group."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
-    for curve in curves:
+    groups = list(dict.fromkeys(curve.group for curve in curves if curve.is_evaluation))
+    for place, curve in enumerate(curves):
         colour = f"C{runs.index(curve.run) % 10}"
         x, y = zip(*curve.points, strict=True)
         if curve.is_evaluation:
-            (line,) = axes.plot(x, y, label=curve.name, color=colour, linewidth=1.2, linestyle="--", zorder=3)
-            line.set(marker="o", markersize=5, markeredgecolor="white")
+            marker, style = _GROUP_STYLES[groups.index(curve.group) % len(_GROUP_STYLES)]
+            (line,) = axes.plot(x, y, label=curve.name, color=colour, linewidth=1.2, linestyle=style, zorder=4)
+            line.set(marker=marker, markersize=7, markeredgecolor="white")
             continue
         smoothed = curve.smoothed(smoothing_ratio) if smoothing_ratio else curve
         if smoothed is not curve:
             axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.25)
             x, y = zip(*smoothed.points, strict=True)
-        axes.plot(x, y, label=curve.name, color=colour, linewidth=1.4, marker="." if len(x) == 1 else "")
+        is_covered = any(other.covers(curve) for other in curves[place + 1 :] if not other.is_evaluation)
+        (line,) = axes.plot(x, y, label=curve.name, color=colour, linewidth=1.4, marker="." if len(x) == 1 else "")
+        if is_covered:
+            line.set(linewidth=6.0, alpha=0.4, solid_capstyle="butt", zorder=1.5)
+
+
+def _draw_marks(axes: Axes, marks: Sequence[tuple[float, str]], has_texts: bool) -> None:
+    """Vertical lines, with their texts above the first panel; of two texts each has its own side."""
+    alignments = ["right", *["center"] * (len(marks) - 2), "left"] if len(marks) > 1 else ["center"]
+    for (x, text), alignment in zip(sorted(marks), alignments, strict=False):
+        axes.axvline(x, color="0.3", linewidth=1.0, linestyle=":", zorder=1)
+        if has_texts:
+            axes.text(x, 1.01, text, transform=axes.get_xaxis_transform(), ha=alignment, va="bottom", color="0.25")
 
 
 def _set_log_scale(axes: Axes) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
-from megatron.observe.known_runs import check_run
-from megatron.observe.metrics_file import read_records, read_steps
+from megatron.observe.metrics_file import check_run, read_records, read_steps
 from megatron.observe.start_up.quantities import short_count
 
 STEPS, SAMPLES, TOKENS, HOURS, FLOPS = AXES = ("steps", "samples", "tokens", "hours", "flops")
@@ -29,6 +28,8 @@ AXIS_TITLES: Mapping[str, str] = types.MappingProxyType(
 LOSS = "lm_loss"
 # A moving average of these would show values that were never used.
 _EXACT = frozenset({"learning_rate", "global_batch_size", "loss_scale"})
+
+_WORDS: Mapping[str, str] = types.MappingProxyType({"valid": "validation"})
 
 _FIELDS: Mapping[str, Callable[[Mapping[str, Any]], float]] = types.MappingProxyType(
     {
@@ -49,14 +50,25 @@ class Curve:
         metric: what is measured.
         points: (x, y) in the order of the run.
         run: the run it belongs to.
-        is_evaluation: whether it was measured in evaluations, not in every step.
+        group: the data of the evaluations in which it was measured; empty for what was measured in training steps.
     """
 
     name: str
     points: tuple[tuple[float, float], ...]
     metric: str = LOSS
     run: str = ""
-    is_evaluation: bool = False
+    group: str = ""
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it was measured in evaluations, not in every step."""
+        return bool(self.group)
+
+    def covers(self, other: Curve) -> bool:
+        """Whether this curve, drawn over another one, would hide it where both are, as a resumed run's curve does."""
+        theirs = dict(other.points)
+        shared = [(y, theirs[x]) for x, y in self.points if x in theirs]
+        return len(shared) > 1 and all(math.isclose(one, another, rel_tol=0.01) for one, another in shared)
 
     def summary(self, axis: str = STEPS) -> str:
         """The first and last value as text."""
@@ -77,11 +89,11 @@ class Curve:
         if self.metric in _EXACT:
             return self
         total = weight = 0.0
-        found = []
+        averages = []
         for x, y in self.points:
             total, weight = ratio * total + (1.0 - ratio) * y, ratio * weight + 1.0 - ratio
-            found.append((x, total / weight))
-        return dataclasses.replace(self, points=tuple(found))
+            averages.append((x, total / weight))
+        return dataclasses.replace(self, points=tuple(averages))
 
 
 def shown_place(x: float, axis: str) -> str:
@@ -94,7 +106,7 @@ def read_curves(path: str | Path, metric: str, axis: str = STEPS, name: str | No
 
     Args:
         path: a run directory or its metrics file.
-        metric: a field of `Metrics`.
+        metric: a field of `StepMetrics`.
         axis: one of `AXES`.
         name: the run in legends; its folder if left out.
 
@@ -115,7 +127,8 @@ def read_curves(path: str | Path, metric: str, axis: str = STEPS, name: str | No
             if place is not None:
                 groups.setdefault(str(record["group"]), {})[place] = record["lm_loss"]
         for group, values in groups.items():
-            curves.append(Curve(f"{name} {group}", _finite(sorted(values.items())), metric, name, is_evaluation=True))
+            points = _finite(sorted(values.items()))
+            curves.append(Curve(f"{name}, {_WORDS.get(group, group)}", points, metric, name, group))
     return [curve for curve in curves if curve.points]
 
 

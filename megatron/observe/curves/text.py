@@ -53,7 +53,7 @@ def _dots(curve: Curve, box: tuple[float, float, float, float], columns: int, ro
         up = (y - bottom) / (top - bottom) if top > bottom else 0.5
         return across * (columns - 1), (1.0 - up) * (rows - 1)
 
-    found = []
+    dots = []
     former = place(*curve.points[0])
     for point in curve.points:
         now = place(*point)
@@ -62,6 +62,6 @@ def _dots(curve: Curve, box: tuple[float, float, float, float], columns: int, ro
             share = step / steps
             column = former[0] + share * (now[0] - former[0])
             row = former[1] + share * (now[1] - former[1])
-            found.append((round(column), round(row)))
+            dots.append((round(column), round(row)))
         former = now
-    return found
+    return dots

@@ -41,7 +41,7 @@ class Board:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops that, and lets those go who wait for changes."""
+        """Stops following the runs, and wakes whoever waits for changes."""
         self._is_stopping.set()
         with self._change:
             self._change.notify_all()
@@ -69,35 +69,31 @@ class Board:
     def poll(self) -> bool:
         """Reads a part of what is new in each run; returns whether there is more to read at once."""
         runs = list(self.runs.values())
-        before = [run.version for run in runs]
+        shown = [run.version for run in runs]
         for run in runs:
             run.look()
         has_more = False
         until = time.monotonic() + _TURN_SECONDS
         for run in runs:
             has_more = run.poll() or has_more
-            if time.monotonic() > until and any(
-                run.version != former for run, former in zip(runs, before, strict=True)
-            ):
+            if (time.monotonic() > until or run is runs[-1]) and (versions := [one.version for one in runs]) != shown:
                 self._tell()
-                until, before = time.monotonic() + _TURN_SECONDS, [run.version for run in runs]
-        if any(run.version != former for run, former in zip(runs, before, strict=True)):
-            self._tell()
+                until, shown = time.monotonic() + _TURN_SECONDS, versions
         return has_more
 
     def summaries(self, known: dict[int, int] | None = None) -> list[dict[str, Any]]:
         """The runs, or those that changed since the versions in `known`, which is brought up to date."""
-        found = []
+        summaries = []
         for number, run in self.runs.items():
             version = run.version
             if known is None or known.get(number) != version:
-                found.append(self._summary(run))
+                summaries.append(self._summary(run))
             if known is not None:
                 known[number] = version
-        return found
+        return summaries
 
     def wait(self, changes: int, most_seconds: float) -> int:
-        """Waits until there were more than so many changes; returns how many there were."""
+        """Waits until there were more than `changes`; returns how many there were."""
         with self._change:
             self._change.wait_for(lambda: self._changes > changes or self.is_stopping, most_seconds)
             return self._changes

@@ -6,30 +6,29 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.config.run import in_current_sections
 from megatron.secret_text import masked
 
 _LONGEST_VALUE = 2_000
 # Where a run writes and what it is called differ in any two runs.
-_PLACES = frozenset(
-    {"control.run_dir", "control.save", "control.load", "control.wandb_exp_name", "data.data_cache_path"}
-)
+_PLACES = frozenset({"report.run_dir", "saving.save", "loading.load", "report.wandb_exp_name", "data.data_cache_path"})
 
 
 def rows(config: Mapping[str, Any]) -> dict[str, str]:
     """The values by "section.field", as text, without the secrets of addresses."""
-    found = {}
-    for section, fields in config.items():
+    table = {}
+    for section, fields in in_current_sections(config).items():
         if section == "provenance":
             continue
         for name, value in fields.items() if isinstance(fields, dict) else [("", fields)]:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            found[f"{section}.{name}".rstrip(".")] = masked(text)[:_LONGEST_VALUE]
-    return found
+            table[f"{section}.{name}".rstrip(".")] = masked(text)[:_LONGEST_VALUE]
+    return table
 
 
 def given(config: Mapping[str, Any]) -> list[str]:
     """Which fields were set by the user, as "section.field"."""
-    origins = config.get("provenance")
+    origins = in_current_sections(config).get("provenance")
     entries = origins.items() if isinstance(origins, dict) else []
     return sorted(name for name, origin in entries if origin not in ("default", "derived"))
 

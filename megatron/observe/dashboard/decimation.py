@@ -11,7 +11,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Curve:
+class DecimatedCurve:
     """Points to draw. Shapes: each `[points]`.
 
     Attributes:
@@ -37,7 +37,7 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
     """
     if weight <= 0.0:
         return values
-    found = np.full(len(values), np.nan, values.dtype)
+    result = np.full(len(values), np.nan, values.dtype)
     is_finite = np.isfinite(values)
     known = values[is_finite].astype(np.float64)
     # Within a block, weight^-j stays far from the largest float.
@@ -51,8 +51,8 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
         masses = power * (mass + np.cumsum(1.0 / power))
         averages[start : start + block] = totals / masses
         total, mass = totals[-1], masses[-1]
-    found[is_finite] = averages
-    return found
+    result[is_finite] = averages
+    return result
 
 
 def placed(x: np.ndarray, *rows: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -61,11 +61,11 @@ def placed(x: np.ndarray, *rows: np.ndarray) -> tuple[np.ndarray, ...]:
     Shapes: x and rows each `[n]` -> `[m]`.
     """
     is_known = np.isfinite(x)
-    found = (x, *rows) if is_known.all() else tuple(one[is_known] for one in (x, *rows))
-    if np.any(found[0][1:] < found[0][:-1]):
-        order = np.argsort(found[0], kind="stable")
-        found = tuple(one[order] for one in found)
-    return found
+    points = (x, *rows) if is_known.all() else tuple(one[is_known] for one in (x, *rows))
+    if np.any(points[0][1:] < points[0][:-1]):
+        order = np.argsort(points[0], kind="stable")
+        points = tuple(one[order] for one in points)
+    return points
 
 
 def decimated(
@@ -76,7 +76,7 @@ def decimated(
     between: tuple[float, float] | None = None,
     *,
     is_logarithmic: bool = False,
-) -> Curve:
+) -> DecimatedCurve:
     """At most about `points` intervals of equal width on the screen, with their extremes.
 
     Shapes: x, values and line `[n]`, x finite and ascending: see `placed`.
@@ -96,7 +96,7 @@ def decimated(
         start = min(first, end)
     x, values, line = x[start:end], values[start:end], line[start:end]
     if len(x) <= points:
-        return Curve(x.astype(np.float64), values, values, line, extent)
+        return DecimatedCurve(x.astype(np.float64), values, values, line, extent)
     spaced = np.geomspace if is_logarithmic else np.linspace
     edges = spaced(float(x[0]), float(x[-1]), points + 1)
     starts = np.unique(np.searchsorted(x, edges[:-1], side="left"))
@@ -106,7 +106,7 @@ def decimated(
         values = np.where(np.isfinite(values), values, np.nan)
     shown = line[ends] if np.isfinite(line[ends]).all() else _carried(line)[ends]
     low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
-    return Curve(x[starts].astype(np.float64), low, high, shown, extent)
+    return DecimatedCurve(x[starts].astype(np.float64), low, high, shown, extent)
 
 
 def _carried(values: np.ndarray) -> np.ndarray:

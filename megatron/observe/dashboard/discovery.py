@@ -16,7 +16,7 @@ _NEVER_RUNS = ("iter_", "global_step", ".")
 
 
 @dataclass(frozen=True)
-class Place:
+class RunFolder:
     """The folder of a run, and the name it is shown by."""
 
     path: Path
@@ -27,33 +27,33 @@ def check_folders(folders: Sequence[str]) -> list[Path]:
     """The folders that were asked for.
 
     Raises:
-        DataError: one does not exist or is no folder.
+        DataError: one does not exist or is not a folder.
     """
-    found = []
+    paths = []
     for text in folders:
         path = Path(text)
         if path.name == METRICS_NAME and path.is_file():
             path = path.parent
         if not path.is_dir():
             raise DataError(
-                f"{text} is no folder. Give the folder of a run (--run-dir of pretrain_gpt.py), or one that holds such "
-                "folders, like runs/."
+                f"{text} is not a folder. Give the folder of a run (--run-dir of pretrain_gpt.py), or one that holds "
+                "such folders, like runs/."
             )
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
-def find_runs(folders: Sequence[Path]) -> list[Place]:
+def find_runs(folders: Sequence[Path]) -> list[RunFolder]:
     """The runs in some folders and a few levels below them, each once, by name; symbolic links are not followed."""
-    found: dict[Path, Place] = {}
+    runs: dict[Path, RunFolder] = {}
     for folder in folders:
         for path in _runs_in(folder):
             relative = path.relative_to(folder).as_posix()
             name = folder.resolve().name if relative == "." else relative
             if len(folders) > 1 and relative != ".":
                 name = f"{folder.resolve().name}/{name}"
-            found.setdefault(path.resolve(), Place(path, name))
-    return sorted(found.values(), key=lambda place: place.name)
+            runs.setdefault(path.resolve(), RunFolder(path, name))
+    return sorted(runs.values(), key=lambda place: place.name)
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:

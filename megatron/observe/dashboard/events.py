@@ -19,7 +19,7 @@ class Event:
     """One thing that happened.
 
     Attributes:
-        kind: start, resume, save, passed, skip, finished, stopped, failed, or lost.
+        kind: start, resume, save, failed_save, passed, skip, finished, stopped, failed, or lost.
         level: good, notice, bad, or nothing.
         at: seconds since 1970; None if only the step is known.
         iteration: the step; None if unknown.
@@ -37,7 +37,7 @@ class Event:
 
 
 def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
-    """The events that `metrics.jsonl` and `events.jsonl` tell of.
+    """The events that `metrics.jsonl` and `events.jsonl` record.
 
     Args:
         records: the records of both that are no steps or evaluations, as `records` leaves them.
@@ -49,7 +49,7 @@ def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
         if kind == "start":
             step = record.get("step") or 0
             if is_open:
-                yield Event("lost", "The start before this one ended without a word: it was killed.", "bad", at)
+                yield Event("lost", "The start before this one ended without a message: it was killed.", "bad", at)
             is_open = True
             ranks = record.get("world_size")
             on = f" on {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
@@ -59,6 +59,8 @@ def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
                 yield Event("start", f"Started{on}.", "", at, 0)
         elif kind == "save":
             yield Event("save", f"Saved {text}.", "good", at, iteration)
+        elif kind == "failed_save":
+            yield Event("failed_save", f"Step {iteration or 0:,} was not saved: {text}", "bad", at, iteration)
         elif kind == "passed":
             batch = f"samples {record.get('first_sample')} to {record.get('last_sample')}"
             reason = "on which earlier starts ended in NaN"
@@ -90,11 +92,11 @@ def of_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Iterato
 
 def in_order(dated: Sequence[Event], skips: Iterable[Event]) -> list[Event]:
     """All events, oldest first: a skip, whose time is unknown, follows what happened at the last step before it."""
-    found = list(dated)
+    events = list(dated)
     for skip in skips:
-        before = [place for place, event in enumerate(found) if (event.iteration or 0) <= (skip.iteration or 0)]
-        found.insert(before[-1] + 1 if before else 0, skip)
-    return found
+        before = [place for place, event in enumerate(events) if (event.iteration or 0) <= (skip.iteration or 0)]
+        events.insert(before[-1] + 1 if before else 0, skip)
+    return events
 
 
 def end_of(records: Sequence[Mapping[str, Any]]) -> str:

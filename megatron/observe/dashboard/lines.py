@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import orjson
 
+from megatron.files.plain import open_plain
 from megatron.observe.dashboard.records import is_shallow
 
 _Result = TypeVar("_Result")
-_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class Part:
+class NewLines:
     """What was read in one go.
 
     Attributes:
@@ -51,35 +51,35 @@ class LineTail:
         self._offset = 0
         self._is_inside_long_line = False
 
-    def read(self) -> Part:
+    def read(self) -> NewLines:
         """The lines that were completed since the last call."""
-        found = _stat(self.path)
-        if found is None:
+        status = _stat(self.path)
+        if status is None:
             is_gone = self._file is not None
             self._forget(None)
-            return Part(is_new=is_gone)
-        identity = (found.st_dev, found.st_ino)
-        is_new = self._file is not None and (identity != self._file or found.st_size < self._offset)
+            return NewLines(is_new=is_gone)
+        identity = (status.st_dev, status.st_ino)
+        is_new = self._file is not None and (identity != self._file or status.st_size < self._offset)
         if is_new or self._file is None:
             self._forget(identity)
-        self.size_bytes, self.changed_at = found.st_size, found.st_mtime
-        if (found.st_size, found.st_mtime_ns) == self._seen:
-            return Part(is_new=is_new)
+        self.size_bytes, self.changed_at = status.st_size, status.st_mtime
+        if (status.st_size, status.st_mtime_ns) == self._seen:
+            return NewLines(is_new=is_new)
         offset, most_bytes = self._offset, self._part_bytes
         content = _using(self.path, lambda descriptor: os.pread(descriptor, most_bytes, offset), b"")
         end = content.rfind(b"\n") + 1
         has_more = len(content) == self._part_bytes
         if not has_more:
-            self._seen = (found.st_size, found.st_mtime_ns)
+            self._seen = (status.st_size, status.st_mtime_ns)
         if end == 0:
             if has_more:
                 self._offset, self._is_inside_long_line = self._offset + len(content), True
-            return Part(is_new=is_new, has_more=has_more)
+            return NewLines(is_new=is_new, has_more=has_more)
         self._offset += end
         lines = content[: end - 1].split(b"\n")
         if self._is_inside_long_line:
             self._is_inside_long_line, lines = False, lines[1:]
-        return Part(tuple(lines), is_new, has_more)
+        return NewLines(tuple(lines), is_new, has_more)
 
     @property
     def progress(self) -> float:
@@ -90,17 +90,17 @@ class LineTail:
         """Whole lines from places spread evenly over the file, in order: a first look at one that is long to read."""
 
         def take(descriptor: int) -> list[bytes]:
-            size, former, found = os.fstat(descriptor).st_size, -1, []
+            size, former, lines = os.fstat(descriptor).st_size, -1, []
             for number in range(count):
                 place = size * number // count
                 head, mark, rest = os.pread(descriptor, window_bytes, place).partition(b"\n")
                 line, end, _ = rest.partition(b"\n")
                 start = place + len(head) + 1
                 if mark and end and start > former:
-                    found.append(line)
+                    lines.append(line)
                     former = start
             last = os.pread(descriptor, window_bytes, max(0, size - window_bytes)).rpartition(b"\n")[0]
-            return [*found, last.rpartition(b"\n")[2]] if b"\n" in last else found
+            return [*lines, last.rpartition(b"\n")[2]] if b"\n" in last else lines
 
         return _using(self.path, take, [])
 
@@ -154,21 +154,16 @@ def _parsed(line: bytes) -> Iterator[Any]:
 
 def _stat(path: Path) -> os.stat_result | None:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    return found if stat.S_ISREG(found.st_mode) else None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def _using(path: Path, act: Callable[[int], _Result], otherwise: _Result) -> _Result:
     """What `act` makes of a descriptor of a regular file; `otherwise` if that cannot be opened or read."""
     try:
-        descriptor = os.open(path, _OPEN_FLAGS)
+        with open_plain(path, 0, follows_links=False) as stream:
+            return act(stream.fileno())
     except OSError:
         return otherwise
-    try:
-        return act(descriptor) if stat.S_ISREG(os.fstat(descriptor).st_mode) else otherwise
-    except OSError:  # a file system that went away
-        return otherwise
-    finally:
-        os.close(descriptor)

@@ -33,18 +33,18 @@ def number(value: Any, least: float = -math.inf, most: float = math.inf) -> floa
 
 def of_metrics(values: Iterable[Any]) -> list[dict[str, Any]]:
     """The records of `metrics.jsonl` among some values; a step or evaluation without a step number is none."""
-    found = []
+    records = []
     for value in values:
         kind = value.get("kind") if isinstance(value, dict) else None
         if kind == "step":
             if whole(value.get("iteration")) is not None:
-                found.append(_step(value))
+                records.append(_step(value))
         elif kind in ("evaluation", "task"):
             if whole(value.get("iteration")) is not None:
-                found.append(_evaluation(value))
+                records.append(_evaluation(value))
         elif isinstance(kind, str):
-            found.append(_event(value))
-    return found
+            records.append(_event(value))
+    return records
 
 
 def of_events(values: Iterable[Any]) -> list[dict[str, Any]]:
@@ -72,15 +72,15 @@ def of_heartbeats(value: Mapping[str, Any]) -> dict[str, Any]:
     axes, ranks = value.get("axes"), value.get("ranks")
     pairs = (pair for pair in (axes if isinstance(axes, list) else []) if isinstance(pair, list) and len(pair) == 2)
     sizes = _sizes({name: size for name, size in pairs if isinstance(name, str)})
-    found = []
+    entries = []
     for one in ranks if isinstance(ranks, list) else []:
         rank = whole(one.get("rank"), most=_MOST_RANKS) if isinstance(one, dict) else None
         if rank is not None:
             entry: dict[str, Any] = {name: one[name] for name in ("phase", "state") if isinstance(one.get(name), str)}
             entry |= {"step": whole(one.get("step"))}
             entry |= {"idle_seconds": number(one.get("idle_seconds"), 0.0, LONGEST_SECONDS)}
-            found.append({"rank": rank, **{name: part for name, part in entry.items() if part is not None}})
-    return {"axes": list(sizes.items()), "ranks": found[:_MOST_RANKS]}
+            entries.append({"rank": rank, **{name: part for name, part in entry.items() if part is not None}})
+    return {"axes": list(sizes.items()), "ranks": entries[:_MOST_RANKS]}
 
 
 def layout(config: Mapping[str, Any]) -> dict[str, int]:
@@ -129,13 +129,13 @@ def _evaluation(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _event(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What is told of an event: numbers and a text."""
-    found: dict[str, Any] = {"kind": record["kind"], "at": number(record.get("at"), 0.0, _LATEST_AT)}
+    """What an event consists of: numbers and a text."""
+    values: dict[str, Any] = {"kind": record["kind"], "at": number(record.get("at"), 0.0, _LATEST_AT)}
     for name in ("step", "iteration", "world_size", "first_sample", "last_sample"):
-        found[name] = whole(record.get(name))
-    return {**found, "text": record["text"] if isinstance(record.get("text"), str) else ""}
+        values[name] = whole(record.get(name))
+    return {**values, "text": record["text"] if isinstance(record.get("text"), str) else ""}
 
 
 def _sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
-    found = {name: size for name, size in sizes.items() if whole(size, 1, _MOST_RANKS) is not None}
-    return found if math.prod(found.values()) <= _MOST_RANKS else {}
+    known = {name: size for name, size in sizes.items() if whole(size, 1, _MOST_RANKS) is not None}
+    return known if math.prod(known.values()) <= _MOST_RANKS else {}

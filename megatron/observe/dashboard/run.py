@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from megatron import log
+from megatron.config.run import in_current_sections
 from megatron.errors import printable
 from megatron.observe.dashboard import events, records
 from megatron.observe.dashboard.configuration import rows
-from megatron.observe.dashboard.decimation import Curve, decimated, placed, smoothed
-from megatron.observe.dashboard.discovery import CONFIG_NAME, METRICS_NAME, Place
+from megatron.observe.dashboard.decimation import DecimatedCurve, decimated, placed, smoothed
+from megatron.observe.dashboard.discovery import CONFIG_NAME, METRICS_NAME, RunFolder
 from megatron.observe.dashboard.lines import LineTail, parse_records, read_object, read_tail
-from megatron.observe.dashboard.table import Table
+from megatron.observe.dashboard.table import MetricsTable
 from megatron.secret_text import masked
 
 EVENTS_NAME, SAMPLES_NAME, HEARTBEATS_NAME, LOG_NAME = "events.jsonl", "samples.jsonl", "heartbeats.json", "log.txt"
@@ -59,7 +60,7 @@ class DashboardRun:
         problem: why the run is unreadable; empty if it is not.
     """
 
-    def __init__(self, number: int, place: Place) -> None:
+    def __init__(self, number: int, place: RunFolder) -> None:
         self.number = number
         self.place = place
         self.version = 1
@@ -75,8 +76,8 @@ class DashboardRun:
 
     def _forget(self) -> None:
         """Begins with nothing known."""
-        self._table = Table()
-        self._first_look: Table | None = None
+        self._table = MetricsTable()
+        self._first_look: MetricsTable | None = None
         self._has_looked = False
         self._records: dict[str, list[dict[str, Any]]] = {METRICS_NAME: [], EVENTS_NAME: []}
         self._samples: dict[int, dict[str, Any]] = {}
@@ -84,8 +85,8 @@ class DashboardRun:
         self._train_iterations = 0
         self._config: dict[str, Any] = {}
         self._smoothed: dict[tuple[str, float], tuple[int, np.ndarray]] = {}
-        self._drawn: dict[tuple[str, View], list[tuple[str, Curve]]] = {}
-        self._drawn_version: tuple[int, Table | None] = (0, None)
+        self._drawn: dict[tuple[str, View], list[tuple[str, DecimatedCurve]]] = {}
+        self._drawn_version: tuple[int, MetricsTable | None] = (0, None)
 
     def poll(self) -> bool:
         """Reads what is new, a part at a time; returns whether there is more to read.
@@ -136,10 +137,10 @@ class DashboardRun:
             is_long = (self.place.path / METRICS_NAME).stat().st_size > _LONG_FILE_BYTES
         except OSError:
             return
-        found = records.of_metrics(parse_records(tail.sampled(_FIRST_LOOK_POINTS))) if is_long else []
-        steps = [record for record in found if record["kind"] == "step"]
+        sampled = records.of_metrics(parse_records(tail.sampled(_FIRST_LOOK_POINTS))) if is_long else []
+        steps = [record for record in sampled if record["kind"] == "step"]
         if steps:
-            table = Table()
+            table = MetricsTable()
             table.add(_with_hours_of_gaps(steps))
             with self._lock:
                 self._first_look = table
@@ -195,8 +196,8 @@ class DashboardRun:
                 "changed_at": tail.changed_at,
             }
 
-    def curves(self, metric: str, view: View) -> list[tuple[str, Curve]]:
-        """The curve of a metric, then those of its evaluations, each with its group; "" for training."""
+    def curves(self, metric: str, view: View) -> list[tuple[str, DecimatedCurve]]:
+        """The curve of a metric, then the curves of its evaluations, each with its group; "" for training."""
         with self._lock:
             if self._drawn_version != (self._table_version, self._first_look):
                 self._drawn_version, self._drawn = (self._table_version, self._first_look), {}
@@ -208,18 +209,18 @@ class DashboardRun:
             return known
 
     def details(self) -> dict[str, Any]:
-        """What the panels beside the curves show, but for the log and the configuration."""
+        """What the panels next to the curves show, but for the log and the configuration."""
         with self._lock:
             table = self._shown_table()
             dated = [*self._records[METRICS_NAME], *self._records[EVENTS_NAME]]
             skips = events.of_skips(
                 table.axis("steps"), table.column("skipped_iterations"), table.column("nan_iterations")
             )
-            found = events.in_order(list(events.of_records(dated)), skips)
+            in_time = events.in_order(list(events.of_records(dated)), skips)
             samples = [self._samples[step] for step in sorted(self._samples)]
         heartbeats = records.of_heartbeats(read_object(self.place.path / HEARTBEATS_NAME) or {})
         return {
-            "events": [event.to_json() for event in found],
+            "events": [event.to_json() for event in in_time],
             "samples": samples,
             "layout": self._layout(),
             "heartbeats": heartbeats,
@@ -242,8 +243,8 @@ class DashboardRun:
 
     def save_folder(self) -> Path | None:
         """Where the run's configuration says that its checkpoints are."""
-        control = self._config.get("control")
-        folder = control.get("save") if isinstance(control, dict) else None
+        saving = in_current_sections(self._config).get("saving")
+        folder = saving.get("save") if isinstance(saving, dict) else None
         return Path(folder) if isinstance(folder, str) and folder else None
 
     def _read(self) -> bool:
@@ -251,13 +252,13 @@ class DashboardRun:
         with self._lock:
             part = self._tails[METRICS_NAME].read()
             if part.is_new:
-                self._table, self._records[METRICS_NAME], self._train_iterations = Table(), [], 0
+                self._table, self._records[METRICS_NAME], self._train_iterations = MetricsTable(), [], 0
                 self._first_look, self._passed_over_lines = None, 0
-            found = records.of_metrics(parse_records(part.lines))
-            self._passed_over_lines += len(part.lines) - len(found)
-            self._table.add(found)
-            self._keep(METRICS_NAME, [one for one in found if one["kind"] in ("start", "passed")])
-            steps = [one for one in found[-50:] if one["kind"] == "step"]
+            new = records.of_metrics(parse_records(part.lines))
+            self._passed_over_lines += len(part.lines) - len(new)
+            self._table.add(new)
+            self._keep(METRICS_NAME, [one for one in new if one["kind"] in ("start", "passed")])
+            steps = [one for one in new[-50:] if one["kind"] == "step"]
             if steps:
                 self._train_iterations = records.whole(steps[-1].get("train_iterations")) or 0
             if part.lines or part.is_new:
@@ -294,8 +295,8 @@ class DashboardRun:
             return ""
         return f"None of the {lines:,} lines read from {METRICS_NAME} is a record of a run."
 
-    def _keep(self, name: str, found: list[dict[str, Any]]) -> None:
-        self._records[name] = [*self._records[name], *found][-_MOST_RECORDS:]
+    def _keep(self, name: str, new: list[dict[str, Any]]) -> None:
+        self._records[name] = [*self._records[name], *new][-_MOST_RECORDS:]
 
     def _read_config(self) -> bool:
         if not self._is_changed(CONFIG_NAME):
@@ -305,28 +306,28 @@ class DashboardRun:
 
     def _is_changed(self, name: str) -> bool:
         try:
-            found = (self.place.path / name).stat()
+            status = (self.place.path / name).stat()
         except OSError:
             return self._stamps.pop(name, None) is not None
-        stamp = (found.st_size, found.st_mtime_ns)
+        stamp = (status.st_size, status.st_mtime_ns)
         is_changed = self._stamps.get(name) != stamp
         self._stamps[name] = stamp
         return is_changed
 
-    def _draw(self, metric: str, view: View) -> Iterator[tuple[str, Curve]]:
+    def _draw(self, metric: str, view: View) -> Iterator[tuple[str, DecimatedCurve]]:
         table = self._shown_table()
         values, x = table.column(metric), table.axis(view.axis)
         if len(values):
             line = self._smooth(metric, values, view.weight)
             yield "", self._part(x, values, line, view)
-        for group, (places, found) in table.evaluation_curves(metric, view.axis).items():
-            yield group, self._part(places, found, found, view)
+        for group, (places, losses) in table.evaluation_curves(metric, view.axis).items():
+            yield group, self._part(places, losses, losses, view)
 
-    def _part(self, x: np.ndarray, values: np.ndarray, line: np.ndarray, view: View) -> Curve:
+    def _part(self, x: np.ndarray, values: np.ndarray, line: np.ndarray, view: View) -> DecimatedCurve:
         x, values, line = placed(x, values, line)
         return decimated(x, values, line, view.points, view.between, is_logarithmic=view.is_logarithmic)
 
-    def _shown_table(self) -> Table:
+    def _shown_table(self) -> MetricsTable:
         return self._first_look or self._table
 
     def _smooth(self, metric: str, values: np.ndarray, weight: float) -> np.ndarray:

@@ -65,12 +65,12 @@ class _Refused(Exception):
 
 def read_page() -> dict[str, tuple[str, bytes]]:
     """The files of the page: media type and content by path."""
-    found = {}
+    files = {}
     for path in sorted(_PAGE.iterdir()):
         kind = _MEDIA_TYPES.get(path.suffix)
         if kind is not None:
-            found["/" if path.name == "index.html" else f"/{path.name}"] = (f"{kind}; charset=utf-8", path.read_bytes())
-    return found
+            files["/" if path.name == "index.html" else f"/{path.name}"] = (f"{kind}; charset=utf-8", path.read_bytes())
+    return files
 
 
 class DashboardServer(ThreadingHTTPServer):
@@ -184,8 +184,8 @@ class _Exchange(BaseHTTPRequestHandler):
             text, size_bytes = run.log_tail()
             return {"text": text, "size_bytes": size_bytes}
         folder = run.save_folder()
-        found = [] if folder is None else self.server.list_checkpoints(folder)
-        return {"folder": None if folder is None else str(folder), "checkpoints": found}
+        checkpoints = [] if folder is None else self.server.list_checkpoints(folder)
+        return {"folder": None if folder is None else str(folder), "checkpoints": checkpoints}
 
     def _configurations(self, query: Mapping[str, str]) -> dict[str, Any]:
         runs = self._runs(query, "runs")
@@ -229,10 +229,10 @@ class _Exchange(BaseHTTPRequestHandler):
         numbers = query.get(name, "").split(",") if query.get(name) else []
         known = self.server.board.runs
         chosen = (int(number) for number in numbers if _RUN_NUMBER.fullmatch(number))
-        found = [known[number] for number in chosen if number in known]
-        if not found:
+        runs = [known[number] for number in chosen if number in known]
+        if not runs:
             raise _Refused(404, "There is no such run.")
-        return found
+        return runs
 
     def _send_events(self) -> None:
         board = self.server.board

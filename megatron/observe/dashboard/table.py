@@ -33,7 +33,7 @@ class Evaluations:
             del self.values[step]
 
 
-class Table:
+class MetricsTable:
     """The columns of one run; a column that some records lack holds NaN there."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Table:
     def axis(self, name: str) -> np.ndarray:
         """The places of all steps on an axis of `AXES`; NaN where a step does not tell. Shape: `[steps]`.
 
-        Hours are those of training: evaluation, saving, and steps that were repeated later are left out.
+        Hours are hours of training: evaluation, saving, and steps that were repeated later are left out.
         """
         return self._axes[name][: self.count]
 
@@ -89,15 +89,15 @@ class Table:
 
     def evaluation_curves(self, metric: str, axis: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The evaluations of a metric: by group, their places on an axis and their values."""
-        found = {}
+        curves = {}
         for name, one in self.evaluations.items():
             wanted, _, group = name.partition("|")
             if wanted != metric or not one.values:
                 continue
             steps = np.array(sorted(one.values), np.int64)
             values = np.array([one.values[step] for step in steps.tolist()], np.float64)
-            found[group] = self._places(steps, values[:, 0], axis), values[:, 1]
-        return found
+            curves[group] = self._places(steps, values[:, 0], axis), values[:, 1]
+        return curves
 
     def _places(self, steps: np.ndarray, tokens: np.ndarray, axis: str) -> np.ndarray:
         if axis != "hours":
@@ -172,15 +172,15 @@ class Table:
 
 
 def _flattened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the numbers of its nested parts beside the others."""
-    found = {name: value for name, value in record.items() if name not in _NESTED}
+    """A record with the numbers of its nested parts among the others."""
+    flat = {name: value for name, value in record.items() if name not in _NESTED}
     for part in _NESTED:
         for name, value in (record.get(part) or {}).items():
             if isinstance(value, dict) and "lm_loss" in value:
-                found[f"lm_loss of {name}"] = value["lm_loss"]
+                flat[f"lm_loss of {name}"] = value["lm_loss"]
             elif _is_number(value):
-                found[name] = value
-    return found
+                flat[name] = value
+    return flat
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], name: str, kind: type) -> np.ndarray:

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import profiler
 
 from megatron import device, log
-from megatron.config.sections.watching import WatchingConfig
+from megatron.config.running.watching import WatchingConfig
 from megatron.errors import ConfigError
 
 FOLDER = "profile"
@@ -77,17 +77,17 @@ class StepProfiler:
     def close(self) -> None:
         """Writes what has been recorded of a window that the run has not completed."""
         if self._profile is not None:
-            found, self._profile = self._profile, None
-            found.stop()
+            profile, self._profile = self._profile, None
+            profile.stop()
 
-    def _write(self, found: profiler.profile) -> None:
+    def _write(self, profile: profiler.profile) -> None:
         name = f"rank_{self._rank}_steps_{self._first}_to_{self._taken}"
         trace = self._folder / f"{name}.json"
         by = "self_device_time_total" if device.device_type() == "cuda" else "self_cpu_time_total"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(trace))
-            table = found.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=60)
+            profile.export_chrome_trace(str(trace))
+            table = profile.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=60)
             trace.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
         except (OSError, RuntimeError) as failure:
             log.warning(f"the profile {trace} cannot be written: {failure}. The run goes on.")

@@ -70,7 +70,7 @@ class Workload:
         )
 
     def at_length(self, length: int) -> Workload:
-        """The workload of a step whose samples have so many tokens."""
+        """The workload of a step whose samples have this many tokens."""
         if length == self.tokens_per_sample:
             return self
         share = length / self.tokens_per_sample
@@ -84,18 +84,6 @@ class Workload:
             changed[part] = attention * share**2
             changed[whole] = (getattr(self, whole) - attention) * share + changed[part]
         return dataclasses.replace(self, tokens_per_sample=length, **changed)  # type: ignore[arg-type]
-
-    def shortened(self, tokens_per_sample: int) -> Workload:
-        """The workload of shorter samples; the FLOPs of attention are then counted as if they fell in proportion."""
-        if tokens_per_sample == self.tokens_per_sample:
-            return self
-        ratio = tokens_per_sample / self.tokens_per_sample
-        return dataclasses.replace(
-            self,
-            tokens_per_sample=tokens_per_sample,
-            flops_per_sample=ratio * self.flops_per_sample,
-            model_flops_per_sample=ratio * self.model_flops_per_sample,
-        )
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
         """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""
@@ -127,7 +115,7 @@ class Workload:
 def flops_per_sample(
     model: ModelConfig, sequence_length: int, recomputes: bool = False, predicted_share: float = 1.0
 ) -> float:
-    """FLOPs of training on one sequence: 3 times those of the blocks in a forward pass, or 4 times with recompute.
+    """FLOPs of training on one sequence: 3 times the blocks' FLOPs in a forward pass, or 4 times with recompute.
 
     For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
     to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
@@ -144,7 +132,7 @@ def flops_per_sample(
 
 
 def model_flops_per_sample(model: ModelConfig, sequence_length: int, predicted_share: float = 1.0) -> float:
-    """FLOPs of forward and backward on one sequence, without recompute: 3 times those of a forward pass.
+    """FLOPs of forward and backward on one sequence, without recompute: 3 times the FLOPs of a forward pass.
 
     That is 6 for each parameter of a matrix and token, and 12 L h s for each token's attention to all s tokens. Of the
     experts, a token counts those it goes to.

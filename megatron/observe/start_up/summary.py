@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron.observe.start_up.quantities import short_bytes, short_count
-from megatron.observe.start_up.rank_grid import rank_grid
 
 _WIDTH = 12
 _SOURCES = 3
 _RULE = "-" * 80
+_GRID_ROWS = _GRID_BRACKETS = _GRID_RANKS = 4
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Size:
 
     Attributes:
         parameters: all of them.
-        without_embeddings: without those of the embeddings.
+        without_embeddings: all but the embeddings' parameters.
         active: those that a token meets; with experts fewer than all.
         trained: those that are not frozen.
         shape: layers, widths and precision in words.
@@ -75,7 +78,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """What the run takes from one source of its training data.
 
     Attributes:
@@ -89,25 +92,27 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Summary:
+class StartSummary:
     """All that is shown.
 
     Attributes:
         start: where the weights come from.
         kernels: which operations have which implementation.
         places: what is written where: (label, text).
+        ignored: flags that were given and have no effect.
     """
 
     size: Size
     layout: Layout
     length: Length
-    shares: Sequence[Share]
+    shares: Sequence[SourceShare]
     start: str
     kernels: str
     places: Sequence[tuple[str, str]]
+    ignored: Sequence[str] = ()
 
     def lines(self) -> list[str]:
-        """At most 16 lines, rules included, and fewer where the ranks need less than four rows."""
+        """At most 17 lines, rules included, and fewer where the ranks need less than four rows."""
         rows = [
             ("model", _size_text(self.size)),
             *_layout_rows(self.layout),
@@ -116,6 +121,7 @@ class Summary:
             ("kernels", self.kernels),
             ("start", self.start),
             *self.places,
+            *([("ignored", f"{', '.join(self.ignored)} (docs/reference/flags.md says why)")] if self.ignored else []),
         ]
         return [_RULE, *(f"{label:<{_WIDTH}} {text}" for label, text in rows), _RULE]
 
@@ -161,11 +167,45 @@ def _length_rows(length: Length, replicas: int) -> list[tuple[str, str]]:
     ]
 
 
-def _shares_text(shares: Sequence[Share]) -> str:
+def _shares_text(shares: Sequence[SourceShare]) -> str:
     """The largest sources; the rest in one word."""
     largest = sorted(shares, key=lambda share: -share.ratio)[:_SOURCES]
-    found = [f"{share.name} {share.ratio:.1%} ({share.epochs:.2f} epochs)" for share in largest]
+    texts = [f"{share.name} {share.ratio:.1%} ({share.epochs:.2f} epochs)" for share in largest]
     if len(shares) > _SOURCES:
         rest = sum(share.ratio for share in shares) - sum(share.ratio for share in largest)
-        found.append(f"{len(shares) - _SOURCES} others {rest:.1%}")
-    return ", ".join(found)
+        texts.append(f"{len(shares) - _SOURCES} others {rest:.1%}")
+    return ", ".join(texts)
+
+
+def rank_grid(stages: int, replicas: int, ranks_per_replica: int) -> list[str]:
+    """The ranks as a small drawing: a row for each pipeline stage, a bracket for each replica in it.
+
+    Of a large run it has the first and the last of everything.
+
+    Ranks are counted as the mesh does: along a replica's part of a stage first, then over replicas, then over stages.
+
+    Args:
+        ranks_per_replica: ranks that share the matrices or the positions of one stage of one replica.
+    """
+    rows = []
+    for stage in _ends(range(stages), _GRID_ROWS):
+        if stage is None:
+            rows.append("  ...")
+            continue
+        first = stage * replicas * ranks_per_replica
+        brackets = [
+            "..." if replica is None else _bracket(first + replica * ranks_per_replica, ranks_per_replica)
+            for replica in _ends(range(replicas), _GRID_BRACKETS)
+        ]
+        rows.append((f"stage {stage:<3} " if stages > 1 else "") + " ".join(brackets))
+    return rows
+
+
+def _bracket(first: int, count: int) -> str:
+    ranks = range(first, first + count)
+    return f"[{first}-{ranks[-1]}]" if count > _GRID_RANKS else f"[{' '.join(map(str, ranks))}]"
+
+
+def _ends(items: Sequence[_Item], most: int) -> list[_Item | None]:
+    """All items, or the first ones, None and the last one."""
+    return list(items) if len(items) <= most else [*items[: most - 2], None, items[-1]]

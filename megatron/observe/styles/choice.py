@@ -5,20 +5,21 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 
+from megatron.config import NO_PROGRAM, Program
 from megatron.observe.line_style import LineStyle
-from megatron.observe.styles import all_in_one, dsgpt2, hello_deepspeed, jax_lm, megatron
+from megatron.observe.styles import megatron, short
 
 _STYLES: Mapping[str, LineStyle] = types.MappingProxyType(
     {
         "megatron": megatron,
-        "jax_lm": jax_lm,
-        "dsgpt2": dsgpt2,
-        "all_in_one": all_in_one,
-        "hello_deepspeed": hello_deepspeed,
+        "short": short,
     }
 )
 
 
-def style_named(name: str) -> LineStyle:
-    """The style of a value of --log-style."""
+def style_named(name: str, program: Program = NO_PROGRAM) -> LineStyle:
+    """The style of a value of --log-style, which the program may have brought."""
+    if name in program.log_styles:
+        style: LineStyle = program.log_styles[name]()
+        return style
     return _STYLES[name]

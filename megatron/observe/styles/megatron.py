@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 
 from megatron.checkpoint.saving import MEGATRON_LINES
-from megatron.observe.console import perplexity
+from megatron.observe.console import perplexity, shown_loss
 from megatron.observe.line_style import Moment
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import StepMetrics
 from megatron.observe.start_up.quantities import duration
 
 SAVE_LINES = MEGATRON_LINES
+LOSS_TAGS: tuple[str, str] | None = None
 
 
-def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
+def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
     """The line of a log interval, including its leading blank."""
     fields = [
         f" iteration {metrics.iteration:8d}/{metrics.train_iterations:8d}",
@@ -31,7 +32,7 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
         f"elapsed time per iteration (s): {metrics.seconds_per_iteration:.2f}",
         f"learning rate: {metrics.learning_rate:.3E}",
         f"global batch size: {metrics.global_batch_size:5d}",
-        f"lm loss: {metrics.lm_loss:.6E}",
+        f"lm loss: {shown_loss(metrics.lm_loss, '.6E')}",
     ]
     fields += [f"lm loss {name}: {source.lm_loss:.6E}" for name, source in (metrics.source_losses or {}).items()]
     if metrics.order_loss is not None:
@@ -51,6 +52,7 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
     fields += [
         f"number of skipped iterations: {metrics.skipped_iterations:3d}",
         f"number of nan iterations: {metrics.nan_iterations:3d}",
+        *([f"number of empty iterations: {metrics.empty_iterations:3d}"] if metrics.empty_iterations else []),
         f"samples per second: {metrics.samples_per_second:.3f}",
         f"tokens per second: {metrics.tokens_per_second:.1f}",
     ]

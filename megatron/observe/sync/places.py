@@ -1,6 +1,7 @@
 """Where the copy of a run can lie: a directory, or a directory of a machine that `ssh` reaches.
 
-A place stores whole files and renames; what a file has to be is decided by `run_copy.py`.
+A place stores whole files and renames; paths are relative to it and contain no `..`. What a file has to be is decided
+by `run_copy.py`.
 """
 
 from __future__ import annotations
@@ -15,54 +16,22 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from megatron.errors import ConfigError, StorageError
+from megatron.files.plain import open_plain
+from megatron.files.replacing import move, sync_file
 
 _REMOTE = re.compile(r"(?P<host>(?:[\w.-]+@)?[\w.-]+|(?:[\w.-]+@)?\[[0-9A-Fa-f:.]+\]):(?P<path>.+)", re.DOTALL)
-# Never a prompt: a copy that is made beside a run has nobody to answer it.
+# Never a prompt: nobody is there to answer while a run goes on.
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 _DIGEST_LINE = re.compile(r"\\?([0-9a-f]{64}) [ *](.*)")
 _CHUNK_BYTES = 1 << 20
 _MOST_SHOWN = 300
 
 
-class Place(Protocol):
-    """A directory that receives files; paths are relative to it and contain no `..`."""
-
-    def is_inside(self, folder: Path) -> bool:
-        """Whether it is a folder of this machine, or lies in it."""
-
-    def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:
-        """The SHA-256 of those of the named files that are there.
-
-        Raises:
-            StorageError: the place cannot be read.
-        """
-
-    def write(self, path: PurePosixPath, content: bytes | Path) -> None:
-        """Writes a file to the disk, making the folders above it.
-
-        Args:
-            content: what it is to hold, or the file to copy.
-
-        Raises:
-            StorageError: the place cannot be written.
-        """
-
-    def rename(self, source: PurePosixPath, target: PurePosixPath, *, replaces: bool) -> None:
-        """Gives a file or folder its final name in one step.
-
-        Args:
-            replaces: whether a file of that name may be there; a folder may not.
-
-        Raises:
-            StorageError: it cannot be renamed.
-        """
-
-
 class DirectoryPlace:
-    """A directory of this machine."""
+    """A directory of this machine. What the file system refuses is a `StorageError` in every method."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,37 +44,45 @@ class DirectoryPlace:
         return self.root.resolve().is_relative_to(folder.resolve())
 
     def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:
-        """The SHA-256 of the files that are there."""
-        found = {}
+        """The SHA-256 of the named files that exist."""
+        digests = {}
         for name in names:
             path = self.root / folder / name
             try:
                 if path.is_file():
-                    with path.open("rb") as stream:
-                        found[name] = sha256_of(stream)
+                    with open_plain(path) as stream:
+                        digests[name] = sha256_of(stream)
             except OSError as failure:
                 raise self._failure(failure) from failure
-        return found
+        return digests
 
     def write(self, path: PurePosixPath, content: bytes | Path) -> None:
-        """Writes a file and waits until it is on the disk."""
+        """Writes a file and waits until it is on the disk, making the folders above it.
+
+        Args:
+            content: what it is to hold, or the file to copy.
+        """
         target = self.root / path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as stream, _opened(content) as source:
                 shutil.copyfileobj(source, stream, _CHUNK_BYTES)
                 stream.flush()
-                os.fsync(stream.fileno())
+                sync_file(stream.fileno())
         except OSError as failure:
             raise self._failure(failure) from failure
 
     def rename(self, source: PurePosixPath, target: PurePosixPath, *, replaces: bool) -> None:
-        """Renames within the directory."""
+        """Gives a file or folder its final name in one step.
+
+        Args:
+            replaces: whether a file of that name may be there; a folder may not.
+        """
         final = self.root / target
         try:
             if not replaces and final.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-            os.replace(self.root / source, final)
+            move(self.root / source, final)
         except OSError as failure:
             raise self._failure(failure) from failure
 
@@ -117,7 +94,7 @@ class DirectoryPlace:
 
 
 class RemotePlace:
-    """A directory of a machine that `ssh` reaches without a question, with the POSIX tools and `sha256sum`.
+    """The same on a machine that `ssh` reaches without a question, with the POSIX tools and `sha256sum`.
 
     Every command is a list of words for `ssh`; what the other machine's shell reads of it is quoted.
     """
@@ -142,8 +119,8 @@ class RemotePlace:
             f"command -v sha256sum >&2 && if cd {place} 2>/dev/null; then sha256sum -- {shown} 2>/dev/null; true; fi"
         )
         matches = [_DIGEST_LINE.fullmatch(line) for line in text.splitlines()]
-        found = {match.group(2).removeprefix("./"): match.group(1) for match in matches if match}
-        return {name: digest for name, digest in found.items() if name in names}
+        digests = {match.group(2).removeprefix("./"): match.group(1) for match in matches if match}
+        return {name: digest for name, digest in digests.items() if name in names}
 
     def write(self, path: PurePosixPath, content: bytes | Path) -> None:
         """Sends a file; it is on the disk there when this returns."""
@@ -163,7 +140,7 @@ class RemotePlace:
             if isinstance(content, bytes):
                 done = subprocess.run(words, input=content, capture_output=True, check=False)
             else:
-                with content.open("rb") as stream:
+                with open_plain(content) as stream:
                     done = subprocess.run(words, stdin=stream, capture_output=True, check=False)
         except OSError as failure:
             raise StorageError(
@@ -174,13 +151,16 @@ class RemotePlace:
             raise StorageError(
                 f"the copy in {self} (--to) cannot be made: ssh ended with {done.returncode}"
                 f"{f' ({said})' if said else ''}. Check that `ssh {self.host}` works without a password and that the "
-                "directory can be written; run the same command again, it goes on where it stopped."
+                "directory can be written; run the same command again, it continues where it stopped."
             )
         return done.stdout.decode(errors="replace")
 
 
+CopyPlace = DirectoryPlace | RemotePlace
+
+
 def _opened(content: bytes | Path) -> BinaryIO:
-    return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+    return io.BytesIO(content) if isinstance(content, bytes) else open_plain(content)
 
 
 def _synced(path: str) -> str:
@@ -188,7 +168,7 @@ def _synced(path: str) -> str:
     return f"{{ sync -- {path} 2>/dev/null || sync; }}"
 
 
-def place_of(text: str) -> DirectoryPlace | RemotePlace:
+def place_of(text: str) -> CopyPlace:
     """The place that `--to` names: a directory, or `user@host:path`, as `scp` writes it.
 
     Raises:
@@ -196,15 +176,15 @@ def place_of(text: str) -> DirectoryPlace | RemotePlace:
     """
     if "://" in text:
         raise ConfigError(f"--to {text} is an address of another kind. Give a directory, or user@host:path.")
-    found = _REMOTE.fullmatch(text)
-    if found is None and text.startswith("-"):
+    remote = _REMOTE.fullmatch(text)
+    if remote is None and text.startswith("-"):
         raise ConfigError(f"--to {text} begins like an option. Give user@host:path, or a directory as ./{text}.")
-    if found is None:
+    if remote is None:
         return DirectoryPlace(Path(text))
-    host = found.group("host")
+    host = remote.group("host")
     if host.startswith("-"):
         raise ConfigError(f"--to {text}: {host} would be an option of ssh, not a host. Give user@host:path.")
-    return RemotePlace(host, found.group("path"))
+    return RemotePlace(host, remote.group("path"))
 
 
 def sha256_of(stream: BinaryIO) -> str:

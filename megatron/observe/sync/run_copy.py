@@ -1,4 +1,4 @@
-"""Brings a copy of a run up to date: its complete checkpoints, and the files beside them.
+"""Brings a copy of a run up to date: its complete checkpoints, and the other files.
 
 A checkpoint is sent into a folder with a temporary name, its digests are compared there, and one rename makes it
 visible, so the copy never shows half of one. The temporary name is made of the checkpoint's own digest: a copy that was
@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from megatron.checkpoint.keeping.summaries import steps_in
+from megatron.checkpoint.keeping.listing import steps_in
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron.checkpoint.publish import HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from megatron.observe.sync.places import Place
+from megatron.files.plain import open_plain, read_plain
+from megatron.observe.sync.places import CopyPlace
 
 _CHECKPOINT = "iter_"
 _WRITTEN_LAST = (HINT_NAME,)
@@ -38,11 +39,11 @@ class Copied:
     size_bytes: int
 
 
-def copy_run(run: Path, place: Place, say: Callable[[str], None] = lambda text: None) -> Copied:
+def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = lambda text: None) -> Copied:
     """Sends what is new in a run's folder to the folder of the same name in a place.
 
     Args:
-        say: is told every checkpoint that was sent.
+        say: called for each checkpoint that was sent.
 
     Raises:
         ConfigError: there is no such folder, or the place lies in it.
@@ -54,7 +55,7 @@ def copy_run(run: Path, place: Place, say: Callable[[str], None] = lambda text: 
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder. Give the folder of a run, such as logs/NAME.")
     if place.is_inside(run):
-        raise ConfigError(f"{place} lies in {run}, which is to be copied. Give a directory outside of it.")
+        raise ConfigError(f"{place} is inside {run}, the folder to copy. Give a directory outside of it.")
     target = PurePosixPath(run.name)
     checkpoints: list[str] = []
     files: list[str] = []
@@ -91,7 +92,7 @@ def _plain_files(run: Path) -> Iterator[Path]:
 
 
 def _copy_checkpoint(
-    run: Path, folder: Path, place: Place, target: PurePosixPath, say: Callable[[str], None]
+    run: Path, folder: Path, place: CopyPlace, target: PurePosixPath, say: Callable[[str], None]
 ) -> int | None:
     """Sends a checkpoint; None if it is there already, or is none.
 
@@ -99,7 +100,7 @@ def _copy_checkpoint(
     """
     try:
         manifest = read_manifest(folder, Storage())
-        text = (folder / MANIFEST_NAME).read_bytes()
+        text = read_plain(folder / MANIFEST_NAME)
     except (DamagedError, FileNotFoundError) as failure:
         if folder.exists():  # otherwise the run has deleted it meanwhile
             say(f"left out {folder}: {failure}")
@@ -130,9 +131,14 @@ def _copy_checkpoint(
     return sum(file.size_bytes for file in manifest.files) + len(text)
 
 
-def _copy_file(run: Path, path: Path, place: Place, target: PurePosixPath, files: list[str]) -> int:
+def _content(path: Path) -> bytes:
+    with open_plain(path) as stream:
+        return stream.read()
+
+
+def _copy_file(run: Path, path: Path, place: CopyPlace, target: PurePosixPath, files: list[str]) -> int:
     """Sends a file as it is now, and adds it to those that were sent, unless the same is there; its size in bytes."""
-    content = path.read_bytes()
+    content = _content(path)
     digest = hashlib.sha256(content).hexdigest()
     final = target / path.relative_to(run).as_posix()
     if place.digests(final.parent, (final.name,)).get(final.name) == digest:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from megatron import log
-from megatron.config import ControlConfig, WatchingConfig
+from megatron.config import ReportConfig, WatchingConfig
 from megatron.device import environment
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import StepMetrics
 from megatron.observe.start_up.quantities import duration, short_count
 
 _SECONDS = 0.1
@@ -61,11 +61,12 @@ class ProgressBar:
         self._colour = "green" if has_colour else None
         self._loss, self._seconds, self._tokens = Smoothed(), Smoothed(), Smoothed()
         self._shown_at = -math.inf
-        self._newest: Metrics | None = None
+        self._newest: StepMetrics | None = None
 
-    def step(self, metrics: Metrics) -> None:
+    def step(self, metrics: StepMetrics) -> None:
         """Takes the figures of a step, and draws the line if it is time."""
-        self._loss.add(metrics.lm_loss)
+        if metrics.lm_loss is not None:
+            self._loss.add(metrics.lm_loss)
         self._seconds.add(metrics.seconds_per_iteration)
         self._tokens.add(metrics.tokens_per_second * metrics.seconds_per_iteration)
         self._newest = metrics
@@ -78,7 +79,7 @@ class ProgressBar:
             self._shown_at = self._clock()
             self._show(self.text(self._newest))
 
-    def text(self, metrics: Metrics) -> str:
+    def text(self, metrics: StepMetrics) -> str:
         """The line, cut to the width of the terminal."""
         figures = [f"{metrics.iteration:,}/{metrics.train_iterations:,}"]
         figures.append("loss nan" if self._loss.value is None else f"loss {self._loss.value:.4f}")
@@ -101,14 +102,14 @@ class ProgressBar:
         )
 
 
-def wants_bar(watching: WatchingConfig, control: ControlConfig) -> bool:
+def wants_bar(watching: WatchingConfig, report: ReportConfig) -> bool:
     """Whether this process shows a bar: its standard error is a terminal that can erase a line, and nothing forbids it.
 
-    The other styles of --log-style are made of lines that somebody asked for.
+    The lines of the other styles of --log-style are what other projects' users ask for.
     """
     return (
         watching.progress_bar
-        and control.log_style == "megatron"
+        and report.log_style in ("megatron", "short")
         and log.shows_info()
         and log.is_terminal("stderr")
         and environment("TERM", "dumb") != "dumb"

@@ -33,6 +33,11 @@ def gather_from(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tenso
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dimension)
 
 
+def scatter_to(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tensor:
+    """This rank's shard of a replicated tensor, in memory of its own; backward all-gathers the ranks' gradients."""
+    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dimension)
+
+
 def _summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     total = x.contiguous()
     with axis.timed():
@@ -68,13 +73,32 @@ class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, dimension):  # type: ignore[no-untyped-def]
         ctx.axis, ctx.dimension = axis, dimension
-        own = x.contiguous()
-        parts = [torch.empty_like(own) for _ in range(axis.size)]
-        with axis.timed():
-            dist.all_gather(parts, own, group=axis.group)
-        return torch.cat(parts, dim=dimension)
+        return _gathered(x, axis, dimension)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        width = gradient.shape[ctx.dimension] // ctx.axis.size
-        return gradient.narrow(ctx.dimension, ctx.axis.rank * width, width).contiguous(), None, None
+        return _shard(gradient, ctx.axis, ctx.dimension), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dimension):  # type: ignore[no-untyped-def]
+        ctx.axis, ctx.dimension = axis, dimension
+        return _shard(x, axis, dimension)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return _gathered(gradient, ctx.axis, ctx.dimension), None, None
+
+
+def _gathered(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:
+    own = x.contiguous()
+    parts = [torch.empty_like(own) for _ in range(axis.size)]
+    with axis.timed():
+        dist.all_gather(parts, own, group=axis.group)
+    return torch.cat(parts, dim=dimension)
+
+
+def _shard(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:
+    width = x.shape[dimension] // axis.size
+    return x.narrow(dimension, axis.rank * width, width).clone(memory_format=torch.contiguous_format)

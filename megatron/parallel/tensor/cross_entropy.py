@@ -1,4 +1,4 @@
-"""Losses over logits whose vocabulary dimension is split across ranks."""
+"""Losses and the most probable token over logits whose vocabulary dimension is split across ranks."""
 
 from __future__ import annotations
 
@@ -75,6 +75,31 @@ def vocab_parallel_losses(
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross-entropy).
     """
     return TokenLosses(*_Losses.apply(logits, labels, axis, vocab_size, with_uniform, block_values, implementation))
+
+
+def vocab_parallel_argmax(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
+    """The id of the largest logit of each row, the smallest id where several are equal; the same on every rank.
+
+    Two maxima of one value per row are communicated instead of the logits.
+
+    Shapes: logits `[..., v/t]`; result `[...]` int64.
+
+    Args:
+        vocab_size: columns from this id on are padding and never chosen.
+    """
+    vocabulary = VocabularySlice.of(axis, logits.shape[-1], vocab_size)
+    if vocabulary.valid:
+        largest, local = logits[..., : vocabulary.valid].max(dim=-1)
+        largest, chosen = largest.float(), local + vocabulary.first
+    else:  # this rank holds padding only
+        largest = logits.new_full(logits.shape[:-1], float("-inf"), dtype=torch.float32)
+        chosen = torch.full_like(largest, vocab_size, dtype=torch.int64)
+    if axis.size > 1:
+        everywhere = all_reduce_max(largest.clone(), axis)
+        # The maximum of the negated ids is the smallest id; a rank whose own maximum is smaller offers none.
+        offered = torch.where(largest == everywhere, -chosen, torch.full_like(chosen, -vocab_size))
+        chosen = -all_reduce_max(offered, axis)
+    return chosen
 
 
 def losses_of(statistics: RowStatistics, axis: Axis, vocabulary: VocabularySlice) -> TokenLosses:

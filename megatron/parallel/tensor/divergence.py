@@ -1,4 +1,4 @@
-"""How far the distribution of one network is from that of another, over a vocabulary that is split across ranks."""
+"""How far apart the distributions of two networks are, over a vocabulary that is split across ranks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def vocab_parallel_divergences(
     Source: Hinton et al., "Distilling the knowledge in a neural network", 2015, section 2; for the split softmax,
     Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
-    found: torch.Tensor = _Divergences.apply(logits, target_logits, axis, vocab_size, temperature, block_values)
-    return found
+    divergences: torch.Tensor = _Divergences.apply(logits, target_logits, axis, vocab_size, temperature, block_values)
+    return divergences
 
 
 class _Divergences(torch.autograd.Function):

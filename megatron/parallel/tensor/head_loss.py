@@ -3,8 +3,8 @@
 The head is the widest layer of a network: its logits `[b, s, v/t]`, and their gradient, take more memory than the
 activations of many blocks, and writing and reading them more time than the softmax itself. Here rows are multiplied out
 a chunk at a time, while the chunk stays in cache on a CPU. As the weight of each token in what is minimized is known
-beforehand, its gradients are computed at once, in place of the logits, and go into those of the hidden states and of
-the weight: the same three matrix products as ever, and one chunk of logits.
+beforehand, its gradients are computed at once, in place of the logits, and go into the gradients of the hidden states
+and of the weight: the same three matrix products as ever, and one chunk of logits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LossTerms(NamedTuple):
 class HeadGradients(NamedTuple):
     """The gradients of what is minimized, multiplied by a factor.
 
-    Shapes: of_hidden `[b, s, h]`, of_weight `[v/t, h]`, each None if it is not needed; factor `[]`, None stands for 1.
+    Shapes: of_hidden `[b, s, h]`, of_weight `[v/t, h]`, each None if it is not needed; factor `[]`, None means 1.
     """
 
     logits: FactoredLogits
@@ -111,7 +111,8 @@ def head_losses(
         axis: the tensor-parallel axis that splits the vocabulary.
         vocab_size: vocabulary size without padding.
         factor: what the gradients are multiplied by. If it is what the derivative of the sum will be, they have the
-            range in float16 that the loss scale was chosen for, and need no further multiplication. `[]`.
+            range in float16 that the loss scale was chosen for, and need no further multiplication; 0 counts as 1.
+            `[]`.
         chunk_rows: the most tokens whose logits are held at once; does not affect the losses.
     """
     is_trained = torch.is_grad_enabled() and (logits.hidden.requires_grad or logits.weight.requires_grad)
@@ -119,6 +120,8 @@ def head_losses(
         tokens = _Tokens.of(logits.hidden, labels, weights)
         head = _Head(logits, axis, vocab_size, terms, implementation)
         sums = _GradientSums(logits, tokens) if is_trained else None
+        if factor is not None:
+            factor = factor.masked_fill(factor == 0, 1.0)  # backward divides by it
         losses = []
         for chunk in _chunks(len(tokens.labels), chunk_rows or head.chunk_rows):
             part = tokens.chunk(chunk, head.dtype)
@@ -154,7 +157,7 @@ class _Tokens(NamedTuple):
 
     Attributes:
         places: their places among the tokens of the micro-batch; None if all count.
-        shape: that of the labels of the micro-batch.
+        shape: the shape of the micro-batch's labels.
     """
 
     hidden: torch.Tensor

@@ -59,7 +59,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
 
     def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
-        """Applies the layer; with `finish`, returns that of the product and the bias."""
+        """Applies the layer; with `finish`, returns `finish(product, bias)`."""
         x = copy_to(x, self.axis)
         return linear(x, self.weight, self.bias) if finish is None else finish(linear(x, self.weight), self.bias)
 
@@ -92,7 +92,7 @@ class RowParallelLinear(nn.Module):
             self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
 
     def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
-        """Applies the layer; with `finish`, returns that of the product and the bias."""
+        """Applies the layer; with `finish`, returns `finish(product, bias)`."""
         if self.axis.size == 1 and finish is None:
             return linear(x, self.weight, self.bias)
         y = reduce_from(linear(x, self.weight), self.axis)

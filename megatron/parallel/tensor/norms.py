@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
@@ -41,6 +41,12 @@ class _ReplicatedNorm(nn.Module):
         self.implementation = implementation
         self.weight = _norm_weight(ShardSpec.vector(hidden_size), zero_centered, device)
 
+    def _added(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        settings: dict[str, Any] = {"zero_centered": self.zero_centered, "implementation": self.implementation}
+        return add_norm(x, residual, weight, bias, self.eps, subtract_mean=bias is not None, **settings)
+
 
 class LayerNorm(_ReplicatedNorm):
     """Layer norm with weight and bias, replicated over the axis.
@@ -64,9 +70,7 @@ class LayerNorm(_ReplicatedNorm):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + x`, and the norm of it."""
         weight, bias = self._weight_and_bias()
-        return add_layer_norm(
-            x, residual, weight, bias, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
-        )
+        return self._added(x, residual, weight, bias)
 
     def _weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
         return _summed_gradient(self.weight, self.partial), _summed_gradient(self.bias, self.partial)
@@ -88,9 +92,7 @@ class RMSNorm(_ReplicatedNorm):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + x`, and the norm of it."""
         weight = _summed_gradient(self.weight, self.partial)
-        return add_rms_norm(
-            x, residual, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
-        )
+        return self._added(x, residual, weight, None)
 
 
 class HeadsRMSNorm(nn.Module):

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.errors import ExitCode
-from megatron.parallel.watch.hub import Failure, Hub
-from megatron.parallel.watch.limits import ALONE_SECONDS, PING_SECONDS, WIND_DOWN_SECONDS, Limits
-from megatron.parallel.watch.link import Link
-from megatron.parallel.watch.position import Position, Sample
+from megatron.parallel.watch.hub_link import Link
+from megatron.parallel.watch.hub_state import Failure, Hub
+from megatron.parallel.watch.limits import ALONE_SECONDS, PING_SECONDS, WIND_DOWN_SECONDS, WatchLimits
+from megatron.parallel.watch.position import Heartbeat, Position
 from megatron.parallel.watch.stacks import read_stacks
-from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.verdict import RunEnd
 from megatron.parallel.watch.wire import TEXT_CHARACTERS, Connection
 
 _BUSY_SECONDS = 0.1
@@ -35,10 +35,10 @@ class Watched(Protocol):
     def is_starting(self) -> bool:
         """Whether the first step is not finished."""
 
-    def speak(self, verdict: Verdict) -> None:
+    def speak(self, verdict: RunEnd) -> None:
         """Shows the user why the run ends; only on the rank that decided it."""
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: RunEnd) -> None:
         """Ends this rank."""
 
 
@@ -54,7 +54,7 @@ class Channel:
     def __init__(
         self,
         watched: Watched,
-        limits: Limits,
+        limits: WatchLimits,
         links: Sequence[Link],
         hub: Hub | None,
         listener: socket.socket | None,
@@ -69,7 +69,7 @@ class Channel:
         self._rank = rank
         self._size = size
         self._failure: Failure | None = None
-        self._told: Failure | None = None
+        self._reported: Failure | None = None
         self._questions: list[Callable[[int], None]] = []
         self._is_leaving = False
         self._seen: Position | None = None
@@ -96,7 +96,7 @@ class Channel:
         self._thread.start()
 
     def fail(self, failure: Failure) -> bool:
-        """Tells the hubs of this rank's error; later calls only change whether it is ready. Whether it was told."""
+        """Reports this rank's error to the hubs; later calls only change whether it is ready. False if no hub knows."""
         if not self.is_alive or self._thread is threading.current_thread():
             return False
         if self._hub is None and not any(link.is_open for link in self._links):
@@ -104,9 +104,9 @@ class Channel:
         self._failure = dataclasses.replace(self._failure or failure, is_ready=failure.is_ready)
         self._wake()
         until = time.monotonic() + _FLUSH_SECONDS
-        while self._told != self._failure and time.monotonic() < until:
+        while self._reported != self._failure and time.monotonic() < until:
             time.sleep(0.005)
-        return self._told == self._failure
+        return self._reported == self._failure
 
     @property
     def has_first_hub(self) -> bool:
@@ -126,17 +126,17 @@ class Channel:
 
     def count_silent(self) -> int | None:
         """How many ranks give no sign of life when they are asked for one; None if no hub answers."""
-        found: list[int] = []
-        told = threading.Event()
+        counts: list[int] = []
+        is_answered = threading.Event()
 
         def answer(count: int) -> None:
-            found.append(count)
-            told.set()
+            counts.append(count)
+            is_answered.set()
 
         self._questions.append(answer)
         self._wake()
-        told.wait(PING_SECONDS + 0.5)
-        return found[0] if found else None
+        is_answered.wait(PING_SECONDS + 0.5)
+        return counts[0] if counts else None
 
     @property
     def is_alive(self) -> bool:
@@ -152,7 +152,7 @@ class Channel:
             self._watch()
         except Exception:  # whatever it is: training must not end because it is watched
             log.warning(f"this rank is no longer watched:\n{traceback.format_exc()}")
-            self._say_goodbye()
+            self._say_goodbye(None)
         finally:
             self._close()
 
@@ -161,14 +161,14 @@ class Channel:
             began_at = time.monotonic()
             self._sleep_out(began_at, self._wait(began_at))
             now = time.monotonic()
-            verdict = self._told_to_end()
+            verdict = self._end_ordered()
             if verdict is not None:
                 self._watched.end(verdict)
                 return
             if self._is_leaving:
-                self._say_goodbye()
+                self._say_goodbye(self._heartbeat(now))
                 return
-            self._tell(self._sample(now), now)
+            self._tell(self._heartbeat(now), now)
             verdict = self._decide(now)
             if verdict is not None:
                 self._watched.speak(verdict)
@@ -191,7 +191,7 @@ class Channel:
 
     def _is_busy(self) -> bool:
         """Whether something is due within seconds, without a message that would announce it."""
-        if self._told is not None or any(link.lost_at is not None for link in self._links):
+        if self._reported is not None or any(link.lost_at is not None for link in self._links):
             return True
         return self._hub is not None and self._hub.is_busy
 
@@ -243,7 +243,7 @@ class Channel:
         if self._hub is not None:
             self._hub.sleep(late_seconds)
 
-    def _sample(self, now: float) -> Sample:
+    def _heartbeat(self, now: float) -> Heartbeat:
         position = self._watched.position()
         if position is not self._seen:
             nap_seconds, woken_at = self._last_nap
@@ -251,9 +251,9 @@ class Channel:
             self._seen = position
             self._idle_from = min(woken_at, began_at + nap_seconds) if began_at < woken_at else began_at
         idle_seconds = max(0.0, now - self._idle_from)
-        return Sample(position.phase, position.step, position.events, idle_seconds, self._watched.is_starting())
+        return Heartbeat(position.phase, position.step, position.events, idle_seconds, self._watched.is_starting())
 
-    def _tell(self, sample: Sample, now: float) -> None:
+    def _tell(self, heartbeat: Heartbeat, now: float) -> None:
         """Sends the hubs what they wait for."""
         is_due = now >= self._beat_at
         stacks, waits = "", False
@@ -263,11 +263,11 @@ class Channel:
             if not link.is_open:
                 continue
             if link.wants_report:
-                link.tell_report(sample, waits, stacks)
-            elif is_due or link.wants_sample:
-                link.tell(sample)
+                link.tell_report(heartbeat, waits, stacks)
+            elif is_due or link.wants_heartbeat:
+                link.tell(heartbeat)
         if self._hub is not None:
-            self._hub.note(sample, now)
+            self._hub.note(heartbeat, now)
             if self._hub.wants_report and stacks:
                 self._hub.note_report(waits, stacks)
             if is_due:
@@ -288,19 +288,19 @@ class Channel:
 
     def _tell_failure(self, now: float) -> None:
         failure = self._failure
-        if failure is None or self._told == failure:
+        if failure is None or self._reported == failure:
             return
         for link in self._links:
             if link.is_open:
                 link.tell_failure(failure)
         if self._hub is not None:
             self._hub.note_failure(failure, now)
-        self._told = failure
+        self._reported = failure
 
-    def _told_to_end(self) -> Verdict | None:
+    def _end_ordered(self) -> RunEnd | None:
         return next((link.end for link in self._links if link.end is not None), None)
 
-    def _decide(self, now: float) -> Verdict | None:
+    def _decide(self, now: float) -> RunEnd | None:
         """Why the run ends, if this rank is the one that must say it."""
         if self._hub is not None:
             if now < self._look_at and not self._hub.is_urgent:
@@ -313,19 +313,20 @@ class Channel:
         again = "Saved checkpoints are intact: run the same command again."
         if lost and not there and now - max(link.lost_at or 0.0 for link in lost) > WIND_DOWN_SECONDS:
             text = f"ranks {numbers} ended without a message, and nobody else speaks for the run. {again}"
-            return Verdict(ExitCode.REQUEUE, self._rank, text)
+            return RunEnd(ExitCode.REQUEUE, self._rank, text)
         limit = self._limits.hang_seconds
-        if limit and self._watched.is_starting():
-            limit = self._limits.start_seconds
         patience = limit + self._limits.answer_seconds + ALONE_SECONDS
         if limit and there and all(now - link.heard_at > patience for link in there):
             text = f"ranks {numbers} have not answered for {patience:.0f} s: they are stopped, or cut off. {again}"
-            return Verdict(ExitCode.HANG, self._rank, text, tuple(link.hub for link in there))
+            return RunEnd(ExitCode.HANG, self._rank, text, tuple(link.hub for link in there))
         return None
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, last: Heartbeat | None) -> None:
+        """Says that this rank ends as planned, and where it was last."""
         for link in self._links:
             if link.is_open:
+                if last is not None:
+                    link.tell(last)
                 link.send("bye")
         if self._hub is not None:
             self._hub.say_goodbye()

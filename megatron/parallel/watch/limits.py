@@ -12,12 +12,12 @@ PING_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
-class Limits:
+class WatchLimits:
     """The time limits of a run.
 
     Attributes:
-        hang_seconds: without progress for so long, a rank hangs; 0 for no limit.
-        start_seconds: the same until all ranks have finished their first step.
+        hang_seconds: without progress or without a sign of life for this long, a rank hangs; 0 for no limit.
+        start_seconds: how long it may be without progress until all ranks have finished their first step.
     """
 
     hang_seconds: float
@@ -40,5 +40,5 @@ class Limits:
 
     @property
     def nap_seconds(self) -> float:
-        """A process that wakes up so much too late was stopped with the whole job, and counts that time as none."""
+        """A process that wakes up this much too late was stopped with the whole job, and does not count that time."""
         return max(1.0, self.hang_seconds / 4)

@@ -61,13 +61,13 @@ def meet(mesh: ParallelMesh, rendezvous: tuple[str, int]) -> Meeting | None:
     """Connects all ranks; collective over the mesh. None, with a warning, if some rank cannot be reached.
 
     Args:
-        rendezvous: host and port at which the ranks found each other.
+        rendezvous: host and port at which the ranks met.
     """
     own = ProcessIdentity.own()
     if mesh.world.size == 1:
         return Meeting((own,), (0,))
-    told = [*asdict(own).values(), network_namespace(), _address_towards(*rendezvous)]
-    everyone = all_gather_json(told, mesh.control)
+    introduction = [*asdict(own).values(), network_namespace(), _address_towards(*rendezvous)]
+    everyone = all_gather_json(introduction, mesh.control)
     processes = tuple(ProcessIdentity(*entry[:5]) for entry in everyone)
     networks = [(process.machine, entry[5]) for process, entry in zip(processes, everyone, strict=True)]
     second = next((rank for rank, network in enumerate(networks) if network != networks[0]), None)
@@ -81,9 +81,9 @@ def meet(mesh: ParallelMesh, rendezvous: tuple[str, int]) -> Meeting | None:
     if rank in hubs:
         listener, problem = _listen(address, mesh.world.size)
     port = 0 if listener is None else listener.getsockname()[1]
-    found = [HubAddress(*broadcast_json([rank, address, port, token], mesh.control, source=hub)) for hub in hubs]
+    addresses = [HubAddress(*broadcast_json([rank, address, port, token], mesh.control, source=hub)) for hub in hubs]
     connected = []
-    for hub in found:
+    for hub in addresses:
         if hub.rank != rank and not problem:
             opened, problem = _connect(hub)
             connected += [] if opened is None else [(hub, opened)]

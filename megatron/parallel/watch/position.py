@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.parallel.watch.wire import Fields
+from megatron.parallel.watch.wire import MessageFields
 
 START, END = "init", "end"
 
@@ -37,7 +37,7 @@ def first_position() -> Position:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Heartbeat:
     """A rank's position as it tells the others.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sample:
     is_starting: bool = True
 
     @classmethod
-    def read(cls, fields: Fields) -> Sample:
+    def read(cls, fields: MessageFields) -> Heartbeat:
         """Reads what `values` wrote.
 
         Raises:
@@ -62,7 +62,7 @@ class Sample:
         return cls(phase, fields.whole("step"), fields.whole("events"), fields.seconds("idle"), fields.flag("starting"))
 
     def values(self) -> dict[str, Any]:
-        """The sample as parts of a message."""
+        """The heartbeat as parts of a message."""
         return {
             "phase": PHASES.index(self.phase),
             "step": self.step,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 # Modules, and packages with all they hold, whose innermost call waits for other ranks.
-_WAITING = ("torch.distributed", "deepspeed", "megatron.parallel.messages", "megatron.parallel.pending")
+_WAITING = ("torch.distributed", "deepspeed", "megatron.parallel.messages")
 # Those in which the main thread waits for a thread of this process.
 _HANDING = ("threading", "queue", "torch.autograd.graph")
 _MOST_FRAMES = 64

@@ -1,7 +1,7 @@
-"""Messages between the watching threads: JSON objects over TCP, each behind its length; nothing received is trusted.
+"""Messages between the watching threads: JSON objects over TCP, each after its length; nothing received is trusted.
 
-A message that is longer than allowed, or no JSON object, ends the connection. `Fields` reads one value at a time and
-raises `ValueError` for what a rank cannot have sent.
+A message that is longer than allowed, or no JSON object, ends the connection. `MessageFields` reads one value at a time
+and raises `ValueError` for what a rank cannot have sent.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Connection:
             del self._unsent[:sent]
         self.blocked.discard(self)
 
-    def receive(self) -> list[Fields]:
+    def receive(self) -> list[MessageFields]:
         """All messages that have arrived; afterwards `is_lost` says whether no more can come."""
         self._read()
-        messages: list[Fields] = []
+        messages: list[MessageFields] = []
         while len(self._unread) >= _LENGTH_BYTES:
             size = int.from_bytes(self._unread[:_LENGTH_BYTES], "big")
             if size > self.limit_bytes:
@@ -89,7 +89,7 @@ class Connection:
             if not isinstance(value, dict):
                 self.is_lost = True
                 break
-            messages.append(Fields(value))
+            messages.append(MessageFields(value))
         return messages
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Connection:
             self._unread += content
 
 
-class Fields:
+class MessageFields:
     """The values of a received message."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -127,33 +127,33 @@ class Fields:
         """A whole number from 0 to `limit`."""
         value = self._values.get(name)
         if type(value) is not int or not 0 <= value <= limit:
-            raise ValueError(f"{name} is no whole number up to {limit}")
+            raise ValueError(f"{name} is not a whole number up to {limit}")
         return value
 
     def seconds(self, name: str) -> float:
         """A time that is finite and not negative."""
         value = self._values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} is no time")
+            raise ValueError(f"{name} is not a time")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """A truth value."""
         value = self._values.get(name)
         if type(value) is not bool:
-            raise ValueError(f"{name} is no truth value")
+            raise ValueError(f"{name} is not a boolean")
         return value
 
     def text(self, name: str, limit: int = TEXT_CHARACTERS) -> str:
         """A text, without characters that a terminal would obey."""
         value = self._values.get(name)
         if type(value) is not str or len(value) > limit:
-            raise ValueError(f"{name} is no text of at most {limit} characters")
+            raise ValueError(f"{name} is not a text of at most {limit} characters")
         return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in value)
 
     def wholes(self, name: str, limit: int, most: int) -> list[int]:
         """A list of at most `most` whole numbers from 0 to `limit`."""
         value = self._values.get(name)
         if type(value) is not list or len(value) > most:
-            raise ValueError(f"{name} is no list of at most {most} numbers")
-        return [Fields({name: item}).whole(name, limit) for item in value]
+            raise ValueError(f"{name} is not a list of at most {most} numbers")
+        return [MessageFields({name: item}).whole(name, limit) for item in value]

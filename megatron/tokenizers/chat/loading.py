@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.config.files.bounded_file import read_json, read_text
 from megatron.errors import ConfigError, printable
+from megatron.files.settings import read_json, read_text
 from megatron.tokenizers.chat.named import NEEDED_TOKENS, PLAIN, SOURCES
 from megatron.tokenizers.chat.sandbox import MOST_TEMPLATE_BYTES
 from megatron.tokenizers.chat.template import ChatTemplate
@@ -73,18 +73,18 @@ def _template_text(path: Path) -> str:
 def _template_of_json(path: Path) -> str | None:
     """The template in a tokenizer's JSON file; of several the one that is called default."""
     content = _json_of(path)
-    found = content.get("chat_template")
-    if isinstance(found, list):
-        by_name = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = by_name.get("default")
-        if found is None:
+    template = content.get("chat_template")
+    if isinstance(template, list):
+        by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = by_name.get("default")
+        if template is None:
             raise ConfigError(
                 f"{path} has the chat templates {printable(sorted(map(str, by_name)))}, none of which is called "
                 "default. Write the one you want to a file and give that with --chat-template."
             )
-    if found is not None and not isinstance(found, str):
-        raise ConfigError(f"{path}: chat_template holds {printable(found)}; it must be a text.")
-    return found
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{path}: chat_template holds {printable(template)}; it must be a text.")
+    return template
 
 
 def _token_texts(folder: Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Source: ChatML is OpenAI's (`<|im_start|>role`, `<|im_end|>`), as Qwen's tokenizers write it; llama is Llama 3's header
 format (meta-llama/llama-models `models/llama3/chat_format.py`); dsgpt2 is jisngprk/dsGPT2 `dataset/conv_dataset.py`,
-where nothing stands between the tokens and the texts.
+where nothing comes between the tokens and the texts.
 """
 
 from __future__ import annotations

@@ -1,79 +1,91 @@
-"""Jinja programs of unknown origin, bounded in size, work and output.
+"""Chat templates of unknown origin, rendered in a child process that the kernel holds to its limits.
 
-Jinja's own sandbox keeps a program from Python; it does not keep it from `'a' * 10 ** 9` or from nested loops. So a
-program may only use the filters, functions and methods that chat templates use, each of which is charged for the
-characters and elements that it handles before it handles them, and every turn of a loop is charged as well. One that
-exceeds its budget or its time is refused.
-
-Source: the environment is that of Hugging Face's `transformers/utils/chat_template_utils.py`: blocks trimmed on both
-sides, loop controls, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `{% generation %}`.
+A template that exceeds them costs its child, and the next conversation gets a new one. The project's own templates are
+rendered in this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import functools
-import json
-import re
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import LoopContext, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
+import markupsafe
 
-from megatron.errors import ConfigError, DataError, printable
+from megatron.errors import ConfigError, DataError, MegatronError, printable
+from megatron.tokenizers.chat import rendering
+from megatron.tokenizers.chat.named import SOURCES
 
 MOST_TEMPLATE_BYTES = 128 << 10
-_BASE_UNITS = 2 << 20
-_UNITS_PER_LETTER = 64
-_MOST_SECONDS = 5.0  # of this thread's own computing; a conversation takes less than a millisecond
-_MOST_ELEMENTS = 100_000  # of a range
-_MOST_NESTED = 10_000  # values in a list or a dictionary that a template makes, all levels counted
-_LARGEST_OPTION = 1_000  # an option of a filter, such as the width of indent
-_MOST_BITS = 4_096
-_UNITS_PER_CALL = 64  # and per turn of a loop
-_UNITS_PER_PIECE = 64  # a list element costs bytes that its letters do not show
+_SECONDS = 0.5  # of computing for a conversation, which takes less than a millisecond
+_SECONDS_PER_PART = 0.005  # more, of one that is written in many parts
+_MORE_SECONDS = 30.0  # a child may take beyond its processor time, on a machine that is busy
+_REPLY_BYTES = 256 << 10  # of all texts of a conversation, and
+_REPLY_BYTES_PER_BYTE = 8  # more for each byte of it
+_START = "import sys; sys.path += sys.argv[1:]; import rendering; rendering.serve()"
+_FOLDERS = tuple(
+    str(folder)
+    for folder in (
+        Path(rendering.__file__).parent,
+        Path(jinja2.__file__).parent.parent,
+        Path(markupsafe.__file__).parent.parent,
+    )
+)
 
-_FILTERS = (
-    "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "indent", "int", "items", "last",
-    "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "select",
-    "selectattr", "sort", "string", "title", "trim", "unique", "upper",
-)  # fmt: skip
-_TEXT_METHODS = frozenset({
-    "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdecimal", "isdigit",
-    "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition", "removeprefix",
-    "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines",
-    "startswith", "strip", "swapcase", "title", "upper",
-})  # fmt: skip
-_JINJAS_OWN = ("_loop_vars", "_block_vars")  # arguments that compiled programs add for its own functions
-_MAPPING_METHODS = frozenset({"get", "items", "keys", "values"})
-_SEQUENCE_METHODS = frozenset({"count", "index"})
-_UNSAFE_FORMAT = re.compile(r"\*|\d{4}")  # a width that is computed, or of more than three digits
-_Repeated = TypeVar("_Repeated", nodes.For, nodes.Macro)
-_FORBIDDEN = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+# A text; how long it is, where it is a beginning of the first text of its conversation; or why there is none.
+Outcome = str | int | MegatronError
 
 
-class _Refused(Exception):
-    """A program asked for something that is not allowed, or for too much."""
+class RenderPart(NamedTuple):
+    """One text that is wanted of a conversation.
+
+    Args:
+        messages: how many of the first ones; None leaves all variables as they are.
+        add_generation_prompt: the variable of that name.
+        marks: what is written before and after each `{% generation %}` block.
+    """
+
+    messages: int | None = None
+    add_generation_prompt: bool = False
+    marks: tuple[str, str] = ("", "")
+
+
+class RenderJob(NamedTuple):
+    """The texts that are wanted of one conversation.
+
+    Args:
+        variables: of the template, as JSON knows them.
+        now: the time that `strftime_now` tells.
+    """
+
+    variables: Mapping[str, Any]
+    now: datetime.datetime
+    parts: Sequence[RenderPart]
+
+    def plain(self) -> dict[str, Any]:
+        """What `rendering.py` reads."""
+        return {"variables": self.variables, "now": self.now.isoformat(), "parts": self.parts}
 
 
 class BoundedTemplate:
-    """A compiled chat template; safe to use from several threads.
+    """A compiled chat template; safe to use from several threads, and in processes that are forked from this one.
 
     Args:
         source: the Jinja program.
         name: what it is called in errors.
 
     Raises:
-        ConfigError: it is too long, cannot be read, or uses what chat templates have no need of.
+        ConfigError: it is too long, cannot be compiled, or no process can be started for it.
     """
 
     def __init__(self, source: str, name: str) -> None:
@@ -83,21 +95,15 @@ class BoundedTemplate:
             raise ConfigError(
                 f"{name} holds {size:,} bytes; a chat template may hold {MOST_TEMPLATE_BYTES:,}. Is it the right file?"
             )
-        self._environment = _Environment()
-        self._lock = threading.Lock()
-        try:
-            tree = self._environment.parse(source)
-            self.has_generation_blocks = self._environment.has_generation_blocks
-            program = self._environment.compile(_Charging().visit(_checked(tree)), name, name)
-            self._template = jinja2.Template.from_code(self._environment, program, self._environment.make_globals(None))
-        except jinja2.TemplateError as failure:
-            line = getattr(failure, "lineno", None)
-            raise ConfigError(
-                f"{name} is not a chat template{f', line {line}' if line else ''}: {_reason(failure)}. Correct it, or "
-                "name another with --chat-template."
-            ) from None
-        except (_Refused, RecursionError, MemoryError, SyntaxError, ValueError) as failure:
-            raise ConfigError(f"{name} cannot be used as a chat template: {_reason(failure)}.") from None
+        self._source = source
+        self._program: rendering.TemplateProgram | None = None
+        self._seat = _Seat()
+        reply: Mapping[str, Any]
+        if source in SOURCES.values():
+            self._program, reply = rendering.compiled(source)
+        else:
+            self._seat.child, reply = self._started()
+        self.has_generation_blocks = reply.get("has_generation_blocks") is True
 
     def render(
         self,
@@ -105,333 +111,223 @@ class BoundedTemplate:
         now: datetime.datetime | None = None,
         generation_marks: tuple[str, str] = ("", ""),
     ) -> str:
-        """What the program writes.
+        """What the template writes.
 
         Args:
+            variables: as JSON knows them.
             now: the time that `strftime_now` tells; the clock's if left out.
             generation_marks: what is written before and after each `{% generation %}` block.
 
         Raises:
-            ConfigError: the program fails or exceeds its budget.
+            ConfigError: the template fails or exceeds a limit.
             DataError: it refuses the conversation (`raise_exception`).
         """
-        with self._lock:
-            environment = self._environment
-            environment.begin(_BASE_UNITS + _UNITS_PER_LETTER * _size(variables), now, generation_marks)
-            try:
-                return "".join(self._template.generate(**variables))
-            except _ConversationRefused as refusal:
-                raise DataError(f"{self.name} refuses the conversation: {printable(str(refusal))}.") from None
-            except (_Refused, RecursionError, MemoryError) as failure:
-                raise ConfigError(
-                    f"{self.name}: {_reason(failure)}. Use a chat template that does less, or one by name."
-                ) from None
-            except Exception as failure:
-                raise ConfigError(
-                    f"{self.name} fails on a conversation: {type(failure).__name__}: {_reason(failure)}. Correct the "
-                    "template, or name another with --chat-template."
-                ) from None
-            finally:
-                environment.begin(0, None, ("", ""))
+        job = RenderJob(variables, now or datetime.datetime.now(), [RenderPart(marks=generation_marks)])
+        outcome = self.outcomes([job])[0][0]
+        if isinstance(outcome, MegatronError):
+            raise outcome
+        return str(outcome)
 
-
-class _ConversationRefused(Exception):
-    """What a program says through `raise_exception`."""
-
-
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks what the assistant wrote."""
-
-    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parses a block into a call of `marked` with the block as its body."""
-        line = next(parser.stream).lineno
-        parser.environment.has_generation_blocks = True  # type: ignore[attr-defined]
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = nodes.Call(nodes.EnvironmentAttribute("marked"), [], [], None, None)
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The functions, filters and operators of chat templates, each charged to the budget of the render that runs."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            optimized=False,  # a constant expression would be computed before there is a budget
-            cache_size=0,
-            finalize=self._finalized,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-        )
-        self.has_generation_blocks = False
-        known = {name: self._charged(name, self.filters[name]) for name in _FILTERS}
-        self.filters = {**known, "tojson": self._as_json, "join": self._joined_by, "safe": str}
-        self.globals = {
-            "range": self.numbers,
-            "namespace": Namespace,
-            "dict": lambda *given, **named: self.weighed(dict(*given, **named)),
-            "raise_exception": _refuse,
-            "strftime_now": self.strftime_now,
-        }
-        self._functions = tuple(self.globals.values())
-        self.begin(0, None, ("", ""))
-
-    def begin(self, units: int, now: datetime.datetime | None, marks: tuple[str, str]) -> None:
-        """Gives a render its budget and its clock."""
-        self._left = units
-        self._ends_at = time.thread_time() + _MOST_SECONDS
-        self._now = now
-        self._marks = marks
-
-    def charge(self, units: int) -> str:
-        """Takes units from the budget; called by the programs themselves in every turn of a loop.
+    def outcomes(self, jobs: Sequence[RenderJob]) -> list[list[Outcome]]:
+        """What the template writes of some conversations; each part has its text, or its error.
 
         Raises:
-            _Refused: there are not enough left, or the time is over.
+            ConfigError: no process can be started.
         """
-        self._left -= units
-        if self._left < 0:
-            raise _Refused("it does far more work than a conversation of this length needs")
-        if time.thread_time() > self._ends_at:
-            raise _Refused(f"it computes for more than {_MOST_SECONDS:g} seconds")
-        return ""
+        if self._program is not None:
+            return [list(map(self._read, self._program.outcomes(job.plain()))) for job in jobs]
+        seat = self._seat
+        if seat.process_id != os.getpid():  # this process was forked: child and lock belong to the one it came from
+            seat = self._seat = _Seat()
+        with seat.lock:
+            return self._ask(seat, jobs)
 
-    def joined(self, *values: Any) -> str:
-        """The texts of some values back to back, Jinja's `~`."""
-        self.charge(sum(map(_size, values)))
-        return "".join(map(str, values))
+    def _ask(self, seat: _Seat, jobs: Sequence[RenderJob]) -> list[list[Outcome]]:
+        messages = [rendering.packed(job.plain()) for job in jobs]
+        done: list[list[Outcome]] = []
+        while len(done) < len(jobs):
+            if seat.child is None or not seat.child.is_running:
+                seat.child, _ = self._started()
+            try:
+                seat.child.send(_batch(jobs[len(done) :], messages[len(done) :]))
+                while len(done) < len(jobs):
+                    job, most_bytes = jobs[len(done)], _most_reply_bytes(len(messages[len(done)]))
+                    done.append(self._checked(seat.child.receive(most_bytes, len(job.parts)), len(job.parts)))
+            except _Ended as failure:
+                seat.child = None
+                done.append([self._exceeded(str(failure))] * len(jobs[len(done)].parts))
+        return done
 
-    def weighed(self, value: Any) -> Any:
-        """A list, tuple or dictionary that a program made, if it is not too large."""
-        weight = _size(value, by_letters=False, most=_MOST_NESTED)
-        if weight > _MOST_NESTED:
-            raise _Refused(f"it makes a list of more than {_MOST_NESTED:,} values")
-        self.charge(weight)
-        return value
+    def _started(self) -> tuple[_Child, Mapping[str, Any]]:
+        """A new child that has compiled the template, and what it says of it."""
+        try:
+            child = _Child()
+            child.send(rendering.packed([_seconds_for(0), self._source]))
+            reply = child.receive(_REPLY_BYTES, 0)
+        except OSError as failure:
+            raise ConfigError(
+                f"{self.name}: the process that renders it cannot be started ({failure.strerror or failure}). Free "
+                "memory or processes, or use a chat template by name, which needs no process of its own."
+            ) from None
+        except _Ended as failure:
+            raise self._exceeded(str(failure)) from None
+        if not isinstance(reply, dict) or "unusable" in reply:
+            why = printable(reply.get("unusable") if isinstance(reply, dict) else reply, quoted=False)
+            raise ConfigError(f"{self.name} cannot be used as a chat template: {why}. Use another, or one by name.")
+        if "invalid" in reply:
+            line = reply.get("line")
+            raise ConfigError(
+                f"{self.name} is not a chat template{f', line {line}' if isinstance(line, int) else ''}: "
+                f"{printable(reply['invalid'], quoted=False)}. Correct it, or name another with --chat-template."
+            )
+        return child, reply
 
-    def marked(self, caller: Callable[[], str]) -> str:
-        """The text of a generation block between its marks."""
-        return f"{self._marks[0]}{caller()}{self._marks[1]}"
+    def _checked(self, reply: Any, parts: int) -> list[Outcome]:
+        if not isinstance(reply, list) or len(reply) != parts:
+            return [self._exceeded("it answers with something other than texts")] * parts
+        return list(map(self._read, reply))
 
-    def call(self, context: Any, called: Any, /, *given: Any, **named: Any) -> Any:  # type: ignore[override]
-        """Calls a function or method that chat templates need; all others are refused."""
-        owner = getattr(called, "__self__", None)
-        if owner is not self:
-            self.charge(_UNITS_PER_CALL)
-            if isinstance(called, Macro) or any(called is function for function in self._functions):
-                return context.call(called, *given, **named)
-        named = {key: value for key, value in named.items() if key not in _JINJAS_OWN}
-        if owner is self:
-            return called(*given, **named)
-        name = getattr(called, "__name__", "")
-        if isinstance(owner, str) and name in _TEXT_METHODS:
-            return self._text_method(owner, name, called, given, named)
-        if isinstance(owner, Mapping) and name in _MAPPING_METHODS:
-            self.charge(len(owner))
-            return called(*given, **named)
-        if isinstance(owner, (list, tuple)) and name in _SEQUENCE_METHODS:
-            self.charge(len(owner))
-            return called(*given, **named)
-        if isinstance(owner, LoopContext) and name in ("cycle", "changed"):
-            return called(*given, **named)
-        if isinstance(called, jinja2.Undefined):
-            return called()  # raises the error that names it
-        raise _Refused(f"it calls {name or type(called).__name__}, which chat templates may not")
+    def _read(self, outcome: Any) -> Outcome:
+        if isinstance(outcome, (str, int)):
+            return outcome
+        kind, why = next(iter(outcome.items())) if isinstance(outcome, dict) and outcome else ("limit", outcome)
+        if kind == "refused":
+            return DataError(f"{self.name} refuses the conversation: {printable(why)}.")
+        if kind == "failed":
+            return ConfigError(
+                f"{self.name} fails on a conversation: {printable(why, quoted=False)}. Correct the template, or name "
+                "another with --chat-template."
+            )
+        return self._exceeded(printable(why, quoted=False))
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes what may grow without limit otherwise."""
-        if operator == "*":
-            self._check_product(left, right)
-        elif operator == "**" and (_bits(left) * abs(right) if isinstance(right, int) else 0) > _MOST_BITS:
-            raise _Refused("it computes a very large number")
-        elif operator == "%" and isinstance(left, str):
-            if _UNSAFE_FORMAT.search(left):
-                raise _Refused("it formats a text with a large width")
-            self.charge(len(left) + _size(right))
-        elif operator == "+" and not isinstance(left, (int, float)):
-            self.charge(len(left) + len(right) if hasattr(left, "__len__") and hasattr(right, "__len__") else 1)
-            result = super().call_binop(context, operator, left, right)
-            return self.weighed(result) if isinstance(result, (list, tuple)) else result
-        return super().call_binop(context, operator, left, right)
-
-    def _check_product(self, left: Any, right: Any) -> None:
-        if isinstance(left, int) and isinstance(right, int):
-            if _bits(left) + _bits(right) > _MOST_BITS:
-                raise _Refused("it computes a very large number")
-            return
-        for many, times in ((left, right), (right, left)):
-            if hasattr(many, "__len__") and isinstance(times, int):
-                self.charge(_size(many) * max(times, 0))
-
-    def _text_method(
-        self, text: str, name: str, method: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> Any:
-        self.charge(len(text))
-        if name == "join":
-            return self._joined_by(given[0] if given else (), text)
-        if name == "replace":
-            self._charge_replacement(text, *given)
-        elif name in ("split", "rsplit"):
-            separator = given[0] if given else named.get("sep")
-            self.charge(_UNITS_PER_PIECE * (text.count(separator) if separator else len(text) // 2))
-        elif name == "splitlines":
-            self.charge(_UNITS_PER_PIECE * len(text) // 2)
-        return method(*given, **named)
-
-    def _charge_replacement(self, text: str, old: Any = "", new: Any = "", *_: Any) -> None:
-        if isinstance(old, str) and isinstance(new, str):
-            self.charge(len(text) + text.count(old) * len(new))
-
-    def _finalized(self, value: Any) -> Any:
-        """Charges for what is about to be written."""
-        self.charge(_size(value, most=max(self._left, 0)))
-        return value
-
-    def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter of Jinja's that is charged for its value, and whose options are not huge."""
-
-        @functools.wraps(function)
-        def charged(*given: Any, **named: Any) -> Any:
-            skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
-            value, options = given[skipped] if len(given) > skipped else "", given[skipped + 1 :]
-            if any(isinstance(one, int) and abs(one) > _LARGEST_OPTION for one in (*options, *named.values())):
-                raise _Refused(f"it gives a filter an option beyond {_LARGEST_OPTION}")
-            self.charge(1 + _size(value, most=max(self._left, 0)))
-            if name == "replace":
-                self._charge_replacement(str(value), *options[:2])
-            elif name == "indent":
-                width = max([len(one) if isinstance(one, str) else one for one in options[:1]] or [4])
-                self.charge((str(value).count("\n") + 1) * max(int(width), 4))
-            elif name in ("list", "reverse") and isinstance(value, str):
-                self.charge(_UNITS_PER_PIECE * len(value))
-            return function(*given, **named)
-
-        return charged
-
-    def _as_json(
-        self,
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """JSON of a value, as `transformers` writes it."""
-        if isinstance(indent, int) and indent > 16:
-            raise _Refused(f"it indents JSON by {indent}")
-        self.charge(8 * _size(value, most=max(self._left, 0)))
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def _joined_by(self, values: Iterable[Any], separator: Any = "", attribute: str | None = None) -> str:
-        """The texts of some values with a separator between them."""
-        texts = []
-        for value in values:
-            one = value if attribute is None else self.getitem(value, attribute)
-            self.charge(_size(one, most=max(self._left, 0)) + len(str(separator)))
-            texts.append(str(one))
-        return str(separator).join(texts)
-
-    def numbers(self, *bounds: int) -> range:
-        """A range of a bounded length."""
-        numbers = range(*bounds)
-        if len(numbers) > _MOST_ELEMENTS:
-            raise _Refused(f"it counts {len(numbers):,} numbers")
-        return numbers
-
-    def strftime_now(self, format: str) -> str:
-        """The time of this render."""
-        if len(format) > 100 or re.search(r"%\W*\d", format):
-            raise _Refused("it formats a date in an unusual way")
-        return (self._now or datetime.datetime.now()).strftime(format)
+    def _exceeded(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {why}. Use a chat template that does less, or one by name.")
 
 
-class _Charging(NodeTransformer):
-    """Puts charges into a program: for every turn of a loop, every `~`, and every list or dictionary."""
+class _Seat:
+    """Where the child of one process is; a forked process takes a new one."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Charges each turn for the text in the loop."""
-        return self._charged(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        """Charges each call for the text in the macro."""
-        return self._charged(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Has the environment join texts."""
-        self.generic_visit(node)
-        return _own_call("joined", list(node.nodes))
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        """Has the environment weigh a list."""
-        self.generic_visit(node)
-        return _own_call("weighed", [node])
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        """Has the environment weigh a dictionary."""
-        self.generic_visit(node)
-        return _own_call("weighed", [node])
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        """Has the environment weigh a tuple, unless it is the target of an assignment."""
-        self.generic_visit(node)
-        return _own_call("weighed", [node]) if node.ctx == "load" else node
-
-    def _charged(self, node: _Repeated) -> _Repeated:
-        written = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        charge = _own_call("charge", [nodes.Const(_UNITS_PER_CALL + written)])
-        node.body.insert(0, nodes.Output([charge]).set_lineno(node.lineno))
-        return node
+    def __init__(self) -> None:
+        self.process_id = os.getpid()
+        self.lock = threading.Lock()
+        self.child: _Child | None = None
 
 
-def _own_call(name: str, values: list[nodes.Expr]) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute(name), values, [], None, None)
+class _Ended(Exception):
+    """A child has ended, or was ended, before it answered."""
 
 
-def _checked(tree: nodes.Template) -> nodes.Template:
-    for node in tree.find_all(_FORBIDDEN):
-        raise _Refused(f"line {node.lineno} reads another file")
-    for loop in tree.find_all(nodes.For):
-        if loop.recursive:
-            raise _Refused(f"line {loop.lineno} has a recursive loop")
-    return tree
+class _Child:
+    """A clean interpreter that renders one template; it ends with this object, and with this process.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _START, *_FOLDERS],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+            undo.pop_all()
+        self._socket = ours
+        self._end = weakref.finalize(self, _end, self._process, ours, os.getpid())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._end.alive and self._process.poll() is None
+
+    def send(self, message: bytes) -> None:
+        """Sends a message.
+
+        Raises:
+            _Ended: the child did not read it.
+        """
+        with self._ending(0):
+            self._socket.settimeout(_MORE_SECONDS)
+            self._socket.sendall(len(message).to_bytes(8, "big") + message)
+
+    def receive(self, most_bytes: int, parts: int) -> Any:
+        """What the child answers; an answer that is too long is not read.
+
+        Raises:
+            _Ended: the child exceeded a limit, or something else ended it.
+        """
+        with self._ending(parts):
+            self._socket.settimeout(_seconds_for(parts) + _MORE_SECONDS)
+            length = int.from_bytes(self._read(8), "big")
+            if length > most_bytes:
+                raise ValueError(length)
+            return rendering.unpacked(self._read(length))
+
+    def _read(self, count: int) -> bytearray:
+        content = bytearray(count)
+        waiting = memoryview(content)
+        while waiting:
+            read = self._socket.recv_into(waiting)
+            if not read:
+                raise EOFError
+            waiting = waiting[read:]
+        return content
+
+    @contextlib.contextmanager
+    def _ending(self, parts: int) -> Iterator[None]:
+        """Ends the child when anything goes wrong with it, and says why."""
+        try:
+            yield
+        except TimeoutError:
+            self._end()
+            seconds = _seconds_for(parts) + _MORE_SECONDS
+            raise _Ended(f"the process that renders it does not answer within {seconds:g} seconds") from None
+        except (ValueError, RecursionError):
+            self._end()
+            raise _Ended("the process that renders it answers with something other than texts") from None
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_MORE_SECONDS)
+            self._end()
+            raise _Ended(_reason(self._process.returncode, parts)) from None
+        except BaseException:  # such as Ctrl-C: what the child answers belongs to nobody
+            self._end()
+            raise
 
 
-def _refuse(message: str) -> None:
-    """`raise_exception` of templates."""
-    raise _ConversationRefused(str(message)[:1000])
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, process_id: int) -> None:
+    connection.close()
+    if os.getpid() != process_id:  # a copy, in a forked process
+        process.returncode = 0
+        return
+    process.kill()
+    process.wait()
 
 
-def _size(value: Any, by_letters: bool = True, most: int = 1 << 40) -> int:
-    """Letters and elements of a value, those inside of others included; counting ends beyond `most`."""
-    if isinstance(value, str):
-        return len(value) if by_letters else 1
-    total = 0
-    waiting = [value]
-    while waiting and total <= most:
-        one = waiting.pop()
-        if isinstance(one, str):
-            total += len(one) if by_letters else 1
-        elif isinstance(one, Mapping):
-            total += 1 + len(one)
-            waiting += [*one.keys(), *one.values()]
-        elif isinstance(one, (list, tuple)):
-            total += 1 + len(one)
-            waiting += one
-        else:
-            total += 1
-    return total
+def _batch(jobs: Sequence[RenderJob], messages: Sequence[bytes]) -> bytes:
+    """Some jobs in one message, each with its limits."""
+    limited = (
+        b"[%f,%d,%b]" % (_seconds_for(len(job.parts)), _most_reply_bytes(len(message)), message)
+        for job, message in zip(jobs, messages, strict=True)
+    )
+    return b"[" + b",".join(limited) + b"]"
 
 
-def _bits(number: Any) -> int:
-    return number.bit_length() if isinstance(number, int) else 64
+def _seconds_for(parts: int) -> float:
+    return _SECONDS + _SECONDS_PER_PART * parts
 
 
-def _reason(failure: BaseException) -> str:
-    if isinstance(failure, RecursionError):
-        return "it is nested too deeply"
-    return printable(str(failure) or type(failure).__name__, quoted=False)
+def _most_reply_bytes(job_bytes: int) -> int:
+    return _REPLY_BYTES + _REPLY_BYTES_PER_BYTE * job_bytes
+
+
+def _reason(code: int | None, parts: int) -> str:
+    if code == -signal.SIGPROF:
+        return f"it computes for more than {_seconds_for(parts):g} seconds"
+    if code == rendering.OUT_OF_MEMORY:
+        return f"it needs more than {rendering.MEMORY_BYTES >> 20} MB of memory"
+    return f"the process that renders it ended with {code}"

@@ -29,13 +29,13 @@ def private_characters(texts: Sequence[str], count: int) -> list[str]:
         return usual
     used = set().union(*texts)
     free = (chr(point) for point in range(_FIRST_PRIVATE, _LAST_PRIVATE + 1) if chr(point) not in used)
-    found = [one for one, _ in zip(free, range(count), strict=False)]
-    if len(found) < count:
+    chosen = [one for one, _ in zip(free, range(count), strict=False)]
+    if len(chosen) < count:
         raise DataError("A conversation contains every character for private use there is, so it cannot be marked.")
-    return found
+    return chosen
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A stretch of a rendered text, [first, last): a special token, or text to be encoded by itself."""
 
     first: int
@@ -63,7 +63,7 @@ class SpecialTokens:
         self.heads = _grouped((head[-1], head) for head, _ in parts)
         self._numbers = frozenset(self.ids.values())
 
-    def pieces(self, text: str, cuts: Iterable[int]) -> Iterator[Piece]:
+    def pieces(self, text: str, cuts: Iterable[int]) -> Iterator[TextPiece]:
         """Divides a rendered text at its special tokens and at some places.
 
         Args:
@@ -75,14 +75,14 @@ class SpecialTokens:
             first = len(text) if match is None else match.start()
             for cut in (*(place for place in places if position < place < first), first):
                 if position < cut:
-                    yield Piece(position, cut, None)
+                    yield TextPiece(position, cut, None)
                     position = cut
             if match is not None:
-                yield Piece(match.start(), match.end(), self.ids[match[0]])
+                yield TextPiece(match.start(), match.end(), self.ids[match[0]])
                 position = match.end()
 
     def first_after(self, text: str, position: int, last: int) -> tuple[int, int] | None:
-        """Where the first special token in a part of a text stands."""
+        """Where the first special token in a part of a text is."""
         match = self.found.search(text, position, last)
         return None if match is None else match.span()
 
@@ -151,7 +151,7 @@ class Guard:
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
     """The values of each key, each once."""
-    found: dict[str, dict[str, None]] = {}
+    groups: dict[str, dict[str, None]] = {}
     for key, value in pairs:
-        found.setdefault(key, {})[value] = None
-    return {key: tuple(values) for key, values in found.items()}
+        groups.setdefault(key, {})[value] = None
+    return {key: tuple(values) for key, values in groups.items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from megatron.errors import ConfigError, DataError, MegatronError, printable
 from megatron.tokenizers.chat.named import PLAIN
-from megatron.tokenizers.chat.sandbox import BoundedTemplate
+from megatron.tokenizers.chat.sandbox import BoundedTemplate, Outcome, RenderJob, RenderPart
 from megatron.tokenizers.chat.special_tokens import Guard, SpecialTokens
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -19,7 +19,8 @@ Message = Mapping[str, str]
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 ROLES = (SYSTEM, USER, ASSISTANT)
-_PROBE = ({"role": USER, "content": "question"}, {"role": ASSISTANT, "content": "answer"})
+_SAID = "\U000f0000"  # for private use: no template writes it by itself
+_PROBE = ({"role": USER, "content": "question"}, {"role": ASSISTANT, "content": _SAID})
 # Examples are the same tomorrow: the day that Llama's own templates fall back to.
 _DAY_OF_EXAMPLES = datetime.datetime(2024, 7, 26)
 
@@ -66,7 +67,7 @@ class ChatTemplate:
             text = self.render(_PROBE, add_generation_prompt=False)
         except MegatronError:
             return ()
-        end = text.rpartition(_PROBE[1]["content"])[2].strip()
+        end = text.rpartition(_SAID)[2].strip()
         return (end,) if end else ()
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
@@ -77,7 +78,7 @@ class ChatTemplate:
             DataError: a message has no role or content that can be used, or the template refuses the conversation.
         """
         _check_messages(messages)
-        return self.write(messages, self._tokens, add_generation_prompt=add_generation_prompt)
+        return self._program.render(_variables(messages, self._tokens, add_generation_prompt))
 
     def prompt_ids(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
         """Ids of a conversation up to where the assistant's next answer begins, as in an example with that answer.
@@ -85,37 +86,65 @@ class ChatTemplate:
         Raises:
             ConfigError, DataError: as `render`, or the vocabulary lacks a special token of a template by name.
         """
-        _check_messages(messages)
         special, tokens = self._prepare(tokenizer)
-        guard = Guard(special, _contents(messages))
-        conversation = _Conversation(self, messages, guard, special, tokens)
-        text, answers = conversation.whole(add_generation_prompt=True)
-        ids, _ = _encoded(text, answers, special, guard)
+        (conversation,) = self._conversations([messages], special, tokens, datetime.datetime.now(), is_prompt=True)
+        ids, _ = conversation.encoded(*conversation.whole())
         return ids
 
     def example_ids(self, messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-        """Ids of a whole conversation, and for each whether it belongs to an answer.
+        """Ids of a whole conversation, and for each whether it belongs to an answer: `examples` of one."""
+        return next(self.examples([messages], tokenizer))
 
+    def examples(
+        self, conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """Ids of whole conversations, and for each id whether it belongs to an answer.
+
+        A template of unknown origin is asked for all of them at once, which takes less time than one after the other.
         End-of-document is added, as part of the last answer, where the template ends it with no special token.
 
         Raises:
-            ConfigError, DataError: as `prompt_ids`, or it cannot be told which part of the text is the answer.
+            ConfigError, DataError: as `prompt_ids`, or it is unclear which part of the text is the answer; raised when
+                the iterator reaches the conversation concerned.
         """
-        _check_messages(messages)
         special, tokens = self._prepare(tokenizer)
-        guard = Guard(special, _contents(messages))
-        conversation = _Conversation(self, messages, guard, special, tokens, now=_DAY_OF_EXAMPLES)
-        text, answers = conversation.whole(add_generation_prompt=False)
-        ids, is_answer = _encoded(text, answers, special, guard)
-        if answers and special.first_after(text, *answers[-1]) is None:
-            ids.append(tokenizer.eod_id)
-            is_answer.append(True)
-        return ids, is_answer
+        for conversation in self._conversations(conversations, special, tokens, _DAY_OF_EXAMPLES, is_prompt=False):
+            text, answers = conversation.whole()
+            ids, is_answer = conversation.encoded(text, answers)
+            if answers and special.first_after(text, *answers[-1]) is None:
+                ids.append(tokenizer.eod_id)
+                is_answer.append(True)
+            yield ids, is_answer
 
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Special tokens that end an answer: end-of-document and what the template writes after one."""
         special, _ = self._prepare(tokenizer)
-        return frozenset([tokenizer.eod_id, *(special.ids[text] for text in self.stop_texts if text in special.ids)])
+        matches = filter(None, map(special.found.search, self.stop_texts))
+        return frozenset([tokenizer.eod_id, *(special.ids[match[0]] for match in matches)])
+
+    def standalone(self, tokenizer: Tokenizer) -> str:
+        """The program so that it writes by itself what examples hold: with the texts of the special tokens that it
+        names, and end-of-document after a last answer that it ends with no special token.
+
+        Raises:
+            ConfigError: the vocabulary lacks a special token of a template by name.
+        """
+        special, tokens = self._prepare(tokenizer)
+        named = {
+            name: text for name, text in {"bos_token": "", "eos_token": "", **tokens}.items() if name in self._source
+        }
+        begin = "".join(
+            f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}\n" for name, text in named.items()
+        )
+        try:
+            written = self._program.render(_variables(_PROBE, tokens, False))
+        except MegatronError:
+            return begin + self._source
+        if special.found.search(written.rpartition(_SAID)[2]):
+            return begin + self._source
+        end = json.dumps(special.names()["eos_token"], ensure_ascii=False)
+        is_last = f"messages and messages[-1]['role'] == '{ASSISTANT}' and not add_generation_prompt"
+        return f"{begin}{self._source.removesuffix(chr(10))}{{% if {is_last} %}}{{{{ {end} }}}}{{% endif %}}"
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Checks that the vocabulary has the special tokens of a template by name.
@@ -132,34 +161,38 @@ class ChatTemplate:
                 "(tools/train_tokenizer.py --special-tokens)."
             )
 
-    def write(
-        self,
-        messages: Sequence[Message],
-        tokens: Mapping[str, str],
-        *,
-        add_generation_prompt: bool,
-        now: datetime.datetime | None = None,
-        generation_marks: tuple[str, str] = ("", ""),
-    ) -> str:
-        """The text of messages that were checked.
-
-        Args:
-            tokens: texts of special tokens by their names.
-            now: see `BoundedTemplate.render`.
-        """
-        variables: dict[str, Any] = {"bos_token": "", "eos_token": "", **tokens}
-        variables |= {
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-        }
-        return self._program.render(variables, now, generation_marks)
+    def outcomes(self, jobs: Sequence[RenderJob]) -> list[list[Outcome]]:
+        """See `BoundedTemplate.outcomes`."""
+        return self._program.outcomes(jobs)
 
     @property
     def marks_answers(self) -> bool:
         """Whether the template says itself what the assistant wrote."""
         return self._program.has_generation_blocks
+
+    def _conversations(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        special: SpecialTokens,
+        tokens: Mapping[str, str],
+        now: datetime.datetime,
+        *,
+        is_prompt: bool,
+    ) -> Iterator[_Conversation]:
+        """Conversations with the texts that they need nearly always; one that is bad is an error when it comes."""
+        made = []
+        bad: MegatronError | None = None
+        for messages in conversations:
+            try:
+                made.append(_Conversation(self, messages, special, tokens, now, is_prompt))
+            except MegatronError as failure:
+                bad = failure
+                break
+        for conversation, outcomes in zip(made, self.outcomes([one.job for one in made]), strict=True):
+            conversation.written.update(zip(conversation.job.parts, outcomes, strict=True))
+            yield conversation
+        if bad is not None:
+            raise bad
 
     def _prepare(self, tokenizer: Tokenizer) -> tuple[SpecialTokens, dict[str, str]]:
         prepared = self._prepared
@@ -171,88 +204,129 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """One conversation as a template writes it, whole and in part."""
+    """One conversation as a template writes it, whole and in part.
+
+    Attributes:
+        job: the whole text first, then where each answer would begin.
+        written: what the template wrote.
+    """
 
     def __init__(
         self,
         template: ChatTemplate,
         messages: Sequence[Message],
-        guard: Guard,
         special: SpecialTokens,
         tokens: Mapping[str, str],
-        now: datetime.datetime | None = None,
+        now: datetime.datetime,
+        is_prompt: bool,
     ) -> None:
+        _check_messages(messages)
         self._template = template
+        self._guard = guard = Guard(special, _contents(messages))
         self._messages = [
             {key: value if key == "role" else guard.applied(value) for key, value in message.items()}
             for message in messages
         ]
-        self._guard = guard
         self._special = special
         self._tokens = tokens
-        self._now = now or datetime.datetime.now()  # one moment for all of its texts
+        self._is_prompt = is_prompt
+        self._places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+        marks = guard.generation_marks if template.marks_answers else ("", "")
+        self._whole = RenderPart(len(messages), is_prompt, marks)
+        starts = [] if template.marks_answers else [RenderPart(place, True) for place in self._places]
+        self.job = RenderJob(_variables(self._messages, tokens, is_prompt), now, [self._whole, *starts])
+        self.written: dict[RenderPart, Outcome] = {}
 
-    def text(self, count: int, *, add_generation_prompt: bool, marks: tuple[str, str] = ("", "")) -> str:
-        """What is written for the first messages."""
-        return self._template.write(
-            self._messages[:count],
-            self._tokens,
-            add_generation_prompt=add_generation_prompt,
-            now=self._now,
-            generation_marks=marks,
-        )
+    def text(self, part: RenderPart) -> str:
+        """What is written.
 
-    def whole(self, *, add_generation_prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+        Raises:
+            ConfigError, DataError: as `ChatTemplate.render`.
+        """
+        if part not in self.written:
+            self.written[part] = self._template.outcomes([self.job._replace(parts=[part])])[0][0]
+        outcome = self.written[part]
+        if isinstance(outcome, MegatronError):
+            raise outcome
+        return outcome if isinstance(outcome, str) else self.text(self._whole)[:outcome]
+
+    def whole(self) -> tuple[str, list[tuple[int, int]]]:
         """The text of all messages, and where the answers in it are.
 
         Raises:
             ConfigError: what the template writes before an answer depends on what comes after it.
         """
-        count = len(self._messages)
-        if not self._template.marks_answers:
-            text = self.text(count, add_generation_prompt=add_generation_prompt)
-            try:
-                return text, self._answers(text)
-            except ConfigError:
-                if not add_generation_prompt:
-                    raise
-                return text, []  # good enough for a prompt, whose earlier answers are then no pieces of their own
-        marks = self._guard.generation_marks
-        return self._without_marks(self.text(count, add_generation_prompt=add_generation_prompt, marks=marks))
+        text = self.text(self._whole)
+        if self._template.marks_answers:
+            return self._without_marks(text)
+        try:
+            return text, self._answers(text)
+        except ConfigError:
+            if not self._is_prompt:
+                raise
+            return text, []  # good enough for a prompt, whose earlier answers are then no pieces of their own
 
     def _answers(self, text: str) -> list[tuple[int, int]]:
-        """Where the answers are in a text that begins with all messages."""
-        places = [place for place, message in enumerate(self._messages) if message["role"] == ASSISTANT]
-        starts = [self._start(text, place) for place in places]
-        return [
-            (start, self._end(text, place, start, limit))
-            for place, start, limit in zip(places, starts, [*starts, len(text)][1:], strict=True)
-        ]
+        """Where the answers are in the text of all messages, which a prompt for generation may end."""
+        answers: list[tuple[int, int]] = []
+        limit = len(text)
+        for place in reversed(self._places):
+            answers.append(self._answer(text, place, limit))
+            limit = answers[-1][0]
+        return answers[::-1]
 
-    def _start(self, text: str, place: int) -> int:
-        """Where generation would begin in place of a message."""
-        for add_generation_prompt in (True, False):
-            try:
-                before = self.text(place, add_generation_prompt=add_generation_prompt)
-            except MegatronError:
-                if place:
-                    raise
-                before = ""  # few templates write no message at all
-            if text.startswith(before):
-                return len(before)
+    def _answer(self, text: str, place: int, limit: int) -> tuple[int, int]:
+        """Where the answer of a message is, which ends before a limit.
+
+        It begins where generation would. If the text does not begin with the prompt for generation, or if the message
+        does not follow it verbatim, the place is found by writing something else in the message's stead.
+
+        Raises:
+            ConfigError: the place cannot be found.
+        """
+        start = self._start(text, place)
+        if start is not None:
+            said = self._messages[place]["content"].strip()
+            first = start + len(text[start:limit]) - len(text[start:limit].lstrip())
+            if text.startswith(said, first) and first + len(said) <= limit:
+                ending = self._special.first_after(text, first + len(said), limit)
+                if ending is not None:
+                    return start, ending[1]
+        between = self._between(text, place)
+        if between is not None and (start or 0) <= between[1] <= limit:
+            start = between[0] if start is None else start
+            ending = self._special.first_after(text, between[1], limit)
+            if ending is not None:
+                return start, ending[1]
+        written = self.text(RenderPart(place + 1))
+        if start is not None and text.startswith(written) and start < len(written) <= limit:
+            endings = [match.end() for match in self._special.found.finditer(text, start, len(written))]
+            return start, endings[-1] if endings else len(written)
         raise self._unclear()
 
-    def _end(self, text: str, place: int, start: int, limit: int) -> int:
-        """Where an answer has ended: behind the first special token after what was said."""
-        said = self._messages[place]["content"].strip()
-        found = text.find(said, start, limit)
-        ending = self._special.first_after(text, start if found < 0 else found + len(said), limit)
-        if ending is not None:
-            return ending[1]
-        written = self.text(place + 1, add_generation_prompt=False)
-        if text.startswith(written) and start < len(written) <= limit:
-            return len(written)
-        raise self._unclear()
+    def _start(self, text: str, place: int) -> int | None:
+        """Where generation would begin in place of a message; None if what is written before it is no beginning."""
+        try:
+            before = self.text(RenderPart(place, True))
+        except MegatronError:
+            if place:
+                raise
+            before = ""  # few templates write no message at all
+        return len(before) if text.startswith(before) else None
+
+    def _between(self, text: str, place: int) -> tuple[int, int] | None:
+        """Where what is written of a message begins and ends: all that changes when it says something else."""
+        other = self._guard.generation_marks[0]  # of templates that mark answers only
+        messages = [dict(message) for message in self._messages]
+        messages[place]["content"] = other
+        variables = _variables(messages, self._tokens, self._is_prompt)
+        ((written,),) = self._template.outcomes([self.job._replace(variables=variables, parts=[self._whole])])
+        if not isinstance(written, str):
+            return None
+        before, _, after = written.partition(other)
+        is_clear = other not in after and text.startswith(before) and text.endswith(after)
+        last = len(text) - len(after)
+        return (len(before), last) if is_clear and len(before) <= last else None
 
     def _without_marks(self, marked: str) -> tuple[str, list[tuple[int, int]]]:
         """A text without the marks of its answers, and where they were; what ends an answer belongs to it."""
@@ -269,6 +343,23 @@ class _Conversation:
         text = "".join(parts)
         return text, [(first, self._special.end_at(text, last)) for first, last in answers]
 
+    def encoded(self, text: str, answers: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Ids of a rendered text and which of them are in an answer; nothing is encoded across the edge of one."""
+        ids: list[int] = []
+        is_answer: list[bool] = []
+        waiting = iter([*answers, (len(text), len(text))])
+        first, last = next(waiting)
+        for piece in self._special.pieces(text, [place for answer in answers for place in answer]):
+            while piece.first >= last < len(text):
+                first, last = next(waiting)
+            if piece.token_id is not None:
+                piece_ids = [piece.token_id]
+            else:
+                piece_ids = self._special.encode(text[piece.first : piece.last], self._guard.mark)
+            ids += piece_ids
+            is_answer += [first <= piece.first < last] * len(piece_ids)
+        return ids, is_answer
+
     def _unclear(self) -> ConfigError:
         return ConfigError(
             f"--chat-template {self._template.name} does not tell which part of its text is the answer: what it writes "
@@ -277,24 +368,17 @@ class _Conversation:
         )
 
 
-def _encoded(
-    text: str, answers: Sequence[tuple[int, int]], special: SpecialTokens, guard: Guard
-) -> tuple[list[int], list[bool]]:
-    """Ids of a rendered text and which of them are in an answer; nothing is encoded across the edge of one."""
-    ids: list[int] = []
-    is_answer: list[bool] = []
-    waiting = iter([*answers, (len(text), len(text))])
-    first, last = next(waiting)
-    for piece in special.pieces(text, [place for answer in answers for place in answer]):
-        while piece.first >= last < len(text):
-            first, last = next(waiting)
-        if piece.token_id is not None:
-            found = [piece.token_id]
-        else:
-            found = special.encode(text[piece.first : piece.last], guard.mark)
-        ids += found
-        is_answer += [first <= piece.first < last] * len(found)
-    return ids, is_answer
+def _variables(messages: Sequence[Message], tokens: Mapping[str, str], add_generation_prompt: bool) -> dict[str, Any]:
+    """What a template is given."""
+    return {
+        "bos_token": "",
+        "eos_token": "",
+        **tokens,
+        "messages": [dict(message) for message in messages],
+        "add_generation_prompt": add_generation_prompt,
+        "tools": None,
+        "documents": None,
+    }
 
 
 def _contents(messages: Sequence[Message]) -> list[str]:

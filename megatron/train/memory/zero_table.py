@@ -16,14 +16,13 @@ import numpy as np
 
 from megatron import device
 from megatron.config import Machine, TokenizerFacts, parse, resolve
-from megatron.config.programs.program import words_of
+from megatron.config.program_flags import words_of
 from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
-from megatron.engine.memory.amounts import Amounts
-from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
+from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.engine.memory.held import held_bytes, parameter_groups
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
-from megatron.train.build import build_engine
+from megatron.train.engine_opening import build_engine
 
 # DeepSpeed allocates its buckets in advance, by default half a billion elements each.
 _BUCKET_ELEMENTS = 500_000
@@ -78,7 +77,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredCell:
     """A cell of the table on one rank.
 
     Attributes:
@@ -101,7 +100,7 @@ def cells_of(dtype: str) -> list[Cell]:
     return cells if dtype != "fp32" else [Cell(0), *cells]
 
 
-def measure_cells(run: TableRun, cells: Sequence[Cell]) -> tuple[int, list[Row]]:
+def measure_cells(run: TableRun, cells: Sequence[Cell]) -> tuple[int, list[MeasuredCell]]:
     """Trains every cell on the ranks of the launcher; collective over all of them.
 
     Returns:
@@ -128,12 +127,12 @@ def measure_cells(run: TableRun, cells: Sequence[Cell]) -> tuple[int, list[Row]]
     return mesh.world.rank, rows
 
 
-def largest_difference(rows: Sequence[Row]) -> float:
-    """How far the last losses of the cells lie apart, in nats per token."""
+def largest_difference(rows: Sequence[MeasuredCell]) -> float:
+    """The largest difference between the last losses of the cells, in nats per token."""
     return max(row.last_loss for row in rows) - min(row.last_loss for row in rows)
 
 
-def table_lines(rows: Sequence[Row], *, shows_device: bool) -> Iterator[str]:
+def table_lines(rows: Sequence[MeasuredCell], *, shows_device: bool) -> Iterator[str]:
     """The table as text; each amount as measured, with what was predicted in brackets.
 
     Args:
@@ -156,7 +155,7 @@ def _pair(measured: int | None, predicted: int) -> str:
     return f"({predicted:,})" if measured is None else f"{measured:,} ({predicted:,})"
 
 
-def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) -> Row:
+def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) -> MeasuredCell:
     held: list[Amounts] = []
 
     def note(phase: str) -> None:
@@ -165,7 +164,8 @@ def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) ->
 
     engine.on_phase = note
     batch = _batch(run, engine.mesh.batch.rank)
-    losses = [engine.train_batch([batch], learning_rate).loss for _ in range(run.steps)]
+    steps = (engine.train_batch([batch], learning_rate) for _ in range(run.steps))
+    losses = [step.loss for step in steps if step.loss is not None]
     how = Partitioning(
         engine.zero_stage,
         engine.mesh.gradient.size,
@@ -174,7 +174,7 @@ def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) ->
         _WEIGHT_BYTES[engine.precision.dtype_name],
     )
     predicted = predicted_bytes(parameter_groups(engine), how, engine.mesh.gradient.rank)
-    return Row(cell, predicted, held[-1], losses[0], losses[-1])
+    return MeasuredCell(cell, predicted, held[-1], losses[0], losses[-1])
 
 
 def _words(run: TableRun, cell: Cell) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.config.parse import Reading
+from megatron.config.parse import RequestDraft
 from megatron.config.run import RunRequest
 from megatron.errors import ConfigError, MegatronError, joined
 from megatron.parallel.launchers import Ranks
 from megatron.train.preflight.files import file_failures
 from megatron.train.preflight.launch import launch_failures
+from megatron.train.preflight.memory import memory_problems
 from megatron.train.preflight.packages import package_failures
 from megatron.train.preflight.places import place_failures
 from megatron.train.preflight.sources import source_failures
@@ -17,10 +18,13 @@ from megatron.train.preflight.tokenizer_files import tokenizer_failures
 _SAME_COMMAND = ("torchrun", "deepspeed", "srun")
 
 
-def checked_request(reading: Reading) -> RunRequest:
-    """The request that flags and files make, if nothing that can be known now speaks against it.
+def checked_request(reading: RequestDraft, *, has_data: bool = True) -> RunRequest:
+    """The request that flags and files make, if nothing that can be known now rules it out.
 
     Of errors that every rank has, rank 0 alone shows the text; the others end with the same code.
+
+    Args:
+        has_data: False for a program that has yet to make the tokenizer and the token files.
 
     Raises:
         MegatronError: everything that is wrong; of the type of all failures, or else of the flags, whose exit code is
@@ -28,13 +32,12 @@ def checked_request(reading: Reading) -> RunRequest:
     """
     request, wrong = reading.unchecked(), reading.wrong
     ranks, launch = launch_failures(request, wrong, is_sound=not reading.problems)
-    of_files: list[MegatronError] = [
-        *source_failures(request, wrong),
-        *tokenizer_failures(request, wrong),
-        *file_failures(request),
-        *place_failures(request),
-    ]
+    of_files: list[MegatronError] = [*file_failures(request), *place_failures(request)]
+    if has_data:
+        of_files = [*source_failures(request, wrong), *tokenizer_failures(request, wrong), *of_files]
     failures = [*map(ConfigError, reading.problems), *launch, *package_failures(request, wrong), *of_files]
+    if not reading.problems and not launch and ranks is not None:
+        failures += map(ConfigError, memory_problems(request, ranks))
     if failures:
         failure = joined(failures)
         failure.is_on_all_ranks = ranks is not None and _is_shown_by_another(ranks, has_files=bool(of_files))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 from collections.abc import Collection
 
 from megatron.config.flags.fields import Unset
@@ -13,6 +15,7 @@ from megatron.cuda_driver import why_no_cuda
 from megatron.errors import ConfigError, LaunchError, MegatronError
 from megatron.parallel.launchers import Ranks
 from megatron.parallel.rank_start import launched_ranks
+from megatron.secret_text import masked
 
 # The sections that decide about layout, batch sizes and timeouts.
 _SECTIONS = ("model", "parallel", "optim", "safety")
@@ -24,7 +27,8 @@ def launch_failures(
     """The ranks that were started, None if their variables contradict each other, and what is wrong with them.
 
     Args:
-        wrong: fields of the request that hold no usable value; without those of the layout nothing is compared.
+        wrong: fields of the request that hold no usable value; with fields of the layout among them, nothing is
+            compared.
         is_sound: no rule between the fields of the request is broken.
     """
     reason = why_no_cuda()
@@ -41,7 +45,14 @@ def launch_failures(
             problems += machine_problems(request, machine)
         elif not request.parallel.elastic:
             problems += world_problems(request, machine.world_size)
+        if ranks.launcher == "none" and request.parallel.model_parallel_size > 1 and not request.parallel.elastic:
+            problems.append(f"Type: {_launched(request.parallel.model_parallel_size)}")
     return ranks, [*map(ConfigError, problems)]
+
+
+def _launched(processes: int) -> str:
+    """The command line of this process, under a launcher."""
+    return f"torchrun --nproc-per-node {processes} {shlex.join(map(masked, sys.argv))}"
 
 
 def _has_layout(request: RunRequest, wrong: Collection[str]) -> bool:

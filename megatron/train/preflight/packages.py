@@ -33,13 +33,13 @@ def is_installed(package: str) -> bool:
 
 def _needed(request: RunRequest, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
     """(flag with its value, package)."""
-    control, data = request.control, request.data
-    if control.tensorboard_dir:
-        yield f"--tensorboard-dir {control.tensorboard_dir}", "tensorboard"
+    report, data = request.report, request.data
+    if report.tensorboard_dir:
+        yield f"--tensorboard-dir {report.tensorboard_dir}", "tensorboard"
     if request.optim.use_bnb_optimizer:
         yield "--use-bnb-optimizer", "bitsandbytes"
-    if control.wandb_project:
-        yield f"--wandb-project {control.wandb_project}", "wandb"
+    if report.wandb_project:
+        yield f"--wandb-project {report.wandb_project}", "wandb"
     if "tokenizer_type" not in wrong:
         package = "sentencepiece" if data.tokenizer_type in SENTENCEPIECE_TOKENIZERS else "tokenizers"
         yield f"--tokenizer-type {data.tokenizer_type}", package

@@ -18,30 +18,30 @@ def place_failures(request: RunRequest) -> Iterator[StorageError]:
     """
     if not log.is_first_rank():
         return
-    control = request.control
+    report = request.report
     asked = {
-        "--save": control.save,
-        "--run-dir": control.run_dir or "runs",
-        "--tensorboard-dir": control.tensorboard_dir,
-        "--log-path": control.log_path,
+        "--save": request.saving.save,
+        "--run-dir": report.run_dir or "runs",
+        "--tensorboard-dir": report.tensorboard_dir,
+        "--log-path": report.log_path,
     }
     for flag, folder in asked.items():
         reason = None if folder is None else why_no_folder(Path(folder))
         if reason:
-            shown = folder if flag != "--run-dir" or control.run_dir else f"{folder} (the default)"
+            shown = folder if flag != "--run-dir" or report.run_dir else f"{folder} (the default)"
             yield StorageError(f"{flag} {shown} cannot be written: {reason}. Give another folder.")
-    if control.metrics_file is not None:
-        reason = why_no_folder(Path(control.metrics_file).parent)
-        if not reason and os.path.isdir(control.metrics_file):
+    if report.metrics_file is not None:
+        reason = why_no_folder(Path(report.metrics_file).parent)
+        if not reason and os.path.isdir(report.metrics_file):
             reason = "it is a folder"
         if reason:
-            yield StorageError(f"--metrics-file {control.metrics_file} cannot be written: {reason}. Give another file.")
+            yield StorageError(f"--metrics-file {report.metrics_file} cannot be written: {reason}. Give another file.")
 
 
 def why_no_folder(folder: Path) -> str:
     """Why a folder cannot be written to, or be made; empty if it may be possible.
 
-    Of a name that holds `{run}`, only what stands before it is looked at.
+    Of a name that contains `{run}`, only the part before it is checked.
     """
     parts = folder.absolute().parts
     known = next((number for number, part in enumerate(parts) if "{" in part), len(parts))

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron.config.run import RunRequest
 from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.tokenizers.files import check_tokenizer_file
 from megatron.tokenizers.hugging_face import local_files
+from megatron.tokenizers.tokenizer_files import check_tokenizer_file
 from megatron.train.preflight.packages import is_installed
 
 
@@ -54,12 +54,12 @@ def _files(data: DataConfig) -> Iterator[tuple[str | Path, str, bytes]]:
     else:
         wanted = []
         source = named or (data.vocab_file if kind == "HFTokenizer" else None)
-        found = None if source is None else local_files(source)
-        if found is not None and "tokenizer.json" in found:
-            yield found["tokenizer.json"], "tokenizer.json", b"{"
-        elif source is not None and found is None and not is_installed("huggingface_hub"):
+        local = None if source is None else local_files(source)
+        if local is not None and "tokenizer.json" in local:
+            yield local["tokenizer.json"], "tokenizer.json", b"{"
+        elif source is not None and local is None and not is_installed("huggingface_hub"):
             raise ConfigError(
-                f"--tokenizer-name-or-path {source} is no folder here, and the package huggingface_hub, which would "
+                f"--tokenizer-name-or-path {source} is not a folder here, and the package huggingface_hub, which would "
                 "fetch it, is not installed. Install it with: pip install huggingface_hub, or give a local folder."
             )
     for path, what, beginning in wanted:

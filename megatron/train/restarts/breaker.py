@@ -19,7 +19,7 @@ _FIELDS = (
     ("parallel", "tensor_model_parallel_size"),
     ("parallel", "pipeline_model_parallel_size"),
     ("parallel", "zero_stage"),
-    ("control", "skip_train_iteration_range"),
+    ("safety", "skip_train_iteration_range"),
     ("safety", "max_bad_steps"),
     ("safety", "skip_spikes"),
 )
@@ -27,7 +27,7 @@ _MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Decision:
+class StartDecision:
     """Whether a run may start.
 
     Attributes:
@@ -39,7 +39,7 @@ class Decision:
     passes: tuple[int, ...] = ()
 
 
-def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety: SafetyConfig) -> Decision:
+def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety: SafetyConfig) -> StartDecision:
     """Refuses the start of a run that has ended at one step --max-failed-starts times and saved nothing since.
 
     An end counts if it came during training and was not asked for. Ends in NaN can be answered by passing over the
@@ -55,12 +55,12 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
     failures = _failures_in_a_row(attempts, resumed_step, settings, passes)
     limit = safety.max_failed_starts
     if limit == 0 or len(failures) < limit:
-        return Decision(None, passes)
+        return StartDecision(None, passes)
     step = failures[-1].step or 0
     is_poisoned = all(attempt.code == ExitCode.NUMERICS and attempt.blames_step for attempt in failures[-limit:])
     if safety.resume_skip_poisoned and is_poisoned and passes.count(step) < limit:
-        return Decision(None, (*passes, step))
-    return Decision(_refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned))
+        return StartDecision(None, (*passes, step))
+    return StartDecision(_refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned))
 
 
 def settings_digest(config: Mapping[str, Any]) -> str:
@@ -79,19 +79,19 @@ def _failures_in_a_row(
     attempts: Sequence[Attempt], resumed_step: int, settings: str, passes: tuple[int, ...]
 ) -> list[Attempt]:
     """The last ends that count, as long as all are at one step and no newer checkpoint was saved between them."""
-    found: list[Attempt] = []
+    failures: list[Attempt] = []
     next_start = resumed_step
     for attempt in reversed(attempts):
         if not attempt.entered_loop or attempt.was_asked or attempt.step is None:
             continue
         is_same = (attempt.settings, attempt.passes) == (settings, passes)
-        if not is_same or attempt.step != (found or [attempt])[0].step or attempt.resumed_step > next_start:
+        if not is_same or attempt.step != (failures or [attempt])[0].step or attempt.resumed_step > next_start:
             break
-        found.insert(0, attempt)
+        failures.insert(0, attempt)
         if attempt.resumed_step != next_start:
             break  # it saved something before it ended; what was before that is over
         next_start = attempt.resumed_step
-    return found
+    return failures
 
 
 def _refusal(
@@ -117,7 +117,7 @@ def _refusal(
             f"this run has ended {times} at iteration {step} without a checkpoint newer than that of iteration "
             f"{resumed_step}, and does not start again (--max-failed-starts {limit}):",
             *(f"  {attempt}" for attempt in failures[-_MOST_SHOWN:]),
-            "Mend the cause (a run whose settings have changed starts again), or choose:",
+            "Fix the cause (a run whose settings have changed starts again), or choose:",
             *(f"  {way}" for way in ways),
         ]
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint.record import Record
-from megatron.config import ControlConfig, FinetuningConfig, ModelConfig
+from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
 from megatron.model.interface.network import LayerSpec, parameter_names
 from megatron.model.networks import network_layers
@@ -29,7 +29,7 @@ def check_patterns(finetuning: FinetuningConfig, model: ModelConfig) -> None:
 
 def find_freezing(
     finetuning: FinetuningConfig,
-    control: ControlConfig,
+    loading: LoadingConfig,
     network: Sequence[LayerSpec],
     mesh: ParallelMesh,
     record: Record | None,
@@ -42,7 +42,7 @@ def find_freezing(
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
-    continued = record if control.takes_optimizer_state else None
+    continued = record if loading.takes_optimizer_state else None
     before = () if continued is None else _patterns(continued.config)
     began_at = {} if continued is None else continued.began_at
     if not finetuning.freeze and not before and not began_at:

@@ -2,7 +2,7 @@
 
 `history.jsonl` gets a line when the run starts, when it enters its training loop, and when it ends. Each is one write
 to the end of the file and is synced; a line that a crash left incomplete is passed over. A process that is killed
-writes none, so the step it is at stands in `.run.step`, a few bytes that are overwritten at every step: not synced,
+writes none, so the step it is at is kept in `.run.step`, a few bytes that are overwritten at every step: not synced,
 they survive the process but not always the machine. The next start reads them and writes the missing line.
 
 Nothing here may end a run: what the file system refuses is a warning, once.
@@ -25,8 +25,8 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint.storage import Storage, read_head, read_tail
-from megatron.data.formats import exact
 from megatron.errors import ExitCode, MegatronError, NumericsError
+from megatron.files.appending import append_line
 
 HISTORY_NAME = "history.jsonl"
 STEP_NAME = ".run.step"
@@ -70,13 +70,13 @@ class Attempt:
 
     def __str__(self) -> str:
         place = "before training" if not self.entered_loop else f"at iteration {self.step}"
-        how = "killed without a word (by the system for lack of memory?)"
+        how = "killed without a message (by the system for lack of memory?)"
         if self.code is not None:
             how = f"exit code {self.code}" + (f": {self.text}" if self.text else "")
         return f"{self.at}: from iteration {self.resumed_step}, ended {place}, {how}"
 
 
-class History:
+class RestartHistory:
     """The history of a run; does nothing until `open` is called, which only global rank 0 does.
 
     All methods but `ended` are for the main thread.
@@ -108,7 +108,7 @@ class History:
 
         Args:
             resumed_step, settings, passes: as in `Attempt`.
-            version: that of the program.
+            version: the version of the program.
         """
         if self._directory is None:
             return
@@ -116,15 +116,16 @@ class History:
         entries = {"resumed_step": resumed_step, "settings": settings, "passes": list(passes), "version": version}
         self._append("start", self._key, {**entries, "process": os.getpid()})
 
-    @contextlib.contextmanager
-    def training(self, step: int) -> Iterator[None]:
+    def training_begins(self, step: int) -> None:
         """Records that training begins with a step; from here on an end counts."""
         if self._key and self._directory is not None:
             self._append("loop", self._key, {"step": step})
             self._open_marker(self._directory / STEP_NAME)
         self.at(step)
         self._in_loop = True
-        yield
+
+    def training_ends(self) -> None:
+        """Notes that no step follows."""
         self._in_loop = False
 
     def at(self, step: int) -> None:
@@ -144,7 +145,7 @@ class History:
         Writes and syncs one line, which takes as long as the file system takes.
 
         Args:
-            step: the step whose result is the error; None for the one that `at` was told last.
+            step: the step whose result is the error; None for the step last given to `at`.
             code: the exit code that the process ends with.
             text: the error; its first line is kept.
             asked: whether the end was wanted; by default, if it is success, or a signal that was obeyed. One that ended
@@ -188,18 +189,9 @@ class History:
             return
         path = self._directory / HISTORY_NAME
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        line = json.dumps({"event": event, "run_id": self._run_id, "start": key, "at": at, **entries}) + "\n"
+        line = json.dumps({"event": event, "run_id": self._run_id, "start": key, "at": at, **entries})
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            handle = os.open(path, flags, 0o666)
-            try:
-                size_bytes = os.fstat(handle).st_size
-                is_torn = size_bytes > 0 and os.pread(handle, 1, size_bytes - 1) != b"\n"
-                content = ("\n" * is_torn + line).encode()
-                exact.write_all(lambda rest, _: os.write(handle, rest), memoryview(content))
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            append_line(path, line, durable=True)
         except OSError as failure:
             self._warn(path, failure)
 
@@ -222,7 +214,7 @@ class History:
 
 
 def read_attempts(directory: Path, run_id: str) -> list[Attempt]:
-    """The starts of a run that the end of a folder's history tells of, oldest first; none if it cannot be read."""
+    """The starts of a run that the end of a folder's history records, oldest first; none if it cannot be read."""
     attempts: dict[str, Attempt] = {}
     for line in _last_lines(directory / HISTORY_NAME):
         try:

@@ -1,8 +1,8 @@
 """Which run a folder of checkpoints belongs to.
 
-A run draws an identity at its first start and keeps it through all restarts and layouts: it stands in the record of
+A run draws an identity at its first start and keeps it through all restarts and layouts: it is in the record of
 each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from
-another run is told apart, and a folder is not filled with the steps of two runs. Checkpoints of older versions have
+another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions have
 none, and belong to any run.
 """
 
@@ -22,8 +22,9 @@ from megatron.checkpoint import find
 from megatron.checkpoint.manifest import Manifest, read_manifest
 from megatron.checkpoint.record import Record, finetuned_from_of, run_id_of
 from megatron.checkpoint.recovery import Candidate
-from megatron.checkpoint.storage import Storage, read_head, write_file
+from megatron.checkpoint.storage import Storage, read_head
 from megatron.errors import CheckpointError, DamagedError, StorageError
+from megatron.files.replacing import replace_file
 
 IDENTITY_NAME = "run.json"
 
@@ -56,7 +57,7 @@ class RunIdentity:
         return cls(run_id_of(value), finetuned_from_of(value))
 
     def to_json(self) -> dict[str, Any]:
-        """The identity as it stands in `run.json`."""
+        """The identity as stored in `run.json`."""
         return {"run_id": self.run_id, "finetuned_from": dict(self.finetuned_from)}
 
     def __str__(self) -> str:
@@ -65,7 +66,8 @@ class RunIdentity:
 
 
 def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
-    """The checkpoint that a fine-tuning begins with: its run and step, and a digest of its tensors.
+    """The checkpoint that a fine-tuning begins with: its run and step, a digest of its tensors, and the family of
+    Hugging Face models that they came from, if they did.
 
     The digest is what remains the same where there is no run, as in imported weights: no path and no time is in it.
     """
@@ -74,6 +76,7 @@ def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
         "run_id": record.run_id,
         "step": record.progress.step,
         "fingerprint": hashlib.sha256(digests.encode()).hexdigest(),
+        **({"family": record.first_family} if record.first_family else {}),
     }
 
 
@@ -94,17 +97,17 @@ def base_text(base: Mapping[str, Any]) -> str:
 
 
 def read_identity(directory: Path) -> RunIdentity | None:
-    """The identity that the file in a folder names; None without one. A file that is damaged is as good as none."""
+    """The identity that the file in a folder names; None without one. A file that is damaged counts as none."""
     path = directory / IDENTITY_NAME
     try:
         identity = RunIdentity.from_json(json.loads(read_head(Storage(), path, _LARGEST_FILE_BYTES)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as failure:
-        log.warning(f"{path} cannot be read ({failure}); the checkpoints beside it are asked instead")
+        log.warning(f"{path} cannot be read ({failure}); the checkpoints next to it are read instead")
         return None
     if identity is None:
-        log.warning(f"{path} names no run; the checkpoints beside it are asked instead")
+        log.warning(f"{path} names no run; the checkpoints next to it are read instead")
     return identity
 
 
@@ -120,17 +123,17 @@ def identity_of(directory: Path) -> RunIdentity | None:
     seen: dict[str, tuple[RunIdentity, Path]] = {}
     for candidate in checkpoints_in(directory)[:_RECORDS_ASKED]:
         with contextlib.suppress(CheckpointError, StorageError):  # damaged ones are reported where they are loaded
-            found = RunIdentity.from_json(read_manifest(candidate.path).record)
-            if found is not None:
-                seen.setdefault(found.run_id, (found, candidate.path))
+            identity = RunIdentity.from_json(read_manifest(candidate.path).record)
+            if identity is not None:
+                seen.setdefault(identity.run_id, (identity, candidate.path))
     if len(seen) > 1:
         held = ", ".join(f"{path.name} of run {run_id}" for run_id, (_, path) in seen.items())
         raise CheckpointError(
             f"{directory} holds checkpoints of several runs and no {IDENTITY_NAME} that says which one it belongs to: "
-            f"{held}. Move those of the other run elsewhere, or give --load the folder of one checkpoint and --save "
-            "another folder."
+            f"{held}. Move the other run's checkpoints elsewhere, or give --load the folder of one checkpoint and "
+            "--save another folder."
         )
-    return next((found for found, _ in seen.values()), None)
+    return next((identity for identity, _ in seen.values()), None)
 
 
 def checkpoints_in(directory: Path) -> list[Candidate]:
@@ -142,17 +145,12 @@ def checkpoints_in(directory: Path) -> list[Candidate]:
 
 
 def write_identity(directory: Path, identity: RunIdentity) -> None:
-    """Makes a folder that of a run, in one step. A failure is a warning: the checkpoints name their run themselves."""
-    storage, path = Storage(), directory / IDENTITY_NAME
-    temporary = directory / f".{IDENTITY_NAME}-{secrets.token_hex(4)}"
+    """Marks a folder as a run's, atomically. A failure is a warning: the checkpoints name their run themselves."""
+    path = directory / IDENTITY_NAME
     try:
-        storage.make_directories(directory)
-        write_file(storage, temporary, (json.dumps(identity.to_json(), indent=2) + "\n").encode())
-        storage.rename(temporary, path)
-        storage.sync_directory(directory)
+        Storage().make_directories(directory)
+        replace_file(path, (json.dumps(identity.to_json(), indent=2) + "\n").encode())
     except OSError as failure:
-        with contextlib.suppress(OSError):
-            storage.remove_file(temporary)
         log.warning(f"{path} cannot be written: {failure.strerror or failure}. The checkpoints name their run, too.")
 
 

@@ -4,63 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from megatron import device, log
 from megatron.checkpoint.record import Progress
-from megatron.config import ControlConfig, ModelConfig, RunConfig
+from megatron.config import ModelConfig, ReportConfig, RunConfig, SavingConfig
+from megatron.config.flags.legacy import IGNORING
 from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
-from megatron.data.datasets.build import SplitDatasets, taken_sources
-from megatron.data.order.plan import DataPlan
-from megatron.engine.ds_config import deepspeed_config
+from megatron.data.build import taken_sources
+from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
 from megatron.engine.memory.held import parameter_groups
 from megatron.model.costs import idle_expert_parameters
-from megatron.observe.profiling.step_profiler import StepProfiler, profile_notices
 from megatron.observe.speed.peaks import peak_flops_per_second
 from megatron.observe.speed.workload import Workload
-from megatron.observe.start_up.summary import Layout, Length, Share, Size, Summary
+from megatron.observe.start_up.summary import Layout, Length, Size, SourceShare, StartSummary
 from megatron.parallel.kernels import kernels_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
+from megatron.train.run_data import RunData
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class RunPlace(Protocol):
-    """What knows where the run writes its reports."""
-
-    report_folder: Path | None
 
 
 def show_start(
     config: RunConfig,
     engine: Engine,
     sizes: tuple[int, int, int],
-    datasets: SplitDatasets,
-    plan: DataPlan,
+    data: RunData,
     progress: Progress,
-    places: RunPlace,
+    folder: Path,
     *,
     is_loaded: bool,
-) -> StepProfiler:
-    """Shows the summary of the run, and prepares what --profile asks for; collective over the mesh.
+) -> None:
+    """Shows the summary of the run; collective over the mesh.
 
     Args:
-        sizes: see `build.parameter_counts`.
-        places: knows the run folder.
+        sizes: see `engine_opening.parameter_counts`.
+        folder: the run folder.
         is_loaded: whether the weights come from a checkpoint.
     """
-    folder = places.report_folder or Path()
-    shares = training_shares(datasets, plan)
-    summary = build_summary(config, engine, sizes, shares, progress, folder, is_loaded=is_loaded)
-    notices = profile_notices(config.watching, progress.step, summary.length.steps, folder)
-    log.info("\n".join([*summary.lines(), *notices]))
-    return StepProfiler(config.watching, folder, engine.mesh.world.rank, progress.step)
+    shares = training_shares(data)
+    log.info("\n".join(build_summary(config, engine, sizes, shares, progress, folder, is_loaded=is_loaded).lines()))
 
 
 def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
@@ -87,17 +75,17 @@ def build_summary(
     config: RunConfig,
     engine: Engine,
     sizes: tuple[int, int, int],
-    shares: Sequence[Share],
+    shares: Sequence[SourceShare],
     progress: Progress,
     folder: Path,
     *,
     is_loaded: bool,
-) -> Summary:
+) -> StartSummary:
     """The summary of a run, see `show_start`; collective over the mesh."""
-    mesh, control = engine.mesh, config.control
+    mesh = engine.mesh
     total, without_embeddings, trained = sizes
     active = total - idle_expert_parameters(config.model)
-    return Summary(
+    return StartSummary(
         size=Size(total, without_embeddings, active, trained, _shape(config.model, config.precision.dtype_name)),
         layout=Layout(
             mesh.pp.size,
@@ -108,18 +96,20 @@ def build_summary(
         ),
         length=_length(config, progress),
         shares=shares,
-        start=f"step {progress.step:,}, " + (f"weights of {control.load}" if is_loaded else "new weights"),
+        start=f"step {progress.step:,}, " + (f"weights of {config.loading.load}" if is_loaded else "new weights"),
         kernels=_kernels(mesh),
-        places=list(_places(control, folder)),
+        places=list(_places(config.saving, config.report, folder)),
+        ignored=[sentence.partition(f" {IGNORING}")[0] for sentence in config.ignored],
     )
 
 
-def training_shares(datasets: SplitDatasets, plan: DataPlan) -> list[Share]:
+def training_shares(data: RunData) -> list[SourceShare]:
     """What a run takes from each source of its training data."""
-    if plan.train is None or datasets.train is None:
+    plan, train = data.plan, data.datasets.train
+    if plan.train is None or train is None:
         return []
-    taken = taken_sources(plan.train, datasets.train, plan.sequence_length)
-    return [Share(source.name, source.ratio, source.epochs) for source in taken]
+    taken = taken_sources(plan.train, train, plan.sequence_length)
+    return [SourceShare(source.name, source.ratio, source.epochs) for source in taken]
 
 
 def _kernels(mesh: ParallelMesh) -> str:
@@ -138,7 +128,7 @@ def _shape(model: ModelConfig, dtype: str) -> str:
 
 def _length(config: RunConfig, progress: Progress) -> Length:
     optim, consumed = config.optim, progress.consumed_samples
-    steps = progress.step if config.control.eval_only else planned_iterations(optim, progress.step, consumed)
+    steps = progress.step if config.evaluation.eval_only else planned_iterations(optim, progress.step, consumed)
     samples = samples_after(optim, max(0, steps - progress.step), consumed)
     return Length(
         first_step=progress.step,
@@ -162,6 +152,7 @@ def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
         offloads_optimizer=_is_offloaded(zero.get("offload_optimizer")),
         offloads_parameters=_is_offloaded(zero.get("offload_param")),
         weight_bytes=_WEIGHT_BYTES[config.precision.dtype_name],
+        offloaded_ratio=offloaded_ratio(zero),
     )
     own = predicted_bytes(parameter_groups(engine), how, engine.mesh.gradient.rank)
     return int(all_reduce_max(torch.tensor([own.on_device], dtype=torch.int64), engine.mesh.control))
@@ -171,13 +162,13 @@ def _is_offloaded(entry: object) -> bool:
     return isinstance(entry, dict) and entry.get("device") not in (None, "none")
 
 
-def _places(control: ControlConfig, folder: Path) -> list[tuple[str, str]]:
+def _places(saving: SavingConfig, report: ReportConfig, folder: Path) -> list[tuple[str, str]]:
     """What is written where."""
-    found = [("run folder", f"{folder}: log.txt, metrics.jsonl, config.json")]
-    if control.save is not None:
-        found.append(("checkpoints", f"{control.save}, every {control.save_interval:,} steps"))
+    places = [("run folder", f"{folder}: log.txt, metrics.jsonl, config.json")]
+    if saving.save is not None:
+        places.append(("checkpoints", f"{saving.save}, every {saving.save_interval:,} steps"))
     else:
-        found.append(("checkpoints", "none are written (--save)"))
-    services = [f"TensorBoard {control.tensorboard_dir}"] if control.tensorboard_dir else []
-    services += [f"Weights & Biases project {control.wandb_project}"] if control.wandb_project else []
-    return [*found, ("also to", ", ".join(services))] if services else found
+        places.append(("checkpoints", "none are written (--save)"))
+    services = [f"TensorBoard {report.tensorboard_dir}"] if report.tensorboard_dir else []
+    services += [f"Weights & Biases project {report.wandb_project}"] if report.wandb_project else []
+    return [*places, ("also to", ", ".join(services))] if services else places

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import save
+from megatron.checkpoint import SaveOptions, save
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.config import ModelConfig
 from megatron.parallel.mesh import ParallelMesh
@@ -28,11 +28,13 @@ def save_checkpoint(
     """Saves a state, cut at random, as the checkpoint of a run of a network, and opens it."""
     config = {
         "model": dataclasses.asdict(model or tiny_config()),
-        "control": {"no_save_optim": False, "save": str(folder)},
-        "provenance": {"model.num_layers": "given", "control.save": "default"},
+        "saving": {"no_save_optim": False, "save": str(folder)},
+        "provenance": {"model.num_layers": "given", "saving.save": "default"},
     }
     made = make_record(step, **{"config": config, **record})
     pieces = cut_for_ranks(state, 1, seed)[0]
     mesh = ParallelMesh.single()
-    path = save(folder, step, pieces, made.to_json(), mesh, chunk_bytes=chunk_bytes, check_finite=check_finite)
+    path = save(
+        folder, step, pieces, made.to_json(), mesh, SaveOptions(chunk_bytes=chunk_bytes, check_finite=check_finite)
+    )
     return OpenCheckpoint.newest(path)

@@ -24,7 +24,7 @@ def test_equal_tensors_in_other_pieces_are_equal(tmp_path: Path) -> None:
     comparison = compare(first, second, with_moments=True, slice_bytes=28)
     assert comparison.holds_same_tensors
     assert len(comparison.differences) == 3 * len(SHAPES)
-    assert [change.field for change in comparison.config] == ["control.save"]
+    assert [change.field for change in comparison.config] == ["saving.save"]
     assert list(comparison_lines(comparison))[-1] == "EQUAL: all 12 tensors, bit for bit"
 
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import load_newest, save
+from megatron.checkpoint import SaveOptions, load_newest, save
 from megatron.checkpoint.saving import AfterCommit
 from megatron.checkpoint.storage import Storage
 from megatron.parallel.mesh import ParallelMesh
@@ -34,7 +34,9 @@ def save_step(
     record = {"seed": seed, "run_id": run_id, "validation_loss": loss}
     pieces = cut_for_ranks(_state(seed), 1, seed)[0]
     storage = storage or Unsynced()
-    return save(directory, step, pieces, record, MESH, chunk_bytes=1024, storage=storage, after_commit=after_commit)
+    return save(
+        directory, step, pieces, record, MESH, SaveOptions(chunk_bytes=1024, storage=storage, after_commit=after_commit)
+    )
 
 
 def loaded_seed(directory: Path) -> int:

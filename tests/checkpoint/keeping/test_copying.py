@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import save, verify
+from megatron.checkpoint import SaveOptions, save, verify
 from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.storage import Storage
 from megatron.config import ParallelRequest
@@ -34,7 +34,9 @@ def test_a_copy_has_the_same_bytes_and_is_made_once(tmp_path: Path) -> None:
     assert made == tmp_path / "deep" / "copies" / "iter_0000003"
     assert contents(made) == contents(source)
     assert (made.parent / "latest_checkpointed_iteration.txt").read_text() == "3"
+    (made.parent / "latest_checkpointed_iteration.txt").unlink()  # as if killed after the folder appeared
     assert copy(source, made.parent) is None
+    assert (made.parent / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert copy(source, made.parent, replaces=True) is None
     named = source.rename(tmp_path / "best")  # the copy has the name by which it is found
     assert copy(named, tmp_path / "other") == tmp_path / "other" / "iter_0000003"
@@ -167,7 +169,7 @@ def copy_part(rank: int, source: str, directory: str) -> tuple[str, str, list[st
     """Saves with two ranks and copies twice, the first time with a full disk; returns what came of it."""
     mesh = open_mesh(ParallelRequest())
     pieces = cut_for_ranks(make_state(kinds=("master",), seed=7), 2, 7)[rank]
-    path = save(Path(source), 7, pieces, {"seed": 7}, mesh, chunk_bytes=128)
+    path = save(Path(source), 7, pieces, {"seed": 7}, mesh, SaveOptions(chunk_bytes=128))
     with pytest.raises(StorageError) as refused:
         copy_checkpoint(path, Path(directory), mesh, flag="--save-secondary", storage=Recording(rank == 1))
     storage = Recording(False)

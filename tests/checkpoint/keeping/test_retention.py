@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.keeping.listing import ManifestSummary
 from megatron.checkpoint.keeping.retention import KeepRules, Retention
-from megatron.checkpoint.keeping.summaries import Summary
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import CheckpointError, StorageError
@@ -18,11 +18,11 @@ from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.keeping.checkpoints import OTHER_RUN, RUN, save_step, steps
 
 
-def summary(step: int, loss: float | None = None) -> Summary:
-    return Summary(Path(f"iter_{step}"), step, f"{step:064x}", (), RUN, loss, {})
+def summary(step: int, loss: float | None = None) -> ManifestSummary:
+    return ManifestSummary(Path(f"iter_{step}"), step, f"{step:064x}", (), RUN, loss, {})
 
 
-def deleted(rules: KeepRules, found: Sequence[Summary], not_counted: Sequence[int] = ()) -> list[int]:
+def deleted(rules: KeepRules, found: Sequence[ManifestSummary], not_counted: Sequence[int] = ()) -> list[int]:
     return [entry.step for entry in rules.superfluous(found, lambda entry: entry.step not in not_counted)]
 
 

@@ -20,19 +20,19 @@ def test_flat_json(tmp_path: Path) -> None:
     )
     config = small(f"--config {file} --adam-beta2 0.9", drop="--data-path")
     assert (config.optim.clip_grad, config.optim.adam_beta2, config.precision.bf16) == (2.0, 0.9, True)
-    assert config.data.data_path == ("1", "a") and config.control.save is None
+    assert config.data.data_path == ("1", "a") and config.saving.save is None
     assert config.provenance["optim.clip_grad"] == "file" and config.provenance["optim.adam_beta2"] == "given"
 
 
 def test_a_switch_in_the_file_is_overridden_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"checkpoint_activations": true, "no_exit_on_signal": true, "no-save-optim": true}')
-    assert small(f"--config {file}").control.exit_on_signal is False
+    assert small(f"--config {file}").stopping.exit_on_signal is False
     config = small(f"--config {file} --no-checkpoint-activations --exit-on-signal --no-save-optim false")
     assert (
         not config.recompute.checkpoint_activations
-        and config.control.exit_on_signal
-        and not config.control.no_save_optim
+        and config.stopping.exit_on_signal
+        and not config.saving.no_save_optim
     )
 
 
@@ -45,6 +45,17 @@ def test_yaml_by_section(tmp_path: Path) -> None:
     assert config.data.split == "90,10"
     file.write_text("")
     assert small(f"--config {file}").optim.lr == 1e-3
+
+
+def test_sections_of_an_older_version_hold_flags_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    origins = {"control.save_interval": "given", "control.eval_iters": "default"}
+    saved = {"control": {"save_interval": 7, "log_interval": 9, "eval_iters": 3}, "provenance": origins}
+    file.write_text(json.dumps(saved))
+    config = small(f"--config {file}")
+    assert (config.saving.save_interval, config.report.log_interval, config.evaluation.eval_iters) == (7, 100, 100)
+    file.write_text('{"control": {"log_interval": 9}}')
+    assert small(f"--config {file}").report.log_interval == 9
 
 
 def test_a_written_config_repeats_the_run(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime import lr_schedules
 
-from megatron.config import RunRequest
+from megatron.config import Machine, RunRequest, TokenizerFacts, resolve
+from megatron.config.schedule import learning_rate
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -55,19 +58,102 @@ def test_a_curriculum_comes_from_the_file(tmp_path: Path) -> None:
     assert not with_file(tmp_path, {"curriculum_learning": {**section, "enabled": False}}).optim.curriculum_learning
 
 
-def test_what_deepspeed_decides_upstream_is_not_asked_of_flags(tmp_path: Path) -> None:
-    tree = {
-        "fp16": {"enabled": True, "loss_scale": 0},
-        "optimizer": {"type": "Adam", "params": {"lr": 9.0}},
-    }
+ADAM = {"type": "AdamW", "params": {"lr": 9.0, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.3}}
+DECAY = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_min_lr": 0, "warmup_max_lr": 0.5, "warmup_num_steps": 3, "total_num_steps": 9, "warmup_type": "linear",
+    },
+}  # fmt: skip
+COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_type": "linear"}}
+
+
+def test_what_upstream_takes_from_flags_is_not_taken_from_the_file(tmp_path: Path) -> None:
+    tree = {"fp16": {"enabled": True, "loss_scale": 0}, "optimizer": ADAM}
     config = with_file(tmp_path, tree, "--fp16 --loss-scale 12 --lr-decay-tokens 90 --lr-decay-iters 5")
-    assert (config.precision.loss_scale, config.optim.lr) == (None, 1e-3)
+    assert (config.precision.loss_scale, config.optim.lr, config.optim.adam_beta1) == (None, 1e-3, 0.8)
     assert [text.partition(": ")[2] for text in config.notices if "deepspeed_config" in text] == [
-        '"optimizer.params" is ignored: the optimizer\'s values are those of the flags, as upstream (--lr, '
-        "--weight-decay ...).",
         '"fp16.loss_scale" is 0 there, so the scale is dynamic: --loss-scale 12.0 is not used, as upstream.',
+        '"optimizer.params.lr" is 9.0 there, and --lr 0.001 was given: the flag is used, as upstream.',
     ]
-    assert "--lr-decay-iters 5 has no effect beside --lr-decay-tokens 90, which holds." in config.notices
+    assert "--lr-decay-iters 5 has no effect with --lr-decay-tokens 90, which is used." in config.notices
+
+
+def test_the_optimizer_comes_from_the_file(tmp_path: Path) -> None:
+    config = with_file(tmp_path, {"optimizer": ADAM}, drop="--lr")
+    optim = config.optim
+    assert (optim.lr, optim.adam_beta1, optim.adam_beta2, optim.adam_eps) == (9.0, 0.8, 0.95, 1e-6)
+    assert (optim.weight_decay, config.provenance["optim.lr"], config.notices) == (0.3, "file", ())
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "style", "lr", "decay", "floor"),
+    [
+        (DECAY, "linear", 0.5, 9, 0.0),
+        (COSINE, "cosine", 9.0, 9, 9e-4),
+        ({**COSINE, "params": {**COSINE["params"], "cos_min_ratio": 0.1}}, "cosine", 9.0, 9, 0.9),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}, "constant", 9.0, None, 0.0),
+    ],
+)
+def test_the_schedule_comes_from_the_file(
+    tmp_path: Path, scheduler: Any, style: str, lr: float, decay: int | None, floor: float
+) -> None:
+    config = with_file(tmp_path, {"optimizer": ADAM, "scheduler": scheduler}, drop="--lr")
+    optim = config.optim
+    assert (optim.lr_decay_style, optim.lr, optim.lr_warmup_iters, optim.lr_decay_iters) == (style, lr, 3, decay)
+    assert optim.min_lr == pytest.approx(floor)
+    replaces = '"scheduler.params.warmup_max_lr" is 0.5 there, which is used: a schedule replaces the learning rate'
+    assert [replaces in text for text in config.notices] == ([True] if scheduler is DECAY else [])
+
+
+def test_the_rates_are_deepspeeds_one_step_earlier(tmp_path: Path) -> None:
+    machine = Machine(device_type="cpu", world_size=1, supports_fp16=False, supports_bf16=True)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    for scheduler in (DECAY, COSINE):
+        request = with_file(tmp_path, {"optimizer": ADAM, "scheduler": scheduler}, drop="--lr")
+        optim = resolve(request, machine, TokenizerFacts(100, 0, "none")).optim
+        theirs = getattr(lr_schedules, scheduler["type"])(torch.optim.SGD([weight], lr=optim.lr), **scheduler["params"])
+        for step in range(9):
+            theirs.step()
+            shift = 0 if scheduler is DECAY or step < 3 else 1  # its cosine begins one step on
+            assert learning_rate(optim, 8 * (step + shift)) == pytest.approx(theirs.get_last_lr()[0], abs=1e-9), step
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
+            r'ds\.json: "scheduler\.params\.warmup_type" must be linear, not log \(which DeepSpeed takes if it is left',
+        ),
+        ({"scheduler": {**DECAY, "params": {**DECAY["params"], "warmup_max_lr": 0.5}}}, "warmup_max_lr.* and --lr is"),
+        ({"scheduler": {"params": {"warmup_type": "linear"}}}, r'"scheduler" has no "type"\. Give one of WarmupLR, W'),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}}}, "total_num_steps.* is missing"),
+        (
+            {"scheduler": {**COSINE, "params": {**COSINE["params"], "warmup_max_lr": 1e-3}}},
+            r'"scheduler\.params\.warmup_max_lr" is not a parameter of WarmupCosineLR',
+        ),
+        (
+            {"scheduler": {**COSINE, "params": {**COSINE["params"], "warmup_min_ratio": 0.1}}},
+            r'"scheduler\.params\.warmup_min_ratio" cannot be set here: the learning rate rises from 0',
+        ),
+        ({"scheduler": {"type": "OneCycle"}}, r'"scheduler\.type" must be one of WarmupLR, WarmupDecayLR, WarmupCos'),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, r"betas\" must be a list of 2 numbers, not \[0"),
+        ({"optimizer": {"params": {"betas": [0.9, 2]}}}, r'betas" must be a list of numbers from 0 to 1'),
+        (
+            {"optimizer": {"params": {"adam_w_mode": False}}},
+            r'"optimizer\.params\.adam_w_mode" must be true: the weight decay is decoupled',
+        ),
+        (
+            {"optimizer": {"params": {"bias_correction": False}}},
+            r'"optimizer\.params\.bias_correction" must be true: the moments are corrected',
+        ),
+        ({"optimizer": {"params": {"amsgrad": True}}}, r'"optimizer\.params\.amsgrad" cannot be set here'),
+    ],
+)
+def test_what_flags_cannot_represent_is_refused(tmp_path: Path, tree: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        with_file(tmp_path, tree)
 
 
 def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
@@ -151,6 +237,16 @@ def test_a_disabled_section_is_not_compared_with_flags(tmp_path: Path) -> None:
     notices = [text for text in config.notices if "deepspeed_config" in text]
     assert len(notices) == 1 and '"fp16.enabled" is false there, and --fp16 was given: the flag is used' in notices[0]
     assert with_file(tmp_path, tree).precision.dtype_name == "float32"
+
+
+def test_bfloat16_of_the_file_holds_where_it_switches_fp16_off(tmp_path: Path) -> None:
+    tree = {"fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": True}}
+    config = with_file(tmp_path, tree, "--fp16")
+    assert config.precision.dtype_name == "bfloat16"
+    (notice,) = (text for text in config.notices if "deepspeed_config" in text)
+    assert "so the run trains in bfloat16: --fp16 is not used, as upstream" in notice
+    with pytest.raises(ConfigError, match="--fp16 and --bf16 are both given"):
+        with_file(tmp_path, tree, "--fp16 --bf16")
 
 
 def test_an_unknown_key_without_a_similar_one_is_refused_too(tmp_path: Path) -> None:

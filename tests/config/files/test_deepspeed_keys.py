@@ -264,7 +264,7 @@ def test_supported_values_are_passed_on() -> None:
     }
     settings, problems, notices = checked(tree)
     assert settings == {
-        "zero_optimization": {"reduce_bucket_size": 500_000_000, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {"reduce_bucket_size": 500_000_000, "offload_optimizer": {"device": "cpu", "ratio": 1.0}},
         "fp16": {"enabled": False},
         "steps_per_print": 10,
         "timers": {"throughput": {"enabled": True}},

@@ -71,19 +71,20 @@ def test_a_rejected_flag_is_rejected(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.status == IGNORED])
-def test_an_ignored_flag_is_ignored_with_a_notice(name: str) -> None:
+def test_an_ignored_flag_is_named_with_the_reason(name: str) -> None:
     entry = legacy_flags()[name]
     value = "" if entry.flag.element is bool else "77"
     config = small(f"{entry.flag.positive_name} {value}")
-    assert len(config.notices) == 1
-    assert config.notices[0].startswith(entry.flag.positive_name)
-    assert f"is accepted and ignored: {entry.reason}" in config.notices[0]
+    assert len(config.ignored) == 1 and config.notices == ()
+    assert config.ignored[0].startswith(entry.flag.positive_name)
+    assert f"is accepted and ignored: {entry.reason}" in config.ignored[0]
 
 
-@pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.harmless])
+@pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.harmless is not None])
 def test_a_harmless_value_gives_no_notice(name: str) -> None:
     entry = legacy_flags()[name]
-    assert small(f"{entry.flag.positive_name} {entry.harmless[0]}").notices == ()
+    config = small(f"{entry.flag.positive_name} {entry.harmless}")
+    assert config.notices == config.ignored == ()
 
 
 def test_words_and_switches_of_old_flags() -> None:
@@ -93,9 +94,10 @@ def test_words_and_switches_of_old_flags() -> None:
 
 
 def test_a_changed_field_without_effect_gives_a_notice() -> None:
-    (notice,) = small("--checkpoint-num-layers 2").notices
-    assert notice.startswith("--checkpoint-num-layers is accepted and ignored: every block is recomputed on its own")
-    assert small("--checkpoint-num-layers 1 --no-masked-softmax-fusion").notices == ()
+    (sentence,) = small("--log-params-norm").ignored
+    assert sentence.startswith("--log-params-norm is accepted and ignored: the norm of the weights")
+    config = small("--no-log-params-norm --no-masked-softmax-fusion")
+    assert config.notices == config.ignored == ()
 
 
 # Supported fields that only the configuration itself looks at.
@@ -105,7 +107,9 @@ DONE_IN_CONFIG = {
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
     "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag", "activations_checkpoint_method",
     "mos", "kd_iters", "cpu_optimizer", "elastic", "profile_steps", "profile_step_start", "profile_step_end",
-    *(f"{size}_teacher" for size in ("num_layers", "hidden_size", "num_attention_heads", "num_experts")),
+    "expert_model_parallel_size", "checkpoint_num_layers", "distribute_saved_activations", "sequence_parallel",
+    *(f"{size}_teacher"
+      for size in ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "moe_expert_counts")),
     *(f"{split}_{kind}" for split in ("train", "valid", "test")
       for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),
 }  # fmt: skip

@@ -108,7 +108,8 @@ def test_what_they_stand_for(text: str, values: dict[str, Any]) -> None:
         ("--moe-layer-freq [1,0]", r"--moe-layer-freq \[1,0\] has 2 entries, and --num-layers is 4"),
         ("--expert-interval 0", "--expert-interval 0 is not a choice of layers"),
         ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn is not known"),
-        ("--num-experts 4 8", "--num-experts 4 8 gives different values"),
+        ("--num-experts 4 8 4", "--num-experts 4 8 4 has 3 numbers, and 4 of the 4 layers have experts"),
+        ("--num-experts 4 --mlp-type wide", "--mlp-type wide is not known. Use one of: standard, residual"),
     ],
 )
 def test_contradictions_and_wrong_values(text: str, sentence: str) -> None:

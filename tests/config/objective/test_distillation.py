@@ -28,9 +28,9 @@ def test_published_flags() -> None:
     dense, mixed = (small(text).distillation for text in (PUBLISHED, PUBLISHED_WITH_EXPERTS))
     assert dense.is_on and mixed.is_on and (dense.kd_alpha_ce, dense.kd_beta_ce, dense.kd_temp) == (1.0, 1.0, 1.0)
     assert dense.teacher_shape == {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
-    assert mixed.teacher_shape["num_experts"] == 64
-    with pytest.raises(ConfigError, match=r"--num-experts-teacher"):
-        small(PUBLISHED_WITH_EXPERTS.replace("64 64 64", "64 128"))
+    assert mixed.teacher_shape["num_experts"] == 64 and "moe_expert_counts" not in mixed.teacher_shape
+    pyramid = small(PUBLISHED_WITH_EXPERTS.replace("64 64 64", "64 128")).distillation
+    assert (pyramid.teacher_shape["num_experts"], pyramid.teacher_shape["moe_expert_counts"]) == (128, (64, 128))
 
 
 def test_it_is_over_after_its_iterations() -> None:

@@ -124,11 +124,20 @@ def test_a_curriculum_by_flags() -> None:
             GROWING + " --objective masked --bidirectional",
             "--curriculum-learning does not go with --objective masked",
         ),
+        (
+            GROWING + " --loss-on-targets-only",
+            "^--curriculum-learning does not go with --loss-on-targets-only: it cuts off the ends of samples, where",
+        ),
+        (GROWING + " --objective multitask", "--curriculum-learning does not go with --objective multitask: it cuts"),
     ],
 )
 def test_what_does_not_fit_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         small(text)
+
+
+def test_prefixes_are_drawn_within_the_length_in_use() -> None:
+    assert small(GROWING + " --objective prefix --loss-on-targets-only").loss.loss_on_targets_only
 
 
 def test_epochs_count_whole_samples() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from megatron.config import DataConfig
+from megatron.config import DataConfig, DocumentConfig, RandomConfig
+from megatron.config.flags.fields import RUN_MUST_MATCH, resume_rule
 from megatron.errors import ConfigError
 
 
@@ -29,3 +32,25 @@ def test_all_unreadable_paths_are_named() -> None:
 def test_training_reads_one_group() -> None:
     with pytest.raises(ConfigError, match="--train-weighted-split-paths has 2 groups"):
         DataConfig(seq_length=8, train_weighted_split_paths=("A: 1 0:1 a", "B: 1 0:1 b"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [({}, False), ({"eod_mask_loss": True}, False), ({"reset_position_ids": True}, True)]
+    + [({"reset_attention_mask": True}, True)],
+)
+def test_when_the_network_needs_segments(flags: dict[str, bool], needed: bool) -> None:
+    assert DocumentConfig(**flags).needs_segments is needed
+
+
+def test_a_resume_keeps_all_document_settings() -> None:
+    assert {resume_rule(field) for field in dataclasses.fields(DocumentConfig)} == {RUN_MUST_MATCH}
+
+
+def test_the_seed_is_upstreams_unless_given() -> None:
+    assert RandomConfig().seed == 1234
+
+
+def test_a_seed_is_positive() -> None:
+    with pytest.raises(ConfigError, match=r"--seed 0 is out of range\. It must be at least 1\."):
+        RandomConfig(seed=0)

@@ -28,7 +28,7 @@ def test_what_is_requested(fields: dict[str, object], expected: dict[str, str]) 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kernels": "cuda"}, "--kernels cuda: 'cuda' is no implementation. Use one of auto, csrc, apex, torch"),
+        ({"kernels": "cuda"}, "--kernels cuda: 'cuda' is not an implementation. Use one of auto, csrc, apex, torch"),
         ({"kernels": "softmx=csrc"}, "there is no operation 'softmx'. Use softmax, norm"),
         ({"kernels": "norm=csrc,norm=torch"}, "names norm twice"),
         ({"kernels": "csrc,torch"}, "names all operations twice"),

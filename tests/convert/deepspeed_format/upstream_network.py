@@ -18,7 +18,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron.config import parse
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
+from megatron.data.sources.request import DataRequest
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.convert.foreign_files import gpt2_arguments
 
@@ -197,7 +198,9 @@ def samples_of(flags: list[str], count: int) -> np.ndarray:
     """The first samples of a run with these flags, in its order."""
     request = parse(flags)
     choice = TokenizerChoice.of(request.data)
-    datasets, _ = build_split_datasets(request.data, POSITIONS, 1234, (count, 0, 0), tokenizer=build_tokenizer(choice))
+    datasets, _ = build_split_datasets(
+        DataRequest(request.data, POSITIONS, 1234, (count, 0, 0), tokenizer=build_tokenizer(choice))
+    )
     assert datasets.train is not None
     return np.stack([datasets.train[number] for number in range(count)]).astype(np.int64)
 

@@ -15,16 +15,28 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint import newest_record
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.record import Record
 from megatron.config import RunConfig
-from megatron.convert.hugging_face.exporting import ExportRequest, export_model
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
+from megatron.convert.hugging_face.registry import family_for
+from megatron.convert.hugging_face.tokenizer_files import check_same_ids, write_chat_template, write_tokenizer
 from megatron.errors import CheckpointError, ConversionError
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.chat import ChatTemplate, load_chat_template
+from megatron.tokenizers.chat.named import SOURCES
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.train.restarts.identity import base_of
 from tests.convert.tiny_models import END
 from tests.helpers.vocabulary import write_vocabulary
 from tests.inference.checkpoints import make_checkpoint
+from tests.tokenizers.chat.tokenizers_with_tokens import (
+    CHATML_TOKENS,
+    DSGPT2_TOKENS,
+    LLAMA_TOKENS,
+    hugging_face_with,
+)
 
 TinyModel = Callable[[str], Path]
 NAME = "llama-multi-query-linear"
@@ -32,7 +44,7 @@ NAME = "llama-multi-query-linear"
 
 @pytest.fixture(scope="module")
 def imported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return import_model(ImportRequest(tiny_model(NAME), tmp_path_factory.mktemp("export") / "llama"))
+    return import_model(ModelImportRequest(tiny_model(NAME), tmp_path_factory.mktemp("export") / "llama"))
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +138,104 @@ def test_a_network_that_no_family_has_is_refused(trained: Path, tmp_path: Path) 
     with pytest.raises(ConversionError, match=r"no family can express .*--output-logit-softcap 30.0"):
         export_model(dataclasses.replace(wanted, model=odd))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_family_of_the_import_comes_back(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Phi-3's network is one that Llama's family can express, which is looked at first."""
+    made = import_model(ModelImportRequest(tiny_model("phi3"), tmp_path / "phi3"))
+    found = newest_record(made, ParallelMesh.single())
+    assert found is not None
+    record = Record.from_json(found.record, found.path)
+    assert record.first_family == "phi3"
+    base = base_of(record, read_manifest(found.path))
+    tuned = dataclasses.replace(record, family="", run_id="0" * 16, finetuned_from=base)
+    assert Record.from_json(tuned.to_json(), found.path).first_family == "phi3", "after a fine-tuning"
+    assert family_for(RunConfig.from_json(record.config).model).model_type != "phi3"
+    folder = export_model(request(made, tmp_path / "again", origin=record.first_family))
+    assert type(loaded(folder)).__name__ == "Phi3ForCausalLM"
+    other = export_model(request(made, tmp_path / "other", origin="bloom"))
+    assert json.loads((other / "config.json").read_text())["model_type"] == "mistral", "bloom cannot express it"
+
+
+CONVERSATION = (
+    {"role": "user", "content": "Is one < two?"},
+    {"role": "assistant", "content": "Yes, it is."},
+    {"role": "user", "content": "and\nnow?"},
+    {"role": "assistant", "content": "No. 1 + 1\nis 2!"},
+)
+LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}\n"
+THINKING = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '<usr>' + message.content }}"
+    "{% else %}{{ '<sys>' + message.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<sys><think>\\n' }}{% endif %}"
+)
+BLOCKS = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}A:{% generation %}{{ message.content }}"
+    "{% endgeneration %}</s>{% else %}Q:{{ message.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose vocabulary has the special tokens of every template by name."""
+    tokens = dict.fromkeys((*CHATML_TOKENS, *LLAMA_TOKENS, *DSGPT2_TOKENS))
+    return make_checkpoint(tmp_path_factory.mktemp("chatting"), more_tokens=tuple(tokens))
+
+
+@pytest.mark.parametrize("name", [*SOURCES, "lines", "thinking", "blocks"])
+def test_transformers_gives_conversations_the_trainers_ids(name: str, chatting: Path, tmp_path: Path) -> None:
+    written = {"lines": LINES, "thinking": THINKING, "blocks": BLOCKS}.get(name)
+    if written is not None:
+        (tmp_path / "mine.jinja").write_text(written)
+        name = str(tmp_path / "mine.jinja")
+    wanted = request(chatting, tmp_path)
+    folder, tokenizer = tmp_path / "exported", build_tokenizer(wanted.tokenizer)
+    template = load_chat_template(name, None)
+    folder.mkdir()
+    write_tokenizer(wanted.tokenizer, tokenizer, folder, 48)
+    write_chat_template(folder, template, tokenizer)
+    check_same_ids(folder, tokenizer)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for count in (2, 4):
+        if name == "llama" and count > 2:  # GPT-2's rules cut the empty line before an answer otherwise than by itself
+            continue
+        ids, _ = template.example_ids(CONVERSATION[:count], tokenizer)
+        whole = theirs.apply_chat_template([*CONVERSATION[:count]], return_dict=False)
+        assert whole == ids or (name == "llama" and theirs.decode(whole) == tokenizer.decode(ids))
+        prompt = theirs.apply_chat_template([*CONVERSATION[: count - 1]], return_dict=False, add_generation_prompt=True)
+        assert prompt == template.prompt_ids(CONVERSATION[: count - 1], tokenizer)
+
+
+def test_an_export_carries_the_template_of_its_tuning(chatting: Path, tmp_path: Path) -> None:
+    wanted = request(chatting, tmp_path / "plain")
+    found = newest_record(chatting, ParallelMesh.single())
+    assert found is not None
+    config = RunConfig.from_json(found.record["config"])
+    assert tuned_template(None, config.data, wanted.tokenizer) is None, "no examples, no template"
+    data = dataclasses.replace(config.data, data_path=("chat.jsonl",))
+    tuned = tuned_template(None, data, wanted.tokenizer)
+    assert tuned is not None and tuned.name == "plain"
+    named = tuned_template("chatml", config.data, wanted.tokenizer)
+    assert named is not None and named.name == "chatml"
+    folder = export_model(dataclasses.replace(wanted, chat_template=tuned))
+    assert (folder / "chat_template.jinja").read_text() == tuned.standalone(build_tokenizer(wanted.tokenizer))
+
+
+def test_a_template_with_other_ids_in_transformers_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tokenizer that puts a space before each text does so before an answer in training only."""
+    (tmp_path / "made").mkdir()
+    tokenizer = hugging_face_with(tmp_path / "made", ("<|endoftext|>",), "<|endoftext|>")
+    path = tmp_path / "made" / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(described))
+    tokenizer = build_tokenizer(TokenizerChoice("HFTokenizer", tokenizer_name_or_path=str(tmp_path / "made")))
+    source = "{% for message in messages %}{{ message.role + ':' + message.content }}{{ eos_token }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    write_chat_template(tmp_path / "made", ChatTemplate("glued", source), tokenizer)
+    assert "the chat template glued gives a conversation other ids in transformers" in capsys.readouterr().err
 
 
 def test_an_existing_folder_is_refused(trained: Path, tmp_path: Path) -> None:

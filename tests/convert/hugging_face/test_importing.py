@@ -17,13 +17,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint import newest_record, read_tensors
+from megatron.checkpoint.record import Record
+from megatron.config import RunConfig
 from megatron.convert.hugging_face import importing
-from megatron.convert.hugging_face.importing import ImportRequest, import_model, unfinished_folder
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model, unfinished_folder
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.table.tensors import gate_and_up
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.errors import ConfigError, ConversionError, StorageError
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.convert.comparison import export
 from tests.convert.tiny_models import END, TOKENS, write_tokenizer
 from tests.helpers.ranks import run_ranks
@@ -36,7 +40,7 @@ LENGTH = 32  # tokens of a sample: more than the original context of that model
 
 @pytest.fixture(scope="module")
 def imported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return import_model(ImportRequest(tiny_model(NAME), tmp_path_factory.mktemp("import") / "llama"))
+    return import_model(ModelImportRequest(tiny_model(NAME), tmp_path_factory.mktemp("import") / "llama"))
 
 
 def copied(source: Path, target: Path, **fields: Any) -> Path:
@@ -76,7 +80,7 @@ def test_half_precision_stays(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tmp_path / "half"
     AutoModelForCausalLM.from_pretrained(tiny_model(NAME), dtype=torch.bfloat16).save_pretrained(source)
     write_tokenizer(source)
-    made = import_model(ImportRequest(source, tmp_path / "imported"))
+    made = import_model(ModelImportRequest(source, tmp_path / "imported"))
     assert {values.dtype for _, values in read_tensors(made / "iter_0000000")} == {torch.bfloat16}
     found = newest_record(made, ParallelMesh.single())
     assert found is not None and found.record["config"]["precision"]["bf16"], "text is generated in it"
@@ -93,8 +97,8 @@ def test_a_wrong_table_leaves_nothing(tiny_model: TinyModel, tmp_path: Path, mon
     rules = tuple(rule for rule in family.tensors if "linear_fc1" not in rule.ours)
     wrong = dataclasses.replace(family, tensors=(*rules, *swapped))
     monkeypatch.setattr(importing, "family_of", lambda config: wrong)
-    with pytest.raises(ConversionError, match=r"the logits differ from those of transformers by \d.*is allowed"):
-        import_model(ImportRequest(tiny_model(NAME), tmp_path / "made"))
+    with pytest.raises(ConversionError, match=r"the logits differ from transformers' by \d.*is allowed"):
+        import_model(ModelImportRequest(tiny_model(NAME), tmp_path / "made"))
     assert not list(tmp_path.iterdir())
 
 
@@ -105,11 +109,11 @@ def test_weights_without_values_prove_nothing(tiny_model: TinyModel, tmp_path: P
     header = 8 + int.from_bytes(content[:8], "little")
     file.write_bytes(content[:header] + bytes(len(content) - header))
     with pytest.raises(ConversionError, match="the largest logit of .*zeros is 0.0, which proves nothing"):
-        import_model(ImportRequest(source, tmp_path / "made"))
+        import_model(ModelImportRequest(source, tmp_path / "made"))
 
 
 def test_the_first_layers_can_stand_for_all(tiny_model: TinyModel, tmp_path: Path) -> None:
-    made = import_model(ImportRequest(tiny_model("qwen2-window"), tmp_path / "made", proof_layers=3))
+    made = import_model(ModelImportRequest(tiny_model("qwen2-window"), tmp_path / "made", proof_layers=3))
     proof = json.loads((made / "proof.json").read_text())
     assert (proof["layers"], proof["layers_of_model"]) == (3, 4), "layer 2 is the first with a window"
     assert proof["is_equal"]
@@ -117,7 +121,7 @@ def test_the_first_layers_can_stand_for_all(tiny_model: TinyModel, tmp_path: Pat
 
 def test_an_existing_folder_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=f"{tmp_path} exists already"):
-        import_model(ImportRequest(tiny_model(NAME), tmp_path))
+        import_model(ModelImportRequest(tiny_model(NAME), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -137,26 +141,48 @@ def test_a_configuration_that_does_not_fit_is_refused(
     tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConversionError, match=says):
-        import_model(ImportRequest(copied(tiny_model(NAME), tmp_path / "source", **fields), tmp_path / "made"))
+        import_model(ModelImportRequest(copied(tiny_model(NAME), tmp_path / "source", **fields), tmp_path / "made"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_missing_field_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = copied(tiny_model(NAME), tmp_path / "source", hidden_size=None)
     with pytest.raises(ConversionError, match="config.json has no hidden_size, which this family needs"):
-        import_model(ImportRequest(source, tmp_path / "made"))
+        import_model(ModelImportRequest(source, tmp_path / "made"))
 
 
 def test_a_tokenizer_is_needed_and_must_fit(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = copied(tiny_model(NAME), tmp_path / "source")
     (source / "tokenizer.json").unlink()
     with pytest.raises(ConversionError, match=f"{source} has no tokenizer .*--tokenizer-name-or-path"):
-        import_model(ImportRequest(source, tmp_path / "made"))
+        import_model(ModelImportRequest(source, tmp_path / "made"))
     (tmp_path / "other").mkdir()
     write_tokenizer(tmp_path / "other", TOKENS + 20)
     with pytest.raises(ConversionError, match="tokenizer in .*other has 300 tokens, and the model has rows for 280"):
-        import_model(ImportRequest(source, tmp_path / "made", tokenizer=tmp_path / "other"))
+        import_model(ModelImportRequest(source, tmp_path / "made", tokenizer=tmp_path / "other"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "source"]
+
+
+def test_weights_can_be_imported_without_a_tokenizer(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = copied(tiny_model(NAME), tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    made = import_model(ModelImportRequest(source, tmp_path / "made", has_tokenizer=False))
+    proof = json.loads((made / "proof.json").read_text())
+    assert proof["is_equal"] and {sequence["kind"] for sequence in proof["sequences"]} == {"random"}
+    assert f"vocab-size: {TOKENS}\n" in (made / "model.yaml").read_text() and not (made / "tokenizer").exists()
+    found = newest_record(made, ParallelMesh.single())
+    assert found is not None
+    record = Record.from_json(found.record, found.path)
+    data = RunConfig.from_json(record.config).data
+    with pytest.raises(
+        ConfigError, match=rf"{made}/tokenizer does not exist: .*\(--no-tokenizer\), and .* training need"
+    ):
+        build_tokenizer(data)
+    for tokens, fits in ((TOKENS - 5, True), (TOKENS, True), (TOKENS + 1, False)):
+        assert record.tokenizer.is_of(TokenizerRecord("mine", "ab" * 32, tokens)) is fits
+    (made / "tokenizer").mkdir()
+    write_tokenizer(made / "tokenizer")
+    assert build_tokenizer(data).vocab_size == TOKENS, "it is found where one is laid afterwards"
 
 
 def test_a_token_that_was_added_for_another_model_needs_no_row(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -173,7 +199,7 @@ def test_a_token_that_was_added_for_another_model_needs_no_row(tiny_model: TinyM
     }
     described["added_tokens"] = [*(described.get("added_tokens") or []), {**image, "normalized": False}]
     (source / "tokenizer.json").write_text(json.dumps(described))
-    made = import_model(ImportRequest(source, tmp_path / "made"))
+    made = import_model(ModelImportRequest(source, tmp_path / "made"))
     assert f"vocab-size: {TOKENS}\n" in (made / "model.yaml").read_text()
 
 
@@ -182,7 +208,7 @@ def test_without_transformers_nothing_starts(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"transformers, which is not installed. Run pip install .*\[hf\]"):
-        import_model(ImportRequest(tiny_model(NAME), tmp_path / "made"))
+        import_model(ModelImportRequest(tiny_model(NAME), tmp_path / "made"))
 
 
 def test_a_directory_that_transformers_cannot_load_is_refused(
@@ -193,7 +219,7 @@ def test_a_directory_that_transformers_cannot_load_is_refused(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", broken)
     with pytest.raises(ConversionError, match=r"transformers cannot load .*\(RuntimeError: something is wrong inside"):
-        import_model(ImportRequest(tiny_model(NAME), tmp_path / "made"))
+        import_model(ModelImportRequest(tiny_model(NAME), tmp_path / "made"))
 
 
 def test_tensors_that_transformers_fills_in_are_noticed(
@@ -208,13 +234,13 @@ def test_tensors_that_transformers_fills_in_are_noticed(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", incomplete)
     with pytest.raises(ConversionError, match=r"only in part: missing_keys \['lm_head.weight'\]"):
-        import_model(ImportRequest(tiny_model(NAME), tmp_path / "made"))
+        import_model(ModelImportRequest(tiny_model(NAME), tmp_path / "made"))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(StorageError, match="cannot make the folder .*file/.made.unfinished"),
+        pytest.raises(StorageError, match=r"cannot make the folder .*file/\.made\."),
         unfinished_folder(tmp_path / "file" / "made"),
     ):
         pass

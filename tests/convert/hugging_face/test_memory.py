@@ -11,9 +11,14 @@ import pytest
 from megatron.checkpoint import write_snapshot
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.snapshot import TORCH_TYPES
-from megatron.convert.hugging_face.network import network_shapes
 from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.streaming import CheckpointSource, ImportedPieces, check_weights, exported_values
+from megatron.convert.hugging_face.streaming import (
+    CheckpointSource,
+    ImportedPieces,
+    check_weights,
+    exported_values,
+    network_shapes,
+)
 from megatron.convert.hugging_face.table.tensors import bind, parts_by_tensor, their_shapes
 from megatron.convert.hugging_face.weight_files import read_json_file, read_weight_files
 from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files, write_files

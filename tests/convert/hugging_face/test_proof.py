@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.manifest import Manifest, read_manifest
 from megatron.convert.hugging_face import proof
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from megatron.convert.hugging_face.proof import Expected, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import ReferenceLogits
 from megatron.convert.hugging_face.registry import family_of
@@ -33,7 +33,7 @@ def compared(
 ) -> tuple[Expected, Path, Manifest]:
     """A model, what transformers says of it, and its import."""
     source = tiny_model("mistral")
-    checkpoint = import_model(ImportRequest(source, tmp_path_factory.mktemp("proof") / "made")) / "iter_0000000"
+    checkpoint = import_model(ModelImportRequest(source, tmp_path_factory.mktemp("proof") / "made")) / "iter_0000000"
     config = read_json_file(source / "config.json", "")
     family = family_of(config)
     tokenizer = build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(source)))
@@ -68,7 +68,7 @@ def test_a_difference_beyond_the_tolerance_is_allowed_only_as_large_as_the_refer
         monkeypatch.setattr(proof, "expected_logits", lambda side, attention: shifted(expected, share))
 
     eager(3e-5)  # the same as sdpa
-    with pytest.raises(ConversionError, match=r"differ from those of transformers by \S+, and \S+ is allowed"):
+    with pytest.raises(ConversionError, match=r"differ from transformers' by \S+, and \S+ is allowed"):
         prove(off, checkpoint, manifest)
     eager(-1e-5)
     report = prove(off, checkpoint, manifest)
@@ -80,5 +80,5 @@ def test_a_difference_beyond_the_tolerance_is_allowed_only_as_large_as_the_refer
 
 def test_what_is_no_number_is_not_equal(compared: tuple[Expected, Path, Manifest]) -> None:
     expected, checkpoint, manifest = compared
-    with pytest.raises(ConversionError, match="differ from those of transformers by inf"):
+    with pytest.raises(ConversionError, match="differ from transformers' by inf"):
         prove(shifted(expected, float("nan")), checkpoint, manifest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,24 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.manifest import read_manifest
-from megatron.convert.hugging_face.network import network_shapes
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.streaming import (
     CheckpointSource,
     ImportedPieces,
     check_weights,
+    network_shapes,
+    slices,
     with_table_names,
     without_copies,
 )
 from megatron.convert.hugging_face.table.tensors import BoundTensor, bind
-from megatron.convert.hugging_face.weight_files import SINGLE_FILE, StoredTensor, read_json_file, read_weight_files
+from megatron.convert.hugging_face.weight_files import SINGLE_FILE, FileTensor, read_json_file, read_weight_files
 from megatron.errors import CheckpointError, ConversionError
+from tests.helpers.networks import tiny_config
 from tests.inference.checkpoints import make_checkpoint
 
 TinyModel = Callable[[str], Path]
 
 
-def opened(folder: Path) -> tuple[list[BoundTensor], dict[str, StoredTensor]]:
+def opened(folder: Path) -> tuple[list[BoundTensor], dict[str, FileTensor]]:
     config = read_json_file(folder / "config.json", "")
     family = family_of(config)
     return bind(family.tensors, network_shapes(family.read_config(config))), read_weight_files(folder)
@@ -152,3 +156,25 @@ def test_a_box_of_a_checkpoint_is_read(tmp_path: Path) -> None:
     name, shape = "decoder.layers.0.mlp.linear_fc1.weight", (128, 32)
     whole = source.read(name, shape, ((0, 0), shape))
     assert torch.equal(source.read(name, shape, ((3, 5), (9, 32))), whole[3:9, 5:])
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 8, 100, 400, 10**9])
+@pytest.mark.parametrize("shape", [(7,), (5, 6), (1, 8, 3), (3, 2, 4, 5)])
+def test_slices_are_consecutive_and_small(shape: tuple[int, ...], limit_bytes: int) -> None:
+    done = 0
+    for start, stop in slices(shape, 2, limit_bytes):
+        size = [high - low for low, high in zip(start, stop, strict=True)]
+        first = sum(index * math.prod(shape[place + 1 :]) for place, index in enumerate(start))
+        last = sum((index - 1) * math.prod(shape[place + 1 :]) for place, index in enumerate(stop))
+        assert first == done and last + 1 == done + math.prod(size), "each is a range of elements, in order"
+        assert 2 * math.prod(size) <= max(limit_bytes, 2 * (shape[-1] if len(shape) > 1 else 1))
+        done += math.prod(size)
+    assert done == math.prod(shape)
+
+
+def test_shapes_are_logical_and_nothing_is_allocated() -> None:
+    config = dataclasses.replace(tiny_config(), hidden_size=2**20, kv_channels=2**18)  # 8 TB a block
+    shapes = network_shapes(config)
+    assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == (4, 3, 2**18, 2**20)
+    assert shapes["embedding.word_embeddings.weight"] == (101, 2**20), "without padding"
+    assert "output_layer.weight" not in shapes, "it is tied"

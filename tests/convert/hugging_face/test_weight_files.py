@@ -74,7 +74,7 @@ def test_files_of_an_index_are_joined_and_links_followed(tmp_path: Path) -> None
     ("header", "content", "says"),
     [
         (b"{ ", b"", "is not JSON"),
-        (b"[]", b"", "is no JSON object"),
+        (b"[]", b"", "is not a JSON object"),
         (entry(offsets=(0, 8)), b"1234", r"it has \d+ bytes, and its header describes \d+"),
         (entry(offsets=(4, 12)), b"123412341234", r"tensor w begins at byte \d+, not at"),
         (entry(shape=(3,)), b"12341234", r"tensor w of shape \[3\] has 8 bytes"),

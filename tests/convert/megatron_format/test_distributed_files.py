@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 
 from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.architecture import model_config
-from megatron.convert.megatron_format.model import ForeignPieces
-from megatron.convert.megatron_format.tensors import tensor_rules
+from megatron.convert.megatron_format.arguments import model_config
+from megatron.convert.megatron_format.foreign_model import ForeignPieces
+from megatron.convert.megatron_format.sharding_rules import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import CheckpointError, ConversionError
 from tests.convert.foreign_files import VOCABULARY, Foreign, gpt2_arguments, save

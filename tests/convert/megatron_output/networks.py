@@ -12,10 +12,10 @@ from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.config.resolve import padded_vocab_size
 from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.model import ForeignPieces
-from megatron.convert.megatron_format.tensors import tensor_rules
+from megatron.convert.megatron_format.foreign_model import ForeignPieces
+from megatron.convert.megatron_format.sharding_rules import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices
-from megatron.convert.megatron_output.request import OutputRequest
+from megatron.convert.megatron_output.output_tensors import OutputRequest
 from megatron.parallel.pieces import Kind
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
-from megatron.convert.megatron_format.architecture import model_config
+from megatron.convert.megatron_format.arguments import model_config
 from megatron.convert.megatron_output.arguments import scheduler_state, stored_arguments
 from megatron.errors import ConversionError
 from tests.helpers.networks import tiny_config
@@ -26,6 +26,8 @@ NETWORKS: list[tuple[str, dict[str, Any]]] = [
     ("bigscience", {"gated_linear_unit": True, "activation_function": "gelu", "position_embedding_type": "alibi"}),
     ("deepspeedai", {"normalization": "RMSNorm", "num_query_groups": 2, "position_embedding_type": "none"}),
     ("deepspeedai", {"untie_embeddings_and_output_weights": True, "add_bias_linear": False}),
+    ("classic", {"activation_function": "gelu_tanh", "add_bias_linear": False}),
+    ("core", {"activation_function": "gelu"}),
     ("classic", {"activation_function": "squared_relu", "add_bias_linear": False, "add_qkv_bias": True}),
     ("core", {"attention_window": 8, "qk_layernorm": True, "apply_layernorm_1p": True}),
     ("core", {"position_embedding_type": "rope", "rope_scaling_type": "linear", "rope_scaling_factor": 4.0}),
@@ -47,7 +49,7 @@ def arguments(naming: str, config: ModelConfig) -> dict[str, Any]:
 def test_the_importer_reads_the_same_network(naming: str, changes: dict[str, Any]) -> None:
     config = tiny_config(**changes)
     found = arguments(naming, config)
-    read = model_config(found, config.vocab_size, rotary_is_sound=True)
+    read = model_config(found, config.vocab_size, rotary_is_sound=True, is_core=naming == "core")
     same = dataclasses.replace(config, padded_vocab_size=config.vocab_size, bias_gelu_fusion=True)
     assert dataclasses.replace(read, bias_gelu_fusion=True, openai_gelu=False) == same
     assert (found["consumed_train_samples"], found["tensor_model_parallel_size"], found["lr"]) == (32, 2, 1e-3)
@@ -59,6 +61,11 @@ def test_the_importer_reads_the_same_network(naming: str, changes: dict[str, Any
         ("bigscience", {"activation_function": "relu"}, "activation_function relu would be read as gelu"),
         ("bigscience", {"num_query_groups": 2}, "num_query_groups 2 would be read as 4"),
         ("core", {"norm_placement": "sandwich"}, "norm_placement sandwich would be read as pre"),
+        (
+            "core",
+            {"activation_function": "gelu_tanh", "add_bias_linear": False},
+            "activation_function gelu_tanh would be read as gelu",
+        ),
         ("core", {"embed_layernorm": True}, "embed_layernorm True would be read as False"),
         ("core", {"position_embedding_type": "rope", "rope_scaling_type": "yarn"}, "rope_scaling_type yarn"),
     ],

@@ -15,7 +15,7 @@ from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.convert.megatron_output.torch_layout import write_torch_layout
 from megatron.errors import ConfigError, ConversionError
 from tests.convert.megatron_output.networks import BLOOM, GPT2, LLAMA, check_comes_back, write_network
-from tools import export_megatron, import_megatron
+from tools.convert import export_megatron, import_megatron
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint import read_tensors
 from megatron.convert.megatron_output.naming import parameter_name
-from megatron.convert.megatron_output.request import OurTensors
+from megatron.convert.megatron_output.output_tensors import OurTensors
 from megatron.convert.megatron_output.universal import write_universal
 from megatron.errors import ConversionError
 from tests.convert.megatron_output.loaded_by_deepspeed import STEPS, Case, load_with_deepspeed
@@ -21,7 +21,7 @@ from tests.convert.megatron_output.networks import BLOOM, GPT2, LLAMA, ROTARY, c
 from tests.helpers.networks import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import losses, train, write_tiny_corpus
-from tools import export_megatron
+from tools.convert import export_megatron
 
 # The pipeline comes last: DeepSpeed keeps its groups for every later engine of the process.
 CASES: list[Case] = [("plain", 1, "fp32"), ("plain", 3, "fp32"), ("pipeline", 1, "bf16")]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.pickles.reader import Limits, outcomes, read_pickle
+from megatron.convert.pickles.reader import PickleLimits, outcomes, read_pickle, read_pickles
 from megatron.errors import CheckpointError
-from tests.convert.pickles.hostile import CALLS, CANARY, CONTAINERS, MISUSES, archive
+from tests.convert.pickles.hostile import CALLS, CANARY, CONTAINERS, ENDLESS, MISUSES, archive, value, whole
 
 FILES = {
     **CALLS,
@@ -33,7 +33,9 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             place += len(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        answers = outcomes([(path, bounds) for bounds in ranges], Limits(memory_bytes=2**28, processor_seconds=30))
+        answers = outcomes(
+            [(path, bounds) for bounds in ranges], PickleLimits(memory_bytes=2**28, processor_seconds=30)
+        )
     assert [entry.name for entry in folder.iterdir()] == ["files.pt"]
     return {name: answer.get("refused", "it was read") for name, answer in zip(FILES, answers, strict=True)}
 
@@ -55,12 +57,23 @@ def test_the_user_is_told_in_one_sentence(tmp_path: Path) -> None:
 
 def test_reading_that_takes_too_long_or_too_much_is_stopped(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
-    path.write_bytes(b"\x80\x02" + b"]0" * 8_000_000 + b"N.")
-    with pytest.raises(CheckpointError, match="takes more than 1 seconds"):
-        read_pickle(path, Limits(processor_seconds=1))
+    for content in ENDLESS.values():
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="takes more than 1 seconds"):
+            read_pickle(path, PickleLimits(processor_seconds=1))
     path.write_bytes(b"\x80\x02" + b"(" + b"]" * 4_000_000 + b"t.")
     with pytest.raises(CheckpointError, match="134217728 bytes of memory"):
-        read_pickle(path, Limits(memory_bytes=2**27))
+        read_pickle(path, PickleLimits(memory_bytes=2**27))
+
+
+def test_the_file_that_ends_the_reading_process_is_named(tmp_path: Path) -> None:
+    """A key nested three million deep overflows the stack when it is hashed; the files read with it are fine."""
+    fine, deep = tmp_path / "fine.pt", tmp_path / "deep.pt"
+    fine.write_bytes(whole(value([1, 2])))
+    deep.write_bytes(whole(b"})", b"\x85" * 3_000_000, value(1), b"s"))
+    with pytest.raises(CheckpointError, match=re.escape(f"{deep} cannot be read: it takes more than")):
+        read_pickles([fine, deep, fine])
+    assert read_pickles([fine, fine]) == [[1, 2], [1, 2]]
 
 
 def test_there_are_at_least_60_of_them() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.cleaning.documents.options import CleanOptions
-from megatron.corpus.cleaning.report import CleaningReport
-from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
+from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
+from megatron.corpus.cleaning.cleaning_report import CleaningReport
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions
 from megatron.corpus.workers.progress import ProgressLine
 
 

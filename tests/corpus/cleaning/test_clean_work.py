@@ -13,8 +13,8 @@ import pytest
 from megatron.corpus.cleaning.clean_work import CleanWork
 from megatron.corpus.cleaning.cleaner import Cleaner
 from megatron.corpus.cleaning.contamination import EvaluationSets
-from megatron.corpus.cleaning.documents.options import CleanOptions, ContaminationChoice
-from megatron.corpus.inputs.sources import Block, blocks
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice
+from megatron.corpus.inputs.input_blocks import InputBlock, blocks
 from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
 from megatron.errors import DataError
@@ -55,10 +55,11 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
             os.kill(pool.process_ids[0], signal.SIGKILL)
 
 
-def test_a_workers_error_keeps_its_type() -> None:
-    short = Block("/dev/null", 0, 10, None, 0)
+def test_a_workers_error_keeps_its_type(tmp_path: Path) -> None:
+    (tmp_path / "short").touch()
+    short = InputBlock(str(tmp_path / "short"), 0, 10, None, 0)
     with (
         WorkerPool(CleanWork(Cleaner(OPTIONS)), 1) as pool,
-        pytest.raises(DataError, match=r"/dev/null: ended at byte offset 0 instead of 10"),
+        pytest.raises(DataError, match=r"short: ended at byte offset 0 instead of 10"),
     ):
         list(pool.run([short]))

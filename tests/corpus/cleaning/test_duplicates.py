@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.corpus.cleaning.cleaner import Cleaner
-from megatron.corpus.cleaning.documents.options import CleanOptions, NearChoice
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions, NearChoice
 from megatron.corpus.cleaning.duplicates import DuplicateFilter, ExactDuplicates
-from megatron.corpus.inputs.sources import blocks
+from megatron.corpus.inputs.input_blocks import blocks
 from tests.corpus.cleaning.runs import write_jsonl
 
 

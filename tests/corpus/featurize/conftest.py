@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.featurize.run import featurize_tokens
+from megatron.corpus.featurize.featurize_corpus import featurize_tokens
 from megatron.data.formats.indexed import IndexedWriter
 from tests.corpus.featurize.small_windows import RECORD, small
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.corpus.featurize.run import WindowOptions
+from megatron.corpus.featurize.featurize_corpus import WindowOptions
 from megatron.tokenizers.record import TokenizerRecord
 
 RECORD = TokenizerRecord("tiny", "abc", 600, 599)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from megatron.corpus.featurize import back as featurize_back
 from megatron.corpus.featurize import shards as featurize_shards
 from megatron.corpus.featurize.back import windows_to_tokens
-from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
-from megatron.corpus.featurize.windows import Cutting
+from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
+from megatron.corpus.featurize.window_cutting import Cutting
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.formats.sidecar import read_sidecar
-from megatron.data.formats.windows import WindowFile
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.corpus.featurize.small_windows import RECORD, small

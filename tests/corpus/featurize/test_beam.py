@@ -13,9 +13,9 @@ import pytest
 from megatron.corpus.featurize import beam as featurize_beam
 from megatron.corpus.featurize.back import windows_to_tokens
 from megatron.corpus.featurize.beam import featurize_with_beam, make_shard
-from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions, featurize
+from megatron.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions, featurize
 from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.data.formats.windows import COLUMNS, WindowFile
+from megatron.data.formats.parquet_windows import COLUMNS, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import quiet, write_lines

@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 
 from megatron.corpus.featurize import shards as featurize_shards
-from megatron.corpus.featurize.run import featurize_tokens
+from megatron.corpus.featurize.featurize_corpus import featurize_tokens
 from megatron.corpus.workers.processes import WorkerError
-from megatron.data.formats.atomic_files import temporary_beside
 from megatron.errors import StorageError
+from megatron.files.replacing import temporary_name
 from tests.corpus.featurize.small_windows import RECORD, small
 
 
@@ -34,8 +34,8 @@ def test_older_shards_and_leftovers_of_killed_runs_are_removed(
 
 
 def leave_something(folder: Path) -> None:
-    temporary_beside(folder / "w-00003-of-00009").touch()
-    scratch = temporary_beside(folder / "w")
+    temporary_name(folder / "w-00003-of-00009").touch()
+    scratch = temporary_name(folder / "w")
     scratch.mkdir()
     (scratch / "tokens.bin").touch()
 

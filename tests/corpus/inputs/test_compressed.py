@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs import sources
-from megatron.corpus.inputs.sources import blocks
+from megatron.corpus.inputs import input_blocks
+from megatron.corpus.inputs.input_blocks import blocks
 from megatron.errors import DataError
 
 MAKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -57,7 +57,7 @@ def test_an_empty_file_is_not_a_valid_compressed_file(tmp_path: Path, suffix: st
 def test_a_huge_document_from_a_tiny_input_is_a_bomb(
     tmp_path: Path, separator: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_LONGEST_FREE_BYTES", 3 << 20)
+    monkeypatch.setattr(input_blocks, "_LONGEST_FREE_BYTES", 3 << 20)
     path = tmp_path / "in.txt.gz"
     path.write_bytes(gzip.compress(b"a\n\n" + bytes(8 << 20)))
     with pytest.raises(
@@ -75,7 +75,7 @@ def test_a_huge_document_from_a_tiny_input_is_a_bomb(
 def test_an_endless_line_is_not_a_document(
     tmp_path: Path, name: str, separator: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_LONGEST_DOCUMENT_BYTES", 2 << 20)
+    monkeypatch.setattr(input_blocks, "_LONGEST_DOCUMENT_BYTES", 2 << 20)
     path = tmp_path / name
     data = b"{}\n" + bytes(4 << 20)
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron.corpus.inputs import documents
-from megatron.corpus.inputs.block import Block
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.inputs.documents import parse_block
-from megatron.tokenizers.long_text import LongText
+from megatron.tokenizers.encoders.long_text import LongText
 
 
-def text_block(data: bytes, start: int = 0) -> Block:
-    return Block("a.txt", start, len(data), data, len(data), "text")
+def text_block(data: bytes, start: int = 0) -> InputBlock:
+    return InputBlock("a.txt", start, len(data), data, len(data), "text")
 
 
 def test_plain_text_is_cut_at_the_separator() -> None:
@@ -42,4 +42,4 @@ def test_a_long_text_stays_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layouts_are_distinguished() -> None:
     line = b'{"text": "a"}\n'
-    assert parse_block(Block("a.jsonl", 0, len(line), line, 0), ("text",), True).texts == [["a"]]
+    assert parse_block(InputBlock("a.jsonl", 0, len(line), line, 0), ("text",), True).texts == [["a"]]

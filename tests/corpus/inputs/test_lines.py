@@ -68,13 +68,12 @@ def test_no_lines() -> None:
     ("source", "reason", "ends"),
     [
         ("a.jsonl", "key 'text' (--json-keys) is missing", "--on-bad-line skip."),
-        ("a.txt", "not JSON: Expecting value", r"If this is plain text, say what ends a document, such as --do"),
         ("<stdin>", "not JSON: Expecting value", r"If this is plain text, say what ends a document, such as --do"),
-        ("a.log", "not JSON: Expecting value", r"plain text, call the file *.txt and say what ends a document, such"),
+        ("a.log", "not JSON: Expecting value", "If this is plain text, call the file *.txt: then each line is"),
     ],
 )
 def test_the_advice_names_plain_text_where_a_line_is_not_json(source: str, reason: str, ends: str) -> None:
     advice = bad_line_advice(source, reason)
     assert advice.startswith("Fix the line, or leave such lines out with --on-bad-line skip.")
     assert ends in advice
-    assert ("--document-separator" in advice) is reason.startswith("not JSON")
+    assert ("plain text" in advice) is reason.startswith("not JSON")

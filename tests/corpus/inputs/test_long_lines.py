@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.corpus.inputs import lines as lines_module
 from megatron.corpus.inputs import long_lines
 from megatron.corpus.inputs.lines import parse_lines
-from megatron.tokenizers.long_text import LongText
+from megatron.tokenizers.encoders.long_text import LongText
 from tests.corpus.inputs.bad_lines import BAD, GOOD
 
 
@@ -74,4 +74,4 @@ def test_a_long_line_without_a_long_string_is_rejected_before_it_fills_memory(
     monkeypatch.setattr(lines_module, "MOST_BYTES_BESIDE_LONG_STRINGS", 2 << 20)
     line = b'{"numbers": [' + b"1, " * 1_500_000 + b'1], "text": "a"}'
     parsed = parse_lines(line, ("text",), is_first=False, skip_bad=True)
-    assert "the line has 4 MiB beside its long strings; at most 2 MiB" in parsed.bad[0].reason
+    assert "the line has 4 MiB besides its long strings; at most 2 MiB" in parsed.bad[0].reason

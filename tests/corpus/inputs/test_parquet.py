@@ -9,7 +9,7 @@ import pytest
 
 from megatron.corpus.inputs import parquet as parquet_module
 from megatron.corpus.inputs.documents import parse_block
-from megatron.corpus.inputs.sources import blocks
+from megatron.corpus.inputs.input_blocks import blocks
 from megatron.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow", reason="the pyarrow package is not installed")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from megatron.corpus.inputs import tables
-from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, share_of
+from megatron.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
+from megatron.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, share_of
 from megatron.corpus.inputs.lines import parse_lines
 from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
-from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
-from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.vocabulary.learning import texts_of
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.stores import sqlite as sqlite_store

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megatron.corpus.preprocess import distributed
-from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, share_of_rank
+from megatron.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
 from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.run import PreprocessResult, preprocess
+from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
 from megatron.corpus.preprocess.sentences import SentenceSplitter
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, DataError, StorageError
@@ -25,7 +25,7 @@ from tests.corpus.preprocess_runs import quiet, write_lines
 from tests.helpers.vocabulary import hard_documents
 
 TEXTS = hard_documents(300)
-EVERYTHING = Draw()
+EVERYTHING = DocumentDraw()
 
 
 def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
@@ -52,7 +52,7 @@ def both(prefix: Path) -> list[bytes]:
 
 
 def run(
-    folder: Path, options: EncodeOptions, draw: Draw = EVERYTHING, merging: str = "parallel", ranks: int = 2
+    folder: Path, options: EncodeOptions, draw: DocumentDraw = EVERYTHING, merging: str = "parallel", ranks: int = 2
 ) -> PreprocessResult:
     def work(ranks: JobRanks) -> PreprocessResult:
         encode = share_of_rank([f"{folder}/in.jsonl"], draw, options, ranks, quiet())
@@ -109,7 +109,7 @@ def test_the_first_of_the_shuffled_documents(tmp_path: Path, choice: TokenizerCh
     np.random.default_rng(7).shuffle(order)
     write_lines(tmp_path / "drawn.jsonl", [TEXTS[number] for number in order[:100]])
     preprocess((f"{tmp_path}/drawn.jsonl",), f"{tmp_path}/drawn", options, 1, quiet())
-    result = run(tmp_path, options, Draw(count=100, is_shuffled=True, seed=7))
+    result = run(tmp_path, options, DocumentDraw(count=100, is_shuffled=True, seed=7))
     assert both(tmp_path / "out" / "o") == both(tmp_path / "drawn")
     assert result.documents + result.empty == 100
 
@@ -119,10 +119,10 @@ def test_a_seed_that_was_drawn_gives_the_same_order_again(
 ) -> None:
     pytest.importorskip("datasets", reason="the datasets package is not installed")
     write_lines(tmp_path / "in.jsonl", TEXTS)
-    run(tmp_path, EncodeOptions(choice), Draw(is_shuffled=True))
+    run(tmp_path, EncodeOptions(choice), DocumentDraw(is_shuffled=True))
     found = both(tmp_path / "out" / "o")
     seed = int(capsys.readouterr().err.partition("without --seed: --seed ")[2].split()[0])
-    run(tmp_path, EncodeOptions(choice), Draw(is_shuffled=True, seed=seed), ranks=1)
+    run(tmp_path, EncodeOptions(choice), DocumentDraw(is_shuffled=True, seed=seed), ranks=1)
     assert both(tmp_path / "out" / "o") == found
 
 
@@ -130,7 +130,7 @@ def test_databases_are_not_drawn_from(choice: TokenizerChoice) -> None:
     with pytest.raises(
         ConfigError, match=r"--split, --count and --shuffle need files.*--input sqlite:///a\.db is a database"
     ):
-        share_of_rank(["sqlite:///a.db"], Draw(count=5), EncodeOptions(choice), JobRanks.single(), quiet())
+        share_of_rank(["sqlite:///a.db"], DocumentDraw(count=5), EncodeOptions(choice), JobRanks.single(), quiet())
 
 
 def test_a_failure_of_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Path, choice: TokenizerChoice) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.corpus.inputs.block import Block
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
 LINES = b'{"text": "some text"}\n{"text": ""}\n{"text": "more"}\n'
 
 
-def block(data: bytes) -> Block:
-    return Block("in.jsonl", 0, len(data), data, len(data))
+def block(data: bytes) -> InputBlock:
+    return InputBlock("in.jsonl", 0, len(data), data, len(data))
 
 
 @pytest.mark.parametrize("append_eod", [True, False])

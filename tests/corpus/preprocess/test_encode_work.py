@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
 from megatron.corpus.workers.pool import WorkerPool
@@ -19,13 +19,15 @@ from tests.helpers.vocabulary import write_vocabulary
 def test_workers_start_as_blocks_arrive_and_write_ids_themselves(tmp_path: Path, choice: TokenizerChoice) -> None:
     data = b'{"text": "some text"}\n' * 1000
     encoder = BlockEncoder(EncodeOptions(choice))
-    ids = encoder.encode(Block("<test>", 1, len(data), data, 0)).keys[0].ids
+    ids = encoder.encode(InputBlock("<test>", 1, len(data), data, 0)).keys[0].ids
     assert ids is not None
     for start_method in START_METHODS:
         target = tmp_path / start_method
         target.touch()
         with WorkerPool(EncodeWork(encoder), 8, start_method) as pool:
-            for number, (_, result) in enumerate(pool.run(Block("<test>", 1, len(data), data, 0) for _ in range(2))):
+            for number, (_, result) in enumerate(
+                pool.run(InputBlock("<test>", 1, len(data), data, 0) for _ in range(2))
+            ):
                 assert result.keys[0].ids is None and result.place is not None
                 result.place([(str(target), number * ids.nbytes)])
             assert len(pool.process_ids) == 2
@@ -38,7 +40,7 @@ def test_ids_that_cannot_be_written_are_a_storage_error(tmp_path: Path, choice: 
         WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 1) as pool,
         pytest.raises(StorageError, match=r"Cannot write .*/gone/out\.bin: No such file"),
     ):
-        for _, result in pool.run([Block("<test>", 1, len(data), data, 0)]):
+        for _, result in pool.run([InputBlock("<test>", 1, len(data), data, 0)]):
             assert result.place is not None
             result.place([(str(tmp_path / "gone" / "out.bin"), 0)])
 
@@ -61,4 +63,4 @@ def test_workers_report_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None
 def test_a_file_that_vanishes_is_a_data_error_from_a_worker(tmp_path: Path, choice: TokenizerChoice) -> None:
     pool = WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 1)
     with pool, pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
-        list(pool.run([Block(str(tmp_path / "gone.jsonl"), 0, 10, None, 10)]))
+        list(pool.run([InputBlock(str(tmp_path / "gone.jsonl"), 0, 10, None, 10)]))

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.inputs.files import Shard, expand_inputs
+from megatron.corpus.inputs.input_paths import Shard, expand_inputs
 from megatron.corpus.preprocess import partitions as resume_module
-from megatron.corpus.preprocess import run as preprocess_module
+from megatron.corpus.preprocess import preprocess_corpus as preprocess_module
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
-from megatron.corpus.preprocess.run import PreprocessResult, preprocess
+from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError, DataError, StorageError

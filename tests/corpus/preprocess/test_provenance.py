@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.preprocess import provenance
 from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.preprocess.provenance import SourceLog
-from megatron.corpus.preprocess.run import preprocess
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.sidecar import SourceRecord, read_sidecar
 from megatron.errors import DataError
@@ -48,11 +48,11 @@ def test_sizes_alone_without_the_package_and_for_unreadable_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = SourceLog()
-    assert len(list(log.watch([Block(f"{tmp_path}/gone", 0, 5, None, 5)]))) == 1
+    assert len(list(log.watch([InputBlock(f"{tmp_path}/gone", 0, 5, None, 5)]))) == 1
     assert log.records() == (SourceRecord(f"{tmp_path}/gone", 5, None),)
     monkeypatch.setattr(provenance, "_hash_maker", lambda: None)
     log = SourceLog()
-    list(log.watch([Block("<stdin>", 0, 3, b"abc", 0), Block("<stdin>", 3, 2, b"de", 0)]))
+    list(log.watch([InputBlock("<stdin>", 0, 3, b"abc", 0), InputBlock("<stdin>", 3, 2, b"de", 0)]))
     assert log.records() == (SourceRecord("<stdin>", 5, None),)
 
 
@@ -60,7 +60,7 @@ def test_a_parquet_file_counts_with_its_size_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 some rows PAR1")
     log = SourceLog()
-    list(log.watch([Block(str(path), start, 3, b"abc", 0, "parquet") for start in (0, 3)]))
+    list(log.watch([InputBlock(str(path), start, 3, b"abc", 0, "parquet") for start in (0, 3)]))
     assert log.records() == (SourceRecord(str(path), 19, xxhash.xxh3_64(path.read_bytes()).hexdigest()),)
 
 

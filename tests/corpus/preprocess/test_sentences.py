@@ -13,7 +13,7 @@ from megatron.corpus.preprocess import encode as encode_module
 from megatron.corpus.preprocess import sentences as sentences_module
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.preprocess.sentences import SentenceSplitter
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.corpus.preprocess.encode import EncodedBlock, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
-from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.workers import pipes
 from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers.pool import WorkerPool

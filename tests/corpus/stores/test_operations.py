@@ -19,6 +19,7 @@ from megatron.corpus.stores import operations as store
 from megatron.corpus.stores.operations import (
     audit,
     fetch_samples,
+    stream_samples,
     time_fetches,
 )
 from megatron.data.stores.address import StoreAddress
@@ -169,7 +170,7 @@ def test_a_file_that_becomes_unreadable(
     def refuse(*given: Any, **options: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store, "open", refuse, raising=False)
+    monkeypatch.setattr(store, "open_plain", refuse)
     with pytest.raises(DataError, match=r"a\.jsonl cannot be read: Input/output error"):
         put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
 
@@ -205,6 +206,39 @@ def test_samples_are_drawn_into_one_file_per_process(sqlite_database: Database, 
         fetch_samples(sqlite_database.base, 31, 1, prefix, "\n", seed=5)
 
 
+def test_the_schema_of_dsgpt2_is_imported_without_flags(sqlite_database: Database, tmp_path: Path) -> None:
+    lines = [{"_id": {"$oid": "5f"}, "idx": 7, "form": " Ham\n", "filt_text": "Ham"}, {"form": "b", "filt_text": "B"}]
+    path = tmp_path / "web.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ours = tmp_path / "ours.jsonl"
+    ours.write_text('{"text": "mine", "filt_text": "not this"}\n')
+    alone = tmp_path / "alone.jsonl"
+    alone.write_text('{"filt_text": "alone"}\n')
+    assert [one.record is None for one in put(sqlite_database, "web", *map(str, (path, ours, alone, path)))] == [
+        False, False, False, True,
+    ]  # fmt: skip
+    assert texts_of(sqlite_database, "web") == ["Ham", "B", "mine", "alone"]
+    with sqlite3.connect(sqlite_database.path) as connection:
+        assert connection.execute("SELECT form FROM web ORDER BY idx").fetchall() == [
+            (" Ham\n",),
+            ("b",),
+            (None,),
+            (None,),
+        ]
+    with pytest.raises(DataError, match=r"web\.jsonl:1: .*key 'text'"):
+        put(sqlite_database, "news", str(path), key="text")
+
+
+def test_samples_are_streamed_as_lines_of_json(sqlite_database: Database) -> None:
+    texts = ["one\ntwo", "ğ three", "four"]
+    sqlite_database.write({"web": numbered(texts)})
+    written = io.BytesIO()
+    stream_samples(sqlite_database.base, 3, 5, written)
+    assert [json.loads(line)["text"] for line in written.getvalue().splitlines()] == texts
+    with pytest.raises(ConfigError, match="--nsample 4 is more than the 3 documents"):
+        stream_samples(sqlite_database.base, 4, 5, written)
+
+
 def test_a_process_that_is_killed_while_it_draws(
     sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +264,7 @@ def test_a_failing_sampling_process_is_reported(sqlite_database: Database, tmp_p
 def test_two_imports_of_one_file_at_the_same_time_add_it_once(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(3000)))
-    tool = Path(__file__).resolve().parents[3] / "tools" / "corpus_store.py"
+    tool = Path(__file__).resolve().parents[3] / "tools" / "corpus" / "corpus_store.py"
     words = [sys.executable, str(tool), "import", str(source), "--config", "sqlite:///s.db", "--collection", "web"]
     both = [subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
     said = [process.communicate(timeout=60)[1] for process in both]

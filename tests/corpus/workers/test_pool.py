@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
-from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers import processes
 from megatron.corpus.workers.pool import WorkerPool
@@ -68,7 +68,7 @@ def test_a_killed_worker_is_named_at_once(tmp_path: Path, choice: TokenizerChoic
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_a_worker_killed_while_it_starts_is_named(choice: TokenizerChoice, start_method: str) -> None:
-    def blocks_and_a_kill() -> Iterator[Block]:
+    def blocks_and_a_kill() -> Iterator[InputBlock]:
         for number, block in enumerate(endless()):
             if number == 2:
                 os.kill(pool.process_ids[0], signal.SIGKILL)
@@ -104,5 +104,5 @@ def test_no_more_workers_than_cores_or_blocks(
 def test_large_blocks_through_the_pipes_do_not_deadlock(choice: TokenizerChoice) -> None:
     data = b'{"text": "some text 1 2 3 4 5 6 7 8 9 and so on"}\n' * 60_000
     with WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 2) as pool:
-        results = list(pool.run(Block("<test>", 1, len(data), data, 0) for _ in range(12)))
+        results = list(pool.run(InputBlock("<test>", 1, len(data), data, 0) for _ in range(12)))
     assert len(results) == 12 and all(result.lines == 60_000 for _, result in results)

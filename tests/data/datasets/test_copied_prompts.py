@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import SplitDatasets, build_split_datasets
+from megatron.data.build import SplitDatasets, build_split_datasets
 from megatron.data.datasets.copied_prompts import is_copied
-from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.datasets.examples.example_options import ExampleOptions
+from megatron.data.sources.request import DataRequest
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 
@@ -35,7 +36,7 @@ def path(tmp_path: Path) -> str:
 def build(path: str, tokenizer: Tokenizer, probability: float, split: str = "4,1,0") -> SplitDatasets:
     data = DataConfig(seq_length=LENGTH, data_path=(path,), split=split)
     options = ExampleOptions(on_targets_only=True, copy_prompt_probability=probability)
-    return build_split_datasets(data, LENGTH, SEED, (96, 8, 0), tokenizer=tokenizer, examples=options)[0]
+    return build_split_datasets(DataRequest(data, LENGTH, SEED, (96, 8, 0), tokenizer=tokenizer, examples=options))[0]
 
 
 def test_drawn_samples_answer_with_their_prompts_and_no_other_sample_changes(path: str, tokenizer: Tokenizer) -> None:

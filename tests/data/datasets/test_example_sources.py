@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import build_split_datasets, check_sources, data_fingerprint, epoch_samples
-from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.build import build_split_datasets, check_sources, data_fingerprint, epoch_samples
+from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
+from megatron.data.sources.request import DataRequest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.corpora import write_corpus
@@ -20,6 +21,7 @@ from tests.data.databases import new_database, numbered
 from tests.helpers.vocabulary import write_vocabulary
 
 LENGTH = 31
+DEFAULT = ExampleOptions()
 PACKED = ExampleOptions(pack=True, on_targets_only=True, needed_by="--pack-examples")
 
 
@@ -34,10 +36,10 @@ def write(path: Path, count: int, word: str = "to") -> str:
     return str(path)
 
 
-def build(tokenizer, *paths: str, samples=(40, 0, 0), plan=None, options=None, consumed=0, **flags):
+def build(tokenizer, *paths: str, samples=(40, 0, 0), plan=None, options=DEFAULT, consumed=0, **flags):
     data = DataConfig(**{"seq_length": LENGTH, "data_path": paths, "split": "1,0,0", **flags})
     return build_split_datasets(
-        data, LENGTH, 1234, samples, plan, consumed=consumed, tokenizer=tokenizer, examples=options
+        DataRequest(data, LENGTH, 1234, samples, plan, consumed=consumed, tokenizer=tokenizer, examples=options)
     )
 
 
@@ -47,7 +49,7 @@ def prompts(dataset, numbers, tokenizer) -> list[str]:
 
 def test_splits_hold_out_examples_packed_or_not(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "chat.jsonl", 40)
-    for options in (None, PACKED):
+    for options in (DEFAULT, PACKED):
         datasets, plan = build(tokenizer, path, samples=(100, 20, 0), split="8,2,0", options=options)
         assert plan.train is not None
         found = {}
@@ -133,9 +135,9 @@ def test_indices_lie_beside_the_data_or_where_they_are_wanted(tmp_path: Path, to
 def test_samples_of_an_epoch_are_the_rows_of_the_training_split(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "chat.jsonl", 40)
 
-    def count(*paths: str, options=None, **flags) -> int:
+    def count(*paths: str, options=DEFAULT, **flags) -> int:
         data = DataConfig(**{"seq_length": LENGTH, "data_path": paths, "split": "1,0,0", **flags})
-        return epoch_samples(data, LENGTH, 1234, tokenizer, options)
+        return epoch_samples(DataRequest(data, LENGTH, 1234, tokenizer=tokenizer, examples=options))
 
     assert count(path) == 40
     assert count(path, split="3,1,0") == 30
@@ -184,6 +186,11 @@ def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
         check_sources(data, LENGTH, "multitask")
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/none.jsonl",)), LENGTH)
+    cut = "chat.jsonl holds examples with answers, and --curriculum-learning cuts off the ends of samples"
+    with pytest.raises(ConfigError, match=cut):
+        check_sources(data, LENGTH, excluded_by="--curriculum-learning")
+    with pytest.raises(ConfigError, match=cut):
+        build(tokenizer, path, options=ExampleOptions(excluded_by="--curriculum-learning"))
     Path(path).write_text('{"text": "a document"}\n')
     with pytest.raises(DataError, match=r"chat\.jsonl:1: it has the keys \['text'\]"):
         check_sources(data, LENGTH)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.data.datasets.build import build_split_datasets, describe
+from megatron.data.build import build_split_datasets, describe
+from megatron.data.sources.request import DataRequest
 from tests.config.command_lines import small
 from tests.data.corpora import write_corpus
 from tests.data.datasets.token_datasets import MANY_SOURCES
@@ -20,7 +21,7 @@ def test_three_hundred_sources_named_in_files(tmp_path, few_open_files):
         (tmp_path / name).write_text(f'"{name}: {entries}"\n')
     flags = f"--train-weighted-split-paths-path {tmp_path}/train --valid-weighted-split-paths-path {tmp_path}/valid"
     data = small(flags, drop="--data-path").data
-    datasets, plan = build_split_datasets(data, 8, 1234, (900, 300, 0))
+    datasets, plan = build_split_datasets(DataRequest(data, 8, 1234, (900, 300, 0)))
     taken = [datasets.train.source_of(sample) for sample in range(900)]
     assert [taken.count(number) for number in range(MANY_SOURCES)] == [2, 4] * (MANY_SOURCES // 2)
     assert len({tuple(datasets.train[sample]) for sample in range(900)}) == 4

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import (
+from megatron.data.build import (
     build_split_datasets,
     check_sources,
     data_fingerprint,
@@ -17,9 +18,10 @@ from megatron.data.datasets.build import (
     epoch_samples,
 )
 from megatron.data.datasets.sample import SampleDataset
-from megatron.data.formats.windows import WindowFile, shard_name
+from megatron.data.formats.parquet_windows import WindowFile, shard_name
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
+from megatron.data.sources.request import DataRequest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
@@ -32,7 +34,7 @@ LENGTH = 8
 
 def build(data: DataConfig, samples: tuple[int, int, int], plan: DataPlan | None = None, length: int = LENGTH):
     stored = DataPlan.from_json(json.loads(json.dumps(plan.to_json()))) if plan else None
-    return build_split_datasets(data, length, 1234, samples, stored)
+    return build_split_datasets(DataRequest(data, length, 1234, samples, stored))
 
 
 def first_tokens(dataset: SampleDataset, count: int) -> list[int]:
@@ -88,7 +90,7 @@ def test_a_changed_blend_continues_the_windows_at_their_position(windows: str, t
     first, plan = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (30, 0, 0))
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "1", prefix), split="1,0,0", change_data_blend=True)
     stored = DataPlan.from_json(json.loads(json.dumps(plan.to_json())))
-    second, changed = build_split_datasets(data, LENGTH, 1234, (90, 0, 0), stored, consumed=30)
+    second, changed = build_split_datasets(DataRequest(data, LENGTH, 1234, (90, 0, 0), stored, consumed=30))
     before = first_tokens(first.train, 30)
     after = [token for token in (int(second.train[sample][0]) for sample in range(30, 90)) if token < 10_000]
     whole, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (60, 0, 0))
@@ -165,6 +167,8 @@ def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) 
 def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     class Given:
         name, fingerprint, vocab_size, eod_id = "mine", "b" * 64, 600, 7
+        behaviour: ClassVar[dict[str, str]] = {}
+        parts: ClassVar[dict[str, str]] = {}
 
     path = write_windows(
         tmp_path / "a.parquet", counting_windows(4, LENGTH), tokenizer=TokenizerRecord("theirs", "a" * 64, 600, 7)
@@ -174,7 +178,7 @@ def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         r"a.parquet was made with another tokenizer \(theirs, fingerprint aaaaaaaaaaaa, 600 tokens\) than this run's"
     )
     with pytest.raises(DataError, match=match):
-        build_split_datasets(data, LENGTH, 1, (4, 0, 0), tokenizer=Given())
+        build_split_datasets(DataRequest(data, LENGTH, 1, (4, 0, 0), tokenizer=Given()))
 
 
 def test_a_pattern_that_the_shell_expanded() -> None:
@@ -207,7 +211,7 @@ def test_the_order_of_rows_is_not_that_of_the_files(windows: str) -> None:
 
 def test_an_epoch_is_every_row_of_the_training_split(windows: str) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="80,10,10")
-    assert epoch_samples(data, LENGTH, 1234, None) == 80
+    assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 80
     datasets, _ = build(data, (160, 0, 0))
     seen = [first // LENGTH for first in first_tokens(datasets.train, 160)]
     assert sorted(seen[:80]) == sorted(seen[80:]) == list(range(80)) and seen[:80] != seen[80:]
@@ -217,11 +221,11 @@ def test_epochs_of_a_blend_are_refused_with_its_size(windows: str, tmp_path: Pat
     other = write_corpus(tmp_path / "corpus", [10] * 9)
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "3", other), split="1,0,0")
     with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; give --train-samples 111"):
-        epoch_samples(data, LENGTH, 1234, None)
+        epoch_samples(DataRequest(data, LENGTH, 1234))
 
 
 def test_an_epoch_of_token_files_is_what_fits_into_one_pass(tmp_path: Path) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(write_corpus(tmp_path / "corpus", [10] * 9),), split="1,0,0")
-    assert epoch_samples(data, LENGTH, 1234, None) == 11
+    assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 11
     with pytest.raises(ConfigError, match=r"have 90 tokens and do not fill one sample of --seq-length 90"):
-        epoch_samples(data, 90, 1234, None)
+        epoch_samples(DataRequest(data, 90, 1234))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
+from megatron.data.sources.request import DataRequest
 
 SEQUENCE_LENGTH = 8
 MANY_SOURCES = 300  # more than a byte can number
@@ -11,7 +12,7 @@ MANY_SOURCES = 300  # more than a byte can number
 
 def build(data: DataConfig, samples=(9, 0, 0), plan=None, seed=1234, sequence_length=SEQUENCE_LENGTH, **options):
     """The data sets of a configuration and their plan."""
-    return build_split_datasets(data, sequence_length, seed, samples, plan, **options)
+    return build_split_datasets(DataRequest(data, sequence_length, seed, samples, plan, **options))
 
 
 def config(*path: str, split: str = "1,0,0", **flags) -> DataConfig:

@@ -131,6 +131,16 @@ def test_a_missing_file_is_named_with_a_suggestion(tmp_path, name, message):
         IndexedDataset(tmp_path / name)
 
 
+def test_a_text_in_place_of_token_files_is_named_with_what_makes_them(tmp_path):
+    path = tmp_path / "novel.txt"
+    path.write_text("one\n")
+    with pytest.raises(
+        DataError,
+        match=r"novel\.txt \(a data path\) is a file, not token files.*preprocess_data\.py.*train_on_text\.py",
+    ):
+        IndexedDataset(path)
+
+
 def test_a_folder_without_a_corpus_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
@@ -305,6 +315,10 @@ def test_a_pair_is_recognized_without_reading_its_tables(tmp_path, monkeypatch):
         check_pair(prefix)
     with pytest.raises(DataError, match=r"none.idx does not exist \(data prefix "):
         check_pair(str(tmp_path / "none"))
-    monkeypatch.setattr(Path, "open", lambda path, mode: (_ for _ in ()).throw(PermissionError(13, "no", str(path))))
+
+    def refuse(path, *options):
+        raise PermissionError(13, "no", str(path))
+
+    monkeypatch.setattr(indexed, "open_plain", refuse)
     with pytest.raises(DataError, match=r"Cannot read .*pair.bin: no"):
         check_pair(prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,8 @@ class Fake:
     vocab_size: int = 500
     fingerprint: str = "ab" * 32
     eod: int = 499
+    behaviour: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def eod_id(self) -> int:

@@ -106,7 +106,7 @@ def test_rows_that_need_64_bits_get_them(builder):
 
 
 def test_no_tokens_is_an_error_and_not_an_endless_loop():
-    with pytest.raises(DataError, match="5 samples were asked of documents that hold 0 tokens"):
+    with pytest.raises(DataError, match="5 samples were requested from documents that hold 0 tokens"):
         build_indices(np.zeros(3, np.int32), np.arange(3), 8, 5, 1)
 
 

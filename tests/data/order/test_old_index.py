@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import DataConfig
-from megatron.data.datasets import build as split_datasets
-from megatron.data.datasets.build import build_split_datasets
+from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_map import build_indices
 from megatron.data.order.old_index import read_old_index, shuffled_end
+from megatron.data.sources import source_kinds
+from megatron.data.sources.request import DataRequest
 from tests.data.corpora import write_corpus
 
 LENGTHS = [11, 5, 17, 0, 8] * 30  # 1230 tokens, 153 samples an epoch
@@ -40,7 +41,7 @@ def write_old(prefix: str, first: int = 0, last: int = len(LENGTHS), seed: int =
 
 def rows_of(prefix: str, split: str = "1,0,0") -> list[list[int]]:
     data = DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split=split)
-    train = build_split_datasets(data, SEQUENCE_LENGTH, SEED, (SAMPLES, 0, 0))[0].train
+    train = build_split_datasets(DataRequest(data, SEQUENCE_LENGTH, SEED, (SAMPLES, 0, 0)))[0].train
     assert train is not None
     return [train[sample].tolist() for sample in range(len(train))]
 
@@ -72,9 +73,9 @@ def test_files_that_fit_are_read(prefix, expected, wide, monkeypatch, capsys):
     if wide:
         np.save(old_path(prefix, "sample"), np.load(old_path(prefix, "sample")).astype(np.int64))
     before = sorted(os.listdir(Path(prefix).parent))
-    monkeypatch.setattr(split_datasets, "build_indices", lambda *arguments: pytest.fail("an index is built"))
+    monkeypatch.setattr(source_kinds, "build_indices", lambda *arguments: pytest.fail("an index is built"))
     assert rows_of(prefix) == expected
-    assert f"is read from {old_path(prefix, 'doc')} and the two files beside it" in capsys.readouterr().err
+    assert f"is read from {old_path(prefix, 'doc')} and the two files next to it" in capsys.readouterr().err
     assert sorted({*os.listdir(Path(prefix).parent)} - {"index-cache"}) == before
     for name in NAMES:
         old_path(prefix, name).unlink()
@@ -86,7 +87,7 @@ def test_they_are_looked_for_under_the_name_of_a_weighted_group(prefix, capsys):
     for name in NAMES:
         old_path(prefix, name).rename(old_path(prefix, name, "MAIN"))
     data = DataConfig(seq_length=SEQUENCE_LENGTH, train_weighted_split_paths=(f"MAIN: 1 0:1 {prefix}",))
-    build_split_datasets(data, SEQUENCE_LENGTH, SEED, (SAMPLES, 0, 0))
+    build_split_datasets(DataRequest(data, SEQUENCE_LENGTH, SEED, (SAMPLES, 0, 0)))
     assert "MAIN_indexmap" in capsys.readouterr().err
 
 
@@ -150,7 +151,7 @@ def pickled(prefix: str) -> None:
 
 STRANGERS: dict[str, tuple[Callable[[str], None], str]] = {
     "split": (other_split, r"document index is int32 \[420\]; this data needs \[450\]"),
-    "seed": (other_seed, "its order is not that of seed 1234"),
+    "seed": (other_seed, "its order does not match seed 1234"),
     "lengths": (other_lengths, r"its sample \d+ does not hold 8 tokens of these documents|its 461 samples end after"),
     "width": (changed("doc", lambda values: values.astype(np.int64)), r"document index is int64"),
     "outside": (changed("doc", put(0, 150)), r"it names sequences outside \[0, 150\)"),
@@ -179,7 +180,7 @@ def test_mismatching_files_are_not_used_and_the_reason_is_logged(prefix, expecte
     damage(prefix)
     assert rows_of(prefix) == expected
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "indexmap" in text]
-    assert "a file beside it is not used" in line
+    assert "a file next to it is not used" in line
 
     assert re.search(reason, line), line
 
@@ -191,13 +192,15 @@ def test_files_of_the_other_epoch_rule_are_not_used(tmp_path, capsys):
     for name, array in zip(NAMES, build_indices(lengths, np.arange(150), 8, samples, SEED, "nvidia"), strict=True):
         np.save(old_path(prefix, name, samples=samples), array)
     data = DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0")
-    build_split_datasets(data, SEQUENCE_LENGTH, SEED, (samples, 0, 0))
+    build_split_datasets(DataRequest(data, SEQUENCE_LENGTH, SEED, (samples, 0, 0)))
     assert "not used (it names sequence" in capsys.readouterr().err
     build_split_datasets(
-        DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0", index_epoch_rule="nvidia"),
-        8,
-        SEED,
-        (samples, 0, 0),
+        DataRequest(
+            DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0", index_epoch_rule="nvidia"),
+            8,
+            SEED,
+            (samples, 0, 0),
+        )
     )
     assert "indexmap" not in capsys.readouterr().err
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan, segment_seed
+from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember, Segment, SourcePlan, segment_seed
 from megatron.errors import DataError
 
 SOURCES = (SourcePlan("a/web", "f" * 64, 0, 100, 1000), SourcePlan("b/web", "e" * 64, 5, 25, 200, is_rows=True))
-GROUP = GroupPlan("train", SOURCES, (Phase(0, (Member(0, 0.75), Member(1, 0.25))),))
+GROUP = GroupPlan("train", SOURCES, (Phase(0, (PhaseMember(0, 0.75), PhaseMember(1, 0.25))),))
 PLAN = DataPlan(8, 1234, "bigscience", GROUP, (), (replace(GROUP, name="test"),))
 
 
@@ -38,7 +38,7 @@ def test_a_row_source_is_planned_in_whole_epochs() -> None:
 def test_the_samples_of_a_mapped_source_are_counted_by_its_map() -> None:
     """`map_rows` is asked for the missing samples and the seed of each segment; the plan keeps its answer."""
     mapped = SourcePlan("c/bert", "d" * 64, 0, 10, 96, is_mapped=True)
-    group = GroupPlan("train", (mapped,), (Phase(0, (Member(0, 1.0),), blended=False),))
+    group = GroupPlan("train", (mapped,), (Phase(0, (PhaseMember(0, 1.0),), blended=False),))
     asked: list[tuple[int, int]] = []
 
     def map_rows(source: SourcePlan, samples: int, seed: int) -> int:
@@ -68,7 +68,7 @@ def test_a_plan_without_phases_is_read() -> None:
     group.pop("phases")
     group["sources"] = [dict(source, weight=0.5) for source in group["sources"]]
     read = DataPlan.from_json({**older, "train": group}).train
-    assert read is not None and read.phases == (Phase(0, (Member(0, 0.5), Member(1, 0.5))),)
+    assert read is not None and read.phases == (Phase(0, (PhaseMember(0, 0.5), PhaseMember(1, 0.5))),)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_plan_that_contradicts_itself_is_refused_at_once(place: tuple[object, 
 def test_what_the_sources_hold_is_known() -> None:
     group = PLAN.extended((100, 0, 0)).train
     assert group is not None and group.available == 124 + 40
-    later = replace(group, phases=(*group.phases, Phase(30, (Member(1, 1.0),), (22, 8))))
+    later = replace(group, phases=(*group.phases, Phase(30, (PhaseMember(1, 1.0),), (22, 8))))
     assert later.available == 30 + 32
 
 

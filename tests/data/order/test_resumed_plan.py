@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import build_split_datasets, describe
+from megatron.data.build import build_split_datasets, describe
 from megatron.data.order.index_map import plan_epochs
-from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase
+from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
+from megatron.data.sources.request import DataRequest
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
 
@@ -26,7 +27,7 @@ DOCUMENTS = [11, 5, 17, 8] * 30  # 1230 tokens, 153 samples an epoch
 
 def build(data: DataConfig, samples: int, plan=None, consumed: int = 0):
     stored = plan and DataPlan.from_json(json.loads(json.dumps(plan.to_json())))
-    return build_split_datasets(data, SEQUENCE_LENGTH, 1234, (samples, 0, 0), stored, consumed=consumed)
+    return build_split_datasets(DataRequest(data, SEQUENCE_LENGTH, 1234, (samples, 0, 0), stored, consumed=consumed))
 
 
 def blend(*words: str, change: bool = True) -> DataConfig:
@@ -258,7 +259,10 @@ def test_any_changes_read_every_source_in_one_order_without_gaps(shared_prefixes
             continue
         # the source alone, planned in the same steps, has the order that it must have had
         whole = dataclasses.replace(
-            plan.train, sources=(source,), phases=(Phase(0, (Member(0, 1.0),), blended=False),), samples=source.rows
+            plan.train,
+            sources=(source,),
+            phases=(Phase(0, (PhaseMember(0, 1.0),), blended=False),),
+            samples=source.rows,
         )
         stored = dataclasses.replace(plan, train=whole)
         order = build(blend(prefix, change=False), source.rows, stored)[0].train

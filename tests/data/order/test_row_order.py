@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.data.order.row_order import RowOrder
+from megatron.data.order.row_order import EpochRowOrder
 
 
-def rows_of(order: RowOrder) -> list[int]:
+def rows_of(order: EpochRowOrder) -> list[int]:
     """Every row by position, each looked up by itself."""
     places = [order.place(position) for position in range(len(order))]
     return [int(order.chunk(chunk)[place]) for chunk, place in places]
@@ -24,7 +24,7 @@ def every(rows: int, block: int) -> np.ndarray:
 )
 @pytest.mark.parametrize("chunk_rows", [1, 4, 16, 1000])
 def test_an_order_is_a_permutation_in_whole_blocks(edges: list[int] | np.ndarray, chunk_rows: int) -> None:
-    order = RowOrder(np.array(edges), chunk_rows, 3, 0)
+    order = EpochRowOrder(np.array(edges), chunk_rows, 3, 0)
     rows = rows_of(order)
     assert sorted(rows) == list(range(edges[0], edges[-1])) and len(order) == len(rows)
     blocks = [
@@ -36,15 +36,15 @@ def test_an_order_is_a_permutation_in_whole_blocks(edges: list[int] | np.ndarray
 
 
 def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
-    first = rows_of(RowOrder(every(50, 4), 16, 3, 0))
-    assert rows_of(RowOrder(every(50, 4), 16, 3, 0)) == first
-    assert rows_of(RowOrder(every(50, 4), 16, 3, 1)) != first != rows_of(RowOrder(every(50, 4), 16, 4, 0))
+    first = rows_of(EpochRowOrder(every(50, 4), 16, 3, 0))
+    assert rows_of(EpochRowOrder(every(50, 4), 16, 3, 0)) == first
+    assert rows_of(EpochRowOrder(every(50, 4), 16, 3, 1)) != first != rows_of(EpochRowOrder(every(50, 4), 16, 4, 0))
     written_in_plans = [41, 3, 45, 47, 5, 43]
     assert first[:6] == written_in_plans
 
 
 def test_a_chunk_takes_blocks_from_different_places() -> None:
-    chunk = RowOrder(every(1000, 10), 50, 1, 0).chunk(3)
+    chunk = EpochRowOrder(every(1000, 10), 50, 1, 0).chunk(3)
     blocks = sorted(set((chunk // 10).tolist()))
     assert len(chunk) == 50 and blocks != list(range(blocks[0], blocks[0] + 5))
     assert chunk.tolist() != sorted(chunk.tolist())

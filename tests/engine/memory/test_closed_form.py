@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.engine.memory.amounts import Amounts
-from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
+from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 
 # 100 elements in two groups; on 4 ranks a rank updates 20 + 5 of them
 GROUPS = [[30, 30, 20], [12, 8]]
@@ -37,3 +36,7 @@ def test_stage_one_keeps_the_gradients_of_other_ranks_when_it_offloads() -> None
     how = Partitioning(1, 4, offloads_optimizer=True, weight_bytes=2)
     assert predicted_bytes(GROUPS, how, rank=0).gradients == 4 * (30 + 20 + 8) + 2 * 4 * 25
     assert predicted_bytes(GROUPS, how, rank=1).gradients == 4 * (20 + 8) + 2 * 4 * 25  # it has parts of two matrices
+
+
+def test_the_total_counts_the_host_as_well() -> None:
+    assert Amounts(parameters=8, gradients=4, optimizer=2, on_device=12).total == 14

@@ -6,26 +6,26 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.engine.memory.amounts import Amounts
-from megatron.train.memory.zero_table import Row, TableRun, cells_of, measure_cells
+from megatron.engine.memory.closed_form import Amounts
+from megatron.train.memory.zero_table import MeasuredCell, TableRun, cells_of, measure_cells
 from tests.helpers.ranks import run_ranks
 
 RUN = TableRun(1, 32, 2, 16, 256, 2, "bf16")
 KINDS = ("parameters", "gradients", "optimizer")
 
 
-def measured(rank: int) -> list[Row]:
+def measured(rank: int) -> list[MeasuredCell]:
     """The table on one rank."""
     return measure_cells(RUN, cells_of(RUN.dtype))[1]
 
 
 @pytest.fixture(scope="module")
-def tables() -> list[list[Row]]:
+def tables() -> list[list[MeasuredCell]]:
     """The rows of both ranks."""
     return run_ranks(measured, 2)
 
 
-def test_every_amount_is_as_predicted_on_both_ranks(tables: list[list[Row]]) -> None:
+def test_every_amount_is_as_predicted_on_both_ranks(tables: list[list[MeasuredCell]]) -> None:
     wrong = [
         (rank, row.cell, kind, getattr(row.measured, kind), getattr(row.predicted, kind))
         for rank, rows in enumerate(tables)
@@ -37,6 +37,6 @@ def test_every_amount_is_as_predicted_on_both_ranks(tables: list[list[Row]]) -> 
     assert all(row.measured.total > 100_000 for rows in tables for row in rows)
 
 
-def test_without_an_accelerator_everything_is_in_one_memory(tables: list[list[Row]]) -> None:
+def test_without_an_accelerator_everything_is_in_one_memory(tables: list[list[MeasuredCell]]) -> None:
     first: Amounts = tables[0][-1].measured
     assert first.on_device == first.total

@@ -19,7 +19,7 @@ def prepared(*, alone: bool = False) -> PreparedChoices:
         "acc": lambda item, number, score: score.logprob,
         "half": lambda item, number, score: score.logprob / len(item.choices[number]),
     }
-    return PreparedChoices(ITEMS, queries, ranks, {}, queries if alone else ())
+    return PreparedChoices(ITEMS, queries * 2 if alone else queries, ranks, {})
 
 
 def scores(*logprobs: float) -> list[Score]:

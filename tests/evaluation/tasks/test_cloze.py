@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.evaluation.baselines.scorers import Baselines
+from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.tasks.cloze import Cloze, read_cloze
 from megatron.evaluation.tasks.task import TaskOptions
 from tests.evaluation.fakes import ByteTokenizer, FakeScorer, knows

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.evaluation.baselines.scorers import Baselines
+from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.tasks.exact_match import ExactMatch, before_stops, normalized
 from megatron.evaluation.tasks.task import TaskOptions
 from tests.evaluation.fakes import ByteTokenizer, FakeScorer

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from megatron.config.flags.fields import flags_of
 from megatron.errors import MegatronError
-from megatron.evaluation.baselines.scorers import Baselines
-from megatron.evaluation.report.results_file import Outcome, read_results, write_results
-from megatron.evaluation.report.table import result_lines
-from megatron.evaluation.tasks.reading import KINDS, keys_of, task_from
+from megatron.evaluation.baselines import Baselines
+from megatron.evaluation.results import EvaluatedTask, read_results, result_lines, write_results
 from megatron.evaluation.tasks.task import TaskOptions
+from megatron.evaluation.tasks.tasks_file import KINDS, task_from
 from tests.evaluation.fakes import ByteTokenizer, FakeScorer
 
 CASES = 400
@@ -50,7 +50,7 @@ def spoilt_rows(drawn: random.Random) -> str:
 def spoilt_description(drawn: random.Random, data: str) -> dict[str, Any]:
     kind = drawn.choice(list(KINDS))
     changes = {
-        drawn.choice(keys_of(KINDS[kind])): drawn.choice([*VALUES, data, 4, 8])
+        drawn.choice([flag.field for flag in flags_of(KINDS[kind])]): drawn.choice([*VALUES, data, 4, 8])
         for _ in range(drawn.choice([0, 0, 1, 2]))
     }
     return {"task": kind, "data": data, **changes}
@@ -77,7 +77,7 @@ def test_nothing_crashes(tmp_path: Path, seed: int) -> None:
             continue
         ended["result"] += 1
         assert len(result.per_item) == result.count > 0 and list(result_lines(result))
-        outcomes.append(Outcome(task.title, result))
+        outcomes.append(EvaluatedTask(task.title, result))
     write_results(tmp_path / "results.json", {}, outcomes)
     assert len(read_results(tmp_path / "results.json")["tasks"]) == ended["result"]
     assert min(ended[name] for name in ("ConfigError", "DataError", "result")) > 10

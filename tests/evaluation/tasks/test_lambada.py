@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.evaluation.baselines.scorers import Baselines
+from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.tasks.lambada import Lambada
 from megatron.evaluation.tasks.task import TaskOptions
 from megatron.tokenizers.tokenizer import build_tokenizer

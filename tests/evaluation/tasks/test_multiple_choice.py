@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.evaluation.baselines.scorers import Baselines
+from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.tasks.multiple_choice import MultipleChoice
 from megatron.evaluation.tasks.task import TaskOptions
 from tests.evaluation.fakes import EOD, ByteTokenizer, FakeScorer

@@ -11,10 +11,11 @@ import pytest
 
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.errors import ConfigError, DataError
-from megatron.evaluation.baselines.scorers import Baselines
-from megatron.evaluation.tasks.perplexity import Perplexity
+from megatron.evaluation.baselines import Baselines
+from megatron.evaluation.tasks.perplexity import Perplexity, overlapping_windows
 from megatron.evaluation.tasks.task import TaskOptions
 from tests.evaluation.fakes import EOD, ByteTokenizer, FakeScorer
+from tests.tokenizers.framed import FRAMES, framed_tokenizer
 
 BYTES = ByteTokenizer()
 
@@ -88,15 +89,43 @@ def test_documents_are_scored_apart(tmp_path: Path) -> None:
     assert result.count == 2 and result.figures["token_ratio"] == 3 / 2
 
 
-def test_a_token_file_is_scored_as_it_is(tmp_path: Path) -> None:
+def test_the_ends_of_a_token_file_are_neither_scored_nor_counted(tmp_path: Path) -> None:
     with IndexedWriter(str(tmp_path / "tokens"), np.uint16) as writer:
         writer.add_document([np.array([*b"a b", EOD])])
         writer.add_document([np.array([*b"cd", EOD])])
     scorer = FakeScorer()
     result = Perplexity(data="tokens", folder=tmp_path).run(scorer, BYTES)
-    assert [query.tokens for query in scorer.asked] == [(EOD, *b"a b", EOD), (EOD, *b"cd", EOD)]
-    assert result.figures["token_ratio"] == 7 / 3
-    assert result.figures["bits_per_byte"] == pytest.approx(7 / 5 / math.log(2))
+    assert [query.tokens for query in scorer.asked] == [(EOD, *b"a b"), (EOD, *b"cd")]
+    assert result.figures["token_ratio"] == 5 / 3
+    assert result.figures["bits_per_byte"] == pytest.approx(1 / math.log(2))
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("start", ["eod", "nothing"])
+def test_a_document_has_the_same_figures_as_jsonl_and_as_a_token_file(frame: str, start: str, tmp_path: Path) -> None:
+    tokenizer = framed_tokenizer(tmp_path, frame)
+    texts = ["def choose(self, seq):\n    return seq[0]", "é 漢 and the rest of it", "</s>x<s>"]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    with IndexedWriter(str(tmp_path / "tokens"), np.uint16) as writer:
+        for text in texts:
+            writer.add_document([np.array([*tokenizer.encode(text), tokenizer.eod_id])])
+    asked, figures = [], []
+    for data in ("texts.jsonl", "tokens"):
+        scorer = FakeScorer(by_length)
+        figures.append(Perplexity(data=data, start=start, window=8, folder=tmp_path).run(scorer, tokenizer).figures)
+        asked.append(scorer.asked)
+    assert asked[0] == asked[1] and figures[0] == figures[1]
+
+
+def test_what_the_tokenizer_puts_around_a_text_is_not_scored(tmp_path: Path) -> None:
+    tokenizer = framed_tokenizer(tmp_path, "<s> $A </s>")
+    (tmp_path / "text.txt").write_text("a cat")
+    scorer = FakeScorer()
+    result = Perplexity(data="text.txt", folder=tmp_path).run(scorer, tokenizer)
+    (query,) = scorer.asked
+    assert query.tokens[0] == tokenizer.ids_before[0] and query.first_target == 1
+    assert tokenizer.decode(query.targets) == "a cat"
+    assert result.figures["bits_per_byte"] == pytest.approx(len(query.targets) / 5 / math.log(2))
 
 
 def test_the_limit_takes_stretches_from_the_beginning(tmp_path: Path) -> None:
@@ -137,3 +166,31 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         Perplexity(data="empty.txt", folder=tmp_path).run(FakeScorer(), BYTES)
     with pytest.raises(ConfigError, match="--detokenizer klingon is not known. Use one of: none, wikitext, ptb"):
         Perplexity(data="text.txt", detokenizer="klingon")
+
+
+def test_the_windows_of_a_short_text() -> None:
+    windows = list(overlapping_windows(range(10), window=4, stride=2))
+    assert [(query.tokens, query.first_target) for query in windows] == [
+        ((0, 1, 2, 3, 4), 1),
+        ((2, 3, 4, 5, 6), 3),
+        ((4, 5, 6, 7, 8), 3),
+        ((6, 7, 8, 9), 3),
+    ]
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 8, 9, 16, 17, 33, 100])
+@pytest.mark.parametrize("window", [1, 2, 7, 8])
+@pytest.mark.parametrize("stride", [1, 3, 8, 50])
+def test_every_token_is_scored_once(length: int, window: int, stride: int) -> None:
+    windows = list(overlapping_windows(range(length), window, stride))
+    assert [token for query in windows for token in query.targets] == list(range(1, length))
+    stride = min(stride, window)
+    for number, query in enumerate(windows):
+        assert len(query.tokens) <= window + 1
+        assert query.tokens[0] == number * stride  # upstream's windows begin there
+        assert query.first_target == (1 if number == 0 else window + 1 - stride)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_text_without_a_second_token_has_no_window(length: int) -> None:
+    assert list(overlapping_windows(range(length), 4, 2)) == []

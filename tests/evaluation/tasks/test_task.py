@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError
-from megatron.evaluation.baselines.scorers import Baselines
+from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.statistics import Estimate
 from megatron.evaluation.tasks.lambada import Lambada
 from megatron.evaluation.tasks.task import MOST_SHOWN_LETTERS, Measured, TaskOptions, result_of, shown_end

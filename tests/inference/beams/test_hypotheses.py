@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.sampling_flags import BeamFlags
 from megatron.errors import ConfigError
-from megatron.inference.beams.hypotheses import Beam, BeamSettings, Hypotheses, beams_as_json
+from megatron.inference.beams import Beam, BeamSettings, Hypotheses, beams_as_json
 
 VOCABULARY, STOP, LENGTH = 4, 3, 4
 

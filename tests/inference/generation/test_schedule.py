@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.inference.generation.request import Request
-from megatron.inference.generation.schedule import Limits, Schedule, Text
+from megatron.inference.generation.schedule import EngineLimits, Text, TextSchedule
 from megatron.inference.sampling import Chooser, Sampling
 from megatron.model.interface.key_value_cache import TextCache
 
@@ -15,13 +15,15 @@ def text(name: str, prompt: int, new: int = 4) -> Text:
     return Text(request, list(request.prompt), prompt + new, TextCache(8), Chooser(SAMPLING, request.prompt))
 
 
-def schedule(*texts: Text, sequences: int = 8, tokens: int = 1000, short_context: int | None = None) -> Schedule:
-    planned = Schedule(Limits(sequences, tokens, chunk_tokens=10, block_tokens=8, short_context=short_context))
+def schedule(*texts: Text, sequences: int = 8, tokens: int = 1000, short_context: int | None = None) -> TextSchedule:
+    planned = TextSchedule(
+        EngineLimits(sequences, tokens, chunk_tokens=10, block_tokens=8, short_context=short_context)
+    )
     planned.waiting.extend(texts)
     return planned
 
 
-def run(planned: Schedule) -> list[tuple[str, int, int, bool]]:
+def run(planned: TextSchedule) -> list[tuple[str, int, int, bool]]:
     """One step: (request, first position, tokens, whether a token is chosen); chosen tokens are appended."""
     parts = planned.next_parts()
     said = [(part.text.request.id, part.place.first, part.count, part.is_last) for part in parts]

@@ -10,6 +10,8 @@ from pathlib import Path
 import datasets
 import pytest
 
+from tests.helpers.ranks import LAUNCH_VARIABLES
+
 TASKS = ("own_choices", "own_text", "own_answers")
 SENTENCES = ("import os and run", "def main of a program:", "the return value is None", "for each word", "x")
 
@@ -58,8 +60,10 @@ def write_tasks(folder: Path) -> Path:
 
 @contextmanager
 def offline(cache: Path) -> Iterator[None]:
-    """Data sets are cached in this folder, and nothing is downloaded."""
+    """Data sets are cached in this folder, nothing is downloaded, and accelerate sees one process."""
     with pytest.MonkeyPatch.context() as patch:
+        for name in LAUNCH_VARIABLES:  # left by a run in this process; accelerate would join a group and never leave it
+            patch.delenv(name, raising=False)
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
         for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
             patch.setenv(name, "1")

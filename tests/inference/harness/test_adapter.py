@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.inference.harness.adapter import harness_model
+from megatron.inference.harness import harness_model
 from megatron.inference.loading import LoadedModel, open_checkpoint
 from megatron.parallel.mesh import ParallelMesh
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tests.inference.harness.harness_tasks import TASKS, offline, write_tasks
-from tools import export_hf
+from tools.convert import export_hf
 
 lm_eval = pytest.importorskip("lm_eval")
 

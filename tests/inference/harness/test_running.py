@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.inference.harness.running import run_harness
+from megatron.inference.harness import run_harness
 from megatron.parallel.mesh import ParallelMesh
 from tasks.eval_harness import evaluate
 from tests.helpers.ranks import run_ranks

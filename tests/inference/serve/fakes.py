@@ -18,10 +18,10 @@ import openai
 
 from megatron.errors import ConfigError
 from megatron.inference.generation import GeneratedToken, Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Chosen, Sampling
 from megatron.inference.serve.access import Access
-from megatron.inference.serve.metrics import Metrics
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.metrics import ServerMetrics
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.running.engine_loop import Arrival, Command, EngineLoop, Load, Stop
 from megatron.inference.serve.running.jobs import Jobs
@@ -88,10 +88,17 @@ class FakeEngine:
                 found.append(GeneratedToken(identity, None, finish="failed", failure="Traceback of this sequence"))
                 del self._running[identity]
                 continue
+            prompt: tuple[Chosen, ...] = ()
+            top = tuple((number, -float(number)) for number in range(request.top_logprobs))
+            if request.scores_prompt and len(left) == request.max_new_tokens:
+                prompt = tuple(Chosen(number, -0.5, top) for number in request.prompt[1:])
+            if not left:
+                found.append(GeneratedToken(identity, None, finish="length", prompt=prompt))
+                del self._running[identity]
+                continue
             token = left.popleft()
             finish = "stop" if token in request.stop_ids else None if left else "length"
-            top = tuple((number, -float(number)) for number in range(request.top_logprobs))
-            found.append(GeneratedToken(identity, token, -0.25, top, finish))
+            found.append(GeneratedToken(identity, token, -0.25, top, finish, prompt=prompt))
             if finish is not None:
                 del self._running[identity]
         return found
@@ -144,14 +151,14 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    served: Served, engine: FakeEngine | None = None, limits: Limits | None = None, access: Access | None = None
+    served: Served, engine: FakeEngine | None = None, limits: ServerLimits | None = None, access: Access | None = None
 ) -> AsyncIterator[Running]:
     """Runs a service for as long as the context is open."""
-    engine, limits = engine or FakeEngine(), limits or Limits()
+    engine, limits = engine or FakeEngine(), limits or ServerLimits()
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     jobs, load = Jobs(commands, limits), Load()
     single_turn = SingleTurn(Sampling(seed=7), 60, has_seed=True)
-    service = Service(limits, jobs, Metrics(load, lambda: jobs.sequences), single_turn)
+    service = Service(limits, jobs, ServerMetrics(load, lambda: jobs.sequences), single_turn)
     loop = asyncio.get_running_loop()
 
     def deliver(arrivals: Sequence[Arrival]) -> None:

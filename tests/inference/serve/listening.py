@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.access import Access, allowed_hosts
 from megatron.inference.serve.network import listen
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.server import Opened, Server
 from megatron.inference.serve.service import STARTING
@@ -58,7 +58,7 @@ class Listening:
 def listening(
     served: Served,
     engine: FakeEngine | None = None,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     *,
     grace_seconds: float = 20.0,
     before: Callable[[], None] = lambda: None,
@@ -73,7 +73,7 @@ def listening(
     engine = engine or FakeEngine()
     access = Access(hosts=allowed_hosts("127.0.0.1", ()))
     single_turn = SingleTurn(Sampling(), 60, has_seed=True)
-    server = Server(listen("127.0.0.1", 0), limits or Limits(), access, single_turn, grace_seconds)
+    server = Server(listen("127.0.0.1", 0), limits or ServerLimits(), access, single_turn, grace_seconds)
     failures: list[BaseException] = []
 
     def open_model() -> Opened:

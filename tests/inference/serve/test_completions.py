@@ -12,9 +12,9 @@ import pytest
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.completions import CompletionForm
 from megatron.inference.serve.requests.asks import Ask
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.texts import Piece, TokenRecord
+from megatron.inference.serve.running.texts import AnswerPiece, TokenRecord
 from tests.inference.serve.fakes import POSITIONS, WRONG_TOKEN, FakeEngine, Running, running, saying
 
 
@@ -22,7 +22,7 @@ def talk(
     served: Served,
     act: Callable[[Running], Awaitable[Any]],
     engine: FakeEngine | None = None,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
 ) -> Any:
     """What `act` returns with a running service."""
 
@@ -114,7 +114,9 @@ def test_the_parts_of_characters_are_told_apart(served: Served) -> None:
     broken = [number for number in numbers if served.tokenizer.decode([number]) == "\ufffd"][:3]
     whole = [(number, -float(place)) for place, number in enumerate([*broken, 5, 5])]
     form = CompletionForm(Ask((), ("",), 1, (), Sampling(), (), frozenset(), top_logprobs=5), served, "x", 0)
-    found = form.whole([Piece("", (TokenRecord(broken[0], -1.0, tuple(whole), 0),))], {})["choices"][0]["logprobs"]
+    found = form.whole([AnswerPiece("", (TokenRecord(broken[0], -1.0, tuple(whole), 0),))], {})["choices"][0][
+        "logprobs"
+    ]
     labels = [f"bytes:\\x{(served.token_bytes(number) or b'?')[0]:02x}" for number in broken]
     assert found["tokens"] == labels[:1]
     assert found["top_logprobs"] == [{**{label: -float(n) for n, label in enumerate(labels)}, served.token_text(5): -3}]
@@ -131,6 +133,66 @@ def test_stop_texts_end_the_answer_and_the_computing(served: Served) -> None:
     answer = talk(served, act, engine)
     assert answer.choices[0].text == "one two " and answer.choices[0].finish_reason == "stop"
     assert len(engine.cancelled) == 1 and answer.usage.completion_tokens < 20
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("new_tokens", [0, 1, 3])
+def test_echo_with_logprobs_shows_those_of_the_prompt(served: Served, streams: bool, new_tokens: int) -> None:
+    """Texts and offsets are of the whole; the first token has no log-probability."""
+    prompts, engine = ["some text", "a🦜"], FakeEngine()
+    ids = [served.tokenizer.encode(prompt) for prompt in prompts]
+
+    async def act(service: Running) -> tuple[list[str], list[dict[str, list[Any]]], Any]:
+        settings: dict[str, Any] = {"model": "tiny", "prompt": prompts, "echo": True, "logprobs": 2}
+        create = service.client.completions.create
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        if not streams:
+            answer = await create(**settings, max_tokens=new_tokens)
+            shown = [{name: getattr(choice.logprobs, name) for name in names} for choice in answer.choices]
+            return [choice.text for choice in answer.choices], shown, answer.usage
+        texts, shown = ["", ""], [{name: [] for name in names} for _ in prompts]
+        options = {"include_usage": True}
+        async for chunk in await create(**settings, max_tokens=new_tokens, stream=True, stream_options=options):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                for name in names:
+                    shown[choice.index][name] += getattr(choice.logprobs, name)
+        return texts, shown, chunk.usage
+
+    texts, shown, usage = talk(served, act, engine)
+    for text, one, prompt, own in zip(texts, shown, prompts, ids, strict=True):
+        assert text.startswith(prompt) and len(one["tokens"]) == len(own) + new_tokens
+        assert one["tokens"][: len(own)] == [served.token_text(token) for token in own]
+        assert one["token_logprobs"] == [None, *[-0.5] * (len(own) - 1), *[-0.25] * new_tokens]
+        assert one["top_logprobs"][0] is None and all(len(top) == 2 for top in one["top_logprobs"][1:])
+        assert one["text_offset"][0] == 0 and one["text_offset"] == sorted(one["text_offset"])
+        assert one["text_offset"][len(own) :] == [len(prompt) + place for place in range(new_tokens)]
+    assert usage.completion_tokens == 2 * new_tokens
+
+
+def test_the_token_that_ends_a_scored_text_is_listed(served: Served) -> None:
+    """lm-eval leaves out the last token of the list, which it takes for the generated one."""
+
+    async def act(service: Running) -> Any:
+        return await service.client.completions.create(
+            model="tiny", prompt="some text", max_tokens=1, echo=True, logprobs=1
+        )
+
+    engine = FakeEngine(lambda request: [served.eod_id or 0])
+    (choice,) = talk(served, act, engine).choices
+    assert choice.text == "some text" and choice.finish_reason == "stop"
+    assert len(choice.logprobs.tokens) == len(served.tokenizer.encode("some text")) + 1
+
+
+def test_the_echo_of_tokens_leaves_a_begun_character_to_the_answer(served: Served) -> None:
+    ids = served.tokenizer.encode("a🦜b")
+    engine = FakeEngine(lambda request: [*ids[3:], served.eod_id or 0])
+
+    async def act(service: Running) -> Any:
+        return await service.client.completions.create(model="tiny", prompt=ids[:3], max_tokens=20, echo=True)
+
+    assert len(ids) > 4
+    assert talk(served, act, engine).choices[0].text == "a🦜b"
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -156,7 +218,7 @@ def test_the_usual_length_is_openais(served: Served) -> None:
         return await service.client.completions.create(model="tiny", prompt="a")
 
     assert talk(served, act).usage.completion_tokens == 16
-    assert talk(served, act, limits=Limits(new_tokens=5)).usage.completion_tokens == 5
+    assert talk(served, act, limits=ServerLimits(new_tokens=5)).usage.completion_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -170,11 +232,10 @@ def test_the_usual_length_is_openais(served: Served) -> None:
         ({"prompt": ["a"] * 65}, "'prompt' has 65 entries"),
         ({"prompt": [WRONG_TOKEN]}, "token 598, which is wrong here"),
         ({"max_tokens": 0}, "'max_tokens' is 0"),
-        ({"max_tokens": POSITIONS}, "The prompt has 1 tokens and 128 were asked for"),
+        ({"max_tokens": POSITIONS}, "The prompt has 1 tokens and 128 were requested"),
         ({"prompt": [1] * POSITIONS}, "The prompt has 128 tokens, but this model has 128 positions"),
         ({"n": 0}, "'n' is 0"),
         ({"logprobs": 21}, "'logprobs' is 21, but must be from 0 to 20"),
-        ({"echo": True, "logprobs": 1}, "'echo' is not supported together with logprobs"),
         ({"best_of": 2}, "'best_of' is not supported here"),
         ({"suffix": "x"}, "'suffix' is not supported here"),
         ({"stream": "yes"}, "'stream' must be true or false"),

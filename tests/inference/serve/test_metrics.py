@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron.errors import ConfigError
-from megatron.inference.serve.metrics import Metrics
+from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.running.engine_loop import Load
 from tests.inference.serve.fakes import FakeEngine, running
@@ -23,7 +23,12 @@ def test_requests_tokens_and_times_are_counted(served: Served) -> None:
             await service.http.post("/v1/completions", json={"wrong": 1})
             await service.http.get("/generate?sentence=a")
             await service.settle()
-            return (await service.http.get("/metrics")).text
+            for _ in range(500):  # the gauges follow at the engine's next turn
+                text = (await service.http.get("/metrics")).text
+                if "megatron_sequences_running 0.0" in text and "megatron_sequences_outstanding 0.0" in text:
+                    break
+                await asyncio.sleep(0.01)
+            return text
 
     families = {family.name: family for family in text_string_to_metric_families(asyncio.run(whole()))}
     samples = {
@@ -44,7 +49,7 @@ def test_requests_tokens_and_times_are_counted(served: Served) -> None:
 
 
 def test_two_servers_in_one_process_count_apart() -> None:
-    one, other = Metrics(Load(), lambda: 1), Metrics(Load(), lambda: 2)
+    one, other = ServerMetrics(Load(), lambda: 1), ServerMetrics(Load(), lambda: 2)
     one.generated_tokens.inc(5)
     assert b"megatron_generated_tokens_total 5.0" in one.exposition("")[0]
     assert b"megatron_generated_tokens_total 0.0" in other.exposition("")[0]
@@ -54,4 +59,4 @@ def test_two_servers_in_one_process_count_apart() -> None:
 def test_without_the_package_there_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"prometheus-client package \(pip install trident-megatron\[serve\]\)"):
-        Metrics(Load(), lambda: 0)
+        ServerMetrics(Load(), lambda: 0)

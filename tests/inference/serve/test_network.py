@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.inference.serve.network import address_of, listen
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
 from tests.inference.serve.fakes import FakeEngine
 from tests.inference.serve.listening import get, listening, post, read_all
@@ -83,7 +83,7 @@ def test_a_client_that_sends_its_whole_body_first_gets_the_refusal(served: Serve
         f"Content-Length: {size}\r\n\r\n".encode() + b"x" * size,
         f"Transfer-Encoding: chunked\r\n\r\n{size:x}\r\n".encode() + b"x" * size + b"\r\n0\r\n\r\n",
     )
-    with listening(served, limits=Limits(body_bytes=1000)) as running:
+    with listening(served, limits=ServerLimits(body_bytes=1000)) as running:
         for body in bodies:
             with running.connect() as connection:
                 connection.sendall(head.encode() + body)
@@ -114,7 +114,7 @@ def test_requests_follow_each_other_on_one_connection(served: Served) -> None:
 
 
 def test_headers_must_come_in_time(served: Served) -> None:
-    limits = Limits(header_seconds=0.2, idle_seconds=0.2)
+    limits = ServerLimits(header_seconds=0.2, idle_seconds=0.2)
     with listening(served, limits=limits) as running, running.connect() as silent, running.connect() as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nHost: loc")
         assert read_all(silent) == b"" and read_all(slow) == b""
@@ -122,7 +122,7 @@ def test_headers_must_come_in_time(served: Served) -> None:
 
 
 def test_a_body_must_come_in_time(served: Served) -> None:
-    with listening(served, limits=Limits(body_seconds=0.2)) as running, running.connect() as slow:
+    with listening(served, limits=ServerLimits(body_seconds=0.2)) as running, running.connect() as slow:
         slow.sendall(post(ASK)[:-5])
         answer = read_all(slow)
         assert status_of(answer) == 408 and b"did not arrive within 0.2 s" in answer
@@ -130,7 +130,7 @@ def test_a_body_must_come_in_time(served: Served) -> None:
 
 def test_a_client_that_reads_nothing_is_dropped(served: Served) -> None:
     """It asks again and again and reads no answer, so that they fill all buffers between the two."""
-    limits = Limits(stall_seconds=0.3)
+    limits = ServerLimits(stall_seconds=0.3)
     with listening(served, limits=limits) as running, running.connect() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.settimeout(10)
@@ -145,7 +145,7 @@ def test_a_client_that_reads_nothing_is_dropped(served: Served) -> None:
 
 
 def test_too_many_connections_are_refused(served: Served) -> None:
-    with listening(served, limits=Limits(connections=3)) as running:
+    with listening(served, limits=ServerLimits(connections=3)) as running:
         held = [running.connect() for _ in range(3)]
         assert b"There are 3 connections already" in (answer := running.ask(get("/health")))
         assert status_of(answer) == 503

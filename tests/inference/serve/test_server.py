@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import openai
 import pytest
@@ -13,9 +16,10 @@ import pytest
 from megatron.errors import NumericsError
 from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.server import _farewell
+from megatron.tokenizers.chat import ChatTemplate, sandbox
 from tests.inference.serve.fakes import FAILING_TOKEN, FakeEngine, counting
 from tests.inference.serve.listening import get, listening, post, read_all
 
@@ -141,7 +145,7 @@ def test_two_hundred_requests_at_once_get_their_own_tokens_in_order(served: Serv
         request = Request("x", (number + 1,), 20, Sampling())
         return served.tokenizer.decode(counting(request))
 
-    with listening(served, engine, Limits(queued_sequences=200)) as running:
+    with listening(served, engine, ServerLimits(queued_sequences=200)) as running:
         client = openai.OpenAI(base_url=f"{running.server.address}/v1", api_key="none", max_retries=0, timeout=120)
 
         def ask(number: int) -> str:
@@ -157,3 +161,43 @@ def test_two_hundred_requests_at_once_get_their_own_tokens_in_order(served: Serv
         metrics = body_of(running.ask(get("/metrics")))
     assert 'megatron_requests_total{endpoint="completions",status="200"} 200.0' in metrics
     assert "megatron_generated_tokens_total 4000.0" in metrics and "megatron_sequences_outstanding 0.0" in metrics
+
+
+HOSTILE = (
+    "{% if messages[0].content == 'hostile' %}{{ ('%(a)s' * 4000) % {'a': messages[0].content * 50000} }}"
+    "{% elif messages[0].content == 'endless' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+
+
+def test_a_hostile_template_holds_up_nobody(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are refused one after the other, and meanwhile the server says that it is ready."""
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
+    template = ChatTemplate("mine.jinja", HOSTILE)
+
+    def talk(said: str) -> bytes:
+        body = {"messages": [{"role": "user", "content": said}], "max_tokens": 3}
+        return running.ask(post(body, "/v1/chat/completions"))
+
+    with listening(replace(served, template=template)) as running, ThreadPoolExecutor(4) as clients:
+        assert b" 200 " in talk("good").splitlines()[0]
+        endless = [clients.submit(talk, "endless") for _ in range(4)]  # for a third of a second each
+        time.sleep(0.1)
+        for _ in range(5):
+            assert b" 200 " in running.ask(get("/health")).splitlines()[0]
+        assert not all(one.done() for one in endless), "the server was not asked meanwhile"
+        for one in endless:
+            assert b" 400 " in one.result().splitlines()[0]
+            assert "the chat template mine.jinja: it computes for more than 0.3" in body_of(one.result())
+        refused = clients.submit(talk, "hostile").result()
+        # Which limit it meets first depends on the machine.
+        limits = ("it needs more than 256 MB of memory", "writes more than", "it computes for more than")
+        assert any(limit in body_of(refused) for limit in limits)
+        killed = clients.submit(talk, "endless")
+        while not killed.done():
+            seat = template._program._seat
+            if seat.child is not None:
+                os.kill(seat.child._process.pid, signal.SIGKILL)
+            time.sleep(0.05)
+        assert "ended with -9" in body_of(killed.result())
+        assert b" 200 " in talk("good").splitlines()[0]

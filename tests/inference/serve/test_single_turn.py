@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.single_turn import SingleTurn, response_of
@@ -50,7 +50,7 @@ def test_a_chat_model_is_asked_a_question(served: Served) -> None:
         ("", "There is no sentence. Ask for /generate?sentence=TEXT."),
         ("sentence=", "There is no sentence"),
         ("sentence=%20", "There is no sentence"),
-        ("sentence=a&top_k=3", "'top_k' is no parameter of /generate, only sentence is"),
+        ("sentence=a&top_k=3", "'top_k' is not a parameter of /generate, only sentence is"),
         ("sentence=a&sentence=b", "A parameter of the query is repeated"),
         ("sentence=%ff", "The query is not UTF-8 in percent-encoding"),
         ("sentence=" + "word+" * 200, "The prompt has"),
@@ -64,17 +64,18 @@ def test_a_wrong_query_is_refused(served: Served, query: str, says: str) -> None
 
 def test_draws_are_fresh_unless_a_seed_was_given(served: Served) -> None:
     query: dict[str, Any] = {"sentence": "a"}
-    fresh = {SingleTurn(Sampling(seed=1), 5).ask(query, served, Limits()).sampling.seed for _ in range(9)}
+    fresh = {SingleTurn(Sampling(seed=1), 5).ask(query, served, ServerLimits()).sampling.seed for _ in range(9)}
     fixed = {
-        SingleTurn(Sampling(seed=1), 5, has_seed=True).ask(query, served, Limits()).sampling.seed for _ in range(9)
+        SingleTurn(Sampling(seed=1), 5, has_seed=True).ask(query, served, ServerLimits()).sampling.seed
+        for _ in range(9)
     }
     assert len(fresh) == 9 and fixed == {1}
 
 
 def test_the_length_has_the_servers_limit(served: Served) -> None:
-    assert SingleTurn(Sampling(), 50).ask({"sentence": "a"}, served, Limits(new_tokens=9)).new_tokens == (9,)
+    assert SingleTurn(Sampling(), 50).ask({"sentence": "a"}, served, ServerLimits(new_tokens=9)).new_tokens == (9,)
     with pytest.raises(Refusal, match="There is no sentence"):
-        SingleTurn(Sampling(), 50).ask({}, served, Limits())
+        SingleTurn(Sampling(), 50).ask({}, served, ServerLimits())
 
 
 def test_special_tokens_are_stripped_and_the_rest_is_not() -> None:

@@ -22,15 +22,15 @@ def request_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildRequest
     compiler = tmp_path / "compiler"
     compiler.write_text(
         "#!/bin/sh\nfor word; do last=$word; done\n"
-        'case "$*" in *sleepy.cpp*) sleep 20;; *silent.cpp*) exit 1;; *broken.cpp*) '
+        'case "$*" in *sleepy*) sleep 20;; *silent*) exit 1;; *broken*) '
         'echo "broken.cpp:1: error: it is broken" >&2; exit 1;; esac\necho built > "$last"\n'
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(compiler))
-    for name in ("broken", "first", "second", "silent", "sleepy"):
+    for name in ("broken", "dropout_add", "first", "second", "silent", "sleepy"):
         (tmp_path / "sources" / name).mkdir(parents=True)
         (tmp_path / "sources" / name / f"{name}.cpp").write_text(SOURCE)
-    return BuildRequest(tmp_path / "library", ("first", "second"), cuda="no", sources=tmp_path / "sources")
+    return BuildRequest(tmp_path / "library", ("first", "second"), cuda="no", jobs=3, sources=tmp_path / "sources")
 
 
 def _with(request: BuildRequest, **changes: object) -> BuildRequest:
@@ -43,10 +43,20 @@ def test_a_build_reports_its_progress_and_replaces_the_last(request_for: BuildRe
     assert (folder / LIBRARY).read_text() == "built\n"
     assert '"first",\n    "second"' in (folder / RECORD).read_text()
     assert lines[0] == "building 2 operation(s) for CPU: first, second"
+    assert sorted(line.split(": ")[0][6:] for line in lines[1:3]) == ["first for the CPU", "second for the CPU"]
     assert [line[:5] for line in lines[1:3]] == ["[1/2]", "[2/2]"]
     build(_with(request_for, only=("second",)), lines.append)
     assert "first" not in (folder / RECORD).read_text()
     assert sorted(path.name for path in folder.iterdir()) == sorted([LIBRARY, RECORD])
+
+
+def test_operations_share_a_compiler_unless_their_flags_differ(request_for: BuildRequest) -> None:
+    assert request_for.sources is not None
+    (request_for.sources / "second" / "second.cpp").write_text(100 * SOURCE)
+    lines: list[str] = []
+    build(_with(request_for, only=("first", "second", "dropout_add"), jobs=2), lines.append)
+    assert [line[:5] for line in lines[1:3]] == ["[1/2]", "[2/2]"]
+    assert {line.split(": ")[0][6:] for line in lines[1:3]} == {"second, first for the CPU", "dropout_add for the CPU"}
 
 
 def test_failures_are_sentences_and_lose_nothing(
@@ -57,7 +67,7 @@ def test_failures_are_sentences_and_lose_nothing(
     cases = {
         "broken.cpp:1: error: it is broken": {"only": ("broken",)},
         "failed .exit status 1.:\n.*compiler printed nothing": {"only": ("silent",)},
-        r"1 s \(--time-limit 1\) .* compiled sleepy/sleepy.cpp. Give it more time\.$": {
+        r"1 s \(--time-limit 1\) .* compiled sleepy for the CPU. Give it more time\.$": {
             "only": ("sleepy",),
             "seconds": 1,
         },
@@ -66,9 +76,9 @@ def test_failures_are_sentences_and_lose_nothing(
     for sentence, changes in cases.items():
         with pytest.raises(LaunchError, match=sentence):
             build(_with(request_for, **changes), lambda line: None)
-    with pytest.raises(ConfigError, match="--only third: no such operation. Known are broken, first"):
+    with pytest.raises(ConfigError, match="--only third: no such operation. Known are broken, dropout_add, first"):
         build(_with(request_for, only=("third",)), lambda line: None)
-    with pytest.raises(ConfigError, match="--architectures 90,abc: 'abc' is no compute capability"):
+    with pytest.raises(ConfigError, match="--architectures 90,abc: 'abc' is not a compute capability"):
         build(_with(request_for, architectures=("90", "abc")), lambda line: None)
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written to .*file: File exists"):
@@ -88,12 +98,12 @@ def test_failures_are_sentences_and_lose_nothing(
 
 def test_an_interrupted_build_ends_its_compilers_and_begins_no_other(request_for: BuildRequest) -> None:
     def interrupt(line: str) -> None:
-        if line.startswith("[1/3]"):
+        if line.startswith("[1/"):
             raise KeyboardInterrupt
 
     began_at = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        build(_with(request_for, only=("first", "sleepy", "second"), jobs=2), interrupt)
+        build(_with(request_for, only=("first", "sleepy", "second", "dropout_add"), jobs=3), interrupt)
     assert time.monotonic() - began_at < 15  # the compiler of one of them sleeps for 20 s
     assert request_for.folder is not None and not list(request_for.folder.iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.kernels.native.library import LIBRARY, RECORD, Library, default_folder, digest_of, library
+from megatron.kernels.native import library as subject
+from megatron.kernels.native.library import (
+    LIBRARY,
+    RECORD,
+    Library,
+    default_folder,
+    digest_of,
+    digest_of_sources,
+    library,
+)
 
 
 def test_a_fitting_library_has_its_operations_on_the_cpu(compiled: Library) -> None:
@@ -24,6 +34,8 @@ def test_a_fitting_library_has_its_operations_on_the_cpu(compiled: Library) -> N
         ({"torch": "1.0.0"}, "it was built for torch 1.0.0, and this is torch"),
         ({"machine": "vax"}, "it was built for vax, and this machine is"),
         ({"interface": 0}, "it has interface 0, and this version of the project needs"),
+        ({"sources": "0" * 64}, "its sources had digest 000000000000, and "),
+        ({"sources": ""}, "its sources had digest unknown, and "),
         ({"cpu_features": ["avx2000"]}, "it was built with --native for a CPU with avx2000, which this one lacks"),
         ({"operations": None}, "its record build.json is damaged"),
         ({"sha256": "0"}, "libmegatron_ops.so is not the file that build.json describes"),
@@ -46,6 +58,25 @@ def test_another_library_is_not_used(
     said = capfd.readouterr()
     text = said.out + said.err
     assert text.count("is not used: " + sentence) == 1 and "python tools/build_kernels.py" in text
+
+
+def test_an_installed_package_without_sources_takes_its_library(
+    monkeypatch: pytest.MonkeyPatch, compiled: Library, tmp_path: Path
+) -> None:
+    outdated = dataclasses.replace(compiled, sources="0" * 64)
+    assert "its sources had digest" in str(subject._unfit(outdated))
+    monkeypatch.setattr(subject, "SOURCES", tmp_path / "csrc" / "ops")
+    assert subject._unfit(outdated) is None
+
+
+def test_a_digest_follows_what_is_compiled(tmp_path: Path) -> None:
+    assert digest_of_sources(tmp_path / "nothing") == ""
+    (tmp_path / "norm").mkdir()
+    digests = []
+    for name, text in (("norm/norm.h", "a"), ("norm/norm.cu", "b"), ("norm/norm.cu", "c"), ("norm/norm.md", "d")):
+        (tmp_path / name).write_text(text)
+        digests.append(digest_of_sources(tmp_path))
+    assert len(set(digests)) == 3 and digests[2] == digests[3]
 
 
 def test_a_library_that_was_cut_short_is_not_loaded(

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from megatron.kernels.initial_values import Distribution, Draw, draw_
+from megatron.kernels.initial_values import Distribution, WeightDraw, draw_
 from tests.kernels.simt import emulator
 
 BASE = 0x9E3779B97F4A7C15
@@ -30,7 +30,7 @@ def test_values_are_those_of_the_reference(build: str, order: str, distribution:
                 target = run.output([count], dtype, shift=1)
                 settings = (len(shape), kind, BASE, 0.02, None)
                 run.call("megatron_initial_values_fill", target, first, count, dtype, *places, *settings)
-            draw = Draw(shape, start, box, BASE, 0.02, distribution)
+            draw = WeightDraw(shape, start, box, BASE, 0.02, distribution)
             assert torch.equal(target.tensor(), draw_(torch.empty(count, dtype=dtype), draw, first))
 
 

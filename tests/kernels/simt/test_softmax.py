@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.hashing import signed
+from megatron.kernels.native.library import cpu_features
 from tests.kernels.simt import emulator
 
 SCALE = 0.37
@@ -148,6 +150,24 @@ def test_hashes_are_those_of_torch() -> None:
         )
         kept = result.tensor() > 0
     assert torch.equal(kept, Dropout(rows, 20000, COLUMN_BASE).kept(37)) and 0.5 < kept.float().mean() < 0.85
+
+
+@pytest.mark.skipif("fma" not in cpu_features(), reason="the CPU has no fused multiply-add")
+@pytest.mark.parametrize("keys", [40, 1031, 8203])
+def test_rows_of_huge_scores_sum_to_one(keys: int) -> None:
+    scores = torch.randn(1, 1, 4, keys, generator=torch.Generator().manual_seed(keys))
+    scores[0, 0, 1] = -scores[0, 0, 1].abs() - 0.5
+    bias = torch.randn(1, 1, 4, keys, generator=torch.Generator().manual_seed(1))
+    sizes, strides = (ctypes.c_int64 * 4)(1, 1, 4, keys), (ctypes.c_int64 * 3)(0, 0, keys)
+    for size, scale, added in itertools.product((1e3, 1e8, 1e10, 1e30), (SCALE, -1.7), (None, bias)):
+        with emulator.launch("softmax", "fused") as run:
+            result, buffer = run.output(scores), None if added is None else run.input(added)
+            run.call(
+                "megatron_softmax_forward",
+                *(result, None, run.input(scores * size), None, None, buffer, None if added is None else strides),
+                *(None, None, sizes, scale, 0, torch.float32, torch.float32, 0, 0, None),
+            )
+            torch.testing.assert_close(result.tensor().sum(-1), torch.ones(1, 1, 4), msg=f"{size} times {scale}")
 
 
 def test_every_line_has_run(whole_file: None) -> None:

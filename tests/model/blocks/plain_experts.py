@@ -34,8 +34,24 @@ def plain_experts(
         if "shared_experts.linear_fc1.weight" in weights:
             first, second = weights["shared_experts.linear_fc1.weight"], weights["shared_experts.linear_fc2.weight"]
             row = row + _network(token, first, second, config)
+        if config.moe_residual:
+            row = _mixed(weights, token, row, config)
         rows.append(row)
     return torch.stack(rows).view(hidden.shape), _losses(all_logits, chosen, config)
+
+
+def _mixed(
+    weights: Mapping[str, torch.Tensor], token: torch.Tensor, routed: torch.Tensor, config: ModelConfig
+) -> torch.Tensor:
+    """What DeepSpeed's `MoE.forward` makes of its experts with `use_residual`: `coef = softmax(coefficient(x))`,
+    `output * coef[0] + mlp(x) * coef[1]`.
+    """
+    name = "residual.dense.linear_fc"
+    inner = weights[f"{name}1.weight"] @ token + weights[f"{name}1.bias"]
+    dense = weights[f"{name}2.weight"] @ ACTIVATIONS[config.activation_function](inner) + weights[f"{name}2.bias"]
+    scores = weights["residual.coefficient.weight"] @ token + weights["residual.coefficient.bias"]
+    first, second = torch.exp(scores[0]), torch.exp(scores[1])
+    return (routed * first + dense * second) / (first + second)
 
 
 def _network(token: torch.Tensor, first: torch.Tensor, second: torch.Tensor, config: ModelConfig) -> torch.Tensor:

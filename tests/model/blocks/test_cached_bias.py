@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.model.blocks.cached_bias import cached_bias, visible_keys
+from megatron.model.blocks.score_bias import cached_bias, visible_keys
 from megatron.model.interface.step_context import MaskKind, StepContext
 
 CONTEXT = StepContext(torch.arange(1))

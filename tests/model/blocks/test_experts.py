@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.blocks.experts import Experts
-from megatron.model.blocks.router import expert_tokens
+from megatron.model.blocks.router import expert_tokens, router_metric_sizes
 from megatron.model.costs import experts_cost
 from megatron.model.initial_values import place_initial_values
 from megatron.model.interface.auxiliary import AuxiliaryLosses
-from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec, draw_initial_values, name_parameters
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec, draw_initial_values, name_parameters
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh, standard_axes
@@ -37,6 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "shared": {**GATED, "moe_shared_expert_intermediate_size": 10, "moe_router_topk": 3},
     "without losses": {**GATED, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0},
     "every expert": {"moe_router_topk": 6},
+    "residual": {"moe_residual": True, "moe_router_topk": 1, "moe_router_pre_softmax": True, "ffn_hidden_size": 20},
 }  # fmt: skip
 
 
@@ -55,6 +57,12 @@ def build(config: ModelConfig, mesh: ParallelMesh | None = None) -> Experts:
         LayerSpec("layer", LayerKind.BLOCK, LayerCost(0), lambda: layer, complete_spec=complete_spec), layer
     )
     draw_initial_values(layer, seed=5)
+    for place, parameter in enumerate(layer.parameters()):
+        spec = shard_spec_of(parameter)
+        if not spec.is_matrix:  # a bias starts at zero, where an error in it would hide
+            whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(place))
+            box = tuple(slice(*edges) for edges in zip(spec.start, spec.stop, strict=True))
+            parameter.data.copy_(whole[box].reshape(parameter.shape))
     return layer
 
 
@@ -208,6 +216,36 @@ def test_names_and_logical_shapes() -> None:
     assert all(spec.is_matrix for spec in plain.values())
 
 
+def test_layers_may_have_different_numbers_of_experts() -> None:
+    config = experts_config(num_experts=12, moe_expert_counts=(3, 12), moe_router_topk=1, moe_router_pre_softmax=True)
+    layers = {index: Experts(config, ParallelMesh.single(), index) for index in range(2)}
+    for index, count in enumerate((3, 12)):
+        shapes = {name: spec.shape for name, spec in specs_of(layers[index]).items()}
+        assert shapes["router.weight"] == (count, 8) and shapes["experts.linear_fc2.weight"] == (count, 8, 12)
+        assert experts_cost(config, index).parameters == sum(p.numel() for p in layers[index].parameters())
+    assert router_metric_sizes(config)[expert_tokens(0)] == 3
+    assert router_metric_sizes(config)[expert_tokens(1)] == 12
+
+
+def test_the_residual_layer_is_deepspeeds() -> None:
+    """The formulas of `deepspeed.moe.layer.MoE(use_residual=True)`, with its gate and a capacity for every token."""
+    config = experts_config(**MODES["residual"])
+    layer, hidden = build(config).eval(), inputs(config)
+    tokens = hidden.view(-1, config.hidden_size)
+    gates = torch.softmax(tokens @ layer.router.weight.T, dim=1)  # top1gating
+    scores, chosen = gates.max(dim=1)
+    first, second = layer.experts.linear_fc1.weight[chosen], layer.experts.linear_fc2.weight[chosen]
+    inner = torch.nn.functional.gelu(torch.einsum("nfh,nh->nf", first, tokens), approximate="tanh")
+    output = torch.einsum("nhf,nf->nh", second, inner) * scores.unsqueeze(1)  # combine_weights
+    residual = layer.residual
+    assert residual is not None
+    output_mlp = residual.dense(hidden, new_context()).view_as(tokens)
+    coefficient = torch.nn.functional.linear(tokens, residual.coefficient.weight, residual.coefficient.bias)
+    coef = torch.softmax(coefficient, dim=-1)
+    expected = output * coef[..., 0:1] + output_mlp * coef[..., 1:]
+    torch.testing.assert_close(layer(hidden, new_context()).view_as(tokens), expected)
+
+
 @pytest.mark.parametrize("changes", [{}, GATED, {**GATED, "moe_shared_expert_intermediate_size": 10}])
 def test_cost_counts_all_parameters_and_the_operations_of_the_chosen_experts(changes: dict[str, Any]) -> None:
     config = experts_config(**changes)
@@ -216,6 +254,13 @@ def test_cost_counts_all_parameters_and_the_operations_of_the_chosen_experts(cha
     matrices = 3 if config.gated_linear_unit else 2
     active = 6 * 8 + matrices * 8 * (2 * 12 + config.moe_shared_expert_intermediate_size)
     assert cost.flops_per_token == 2 * active
+
+
+def test_cost_of_a_residual_layer() -> None:
+    config = experts_config(**MODES["residual"])
+    cost = experts_cost(config)
+    assert cost.parameters == sum(parameter.numel() for parameter in build(config).parameters())
+    assert cost.flops_per_token == 2 * (6 * 8 + 2 * 8 * 12 + 2 * 8 * 20 + 2 * 8)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from megatron import log
 from megatron.errors import DataError
 from megatron.observe.activity.activity import Activity
-from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.tiny_run import train, write_tiny_corpus
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -25,14 +25,15 @@ def opened(folder: Path) -> Activity:
 
 
 def test_a_run_that_finishes(tmp_path: Path) -> None:
-    activity, followed = opened(tmp_path), []
+    activity = opened(tmp_path)
     with activity.until_end(lambda: 8):
-        follow = activity.before(lambda path, mesh: followed.append(path))
-        follow(tmp_path / "checkpoints/iter_0000004", ParallelMesh.single())
+        activity.saved(tmp_path / "checkpoints/iter_0000004")
+        activity.failed_save(6, "cannot write mongodb://me:hunter2@host/db ")
         activity.sampled(4, ["Once", "Çok"], [" upon\n", " eski"])
-    assert followed == [tmp_path / "checkpoints/iter_0000004"]
-    saved, end = lines(tmp_path / "events.jsonl")
+    saved, failed, end = lines(tmp_path / "events.jsonl")
     assert saved == {"at": None, "kind": "save", "iteration": 4, "text": "iter_0000004"}
+    assert (failed["kind"], failed["iteration"]) == ("failed_save", 6)
+    assert failed["text"].startswith("cannot write") and "hunter2" not in failed["text"]
     assert end == {"at": None, "kind": "finished", "iteration": 8, "text": "", "code": 0}
     (sample,) = lines(tmp_path / "samples.jsonl")
     assert sample["samples"] == [{"prompt": "Once", "text": " upon\n"}, {"prompt": "Çok", "text": " eski"}]
@@ -40,6 +41,22 @@ def test_a_run_that_finishes(tmp_path: Path) -> None:
     assert beats["axes"] == [["pp", 2], ["tp", 1]] and beats["ranks"] == [{"rank": 0}, {"rank": 1}]
     activity.close()
     assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "samples.jsonl", "heartbeats.json"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_last_heartbeats_show_the_last_step_of_every_rank(tmp_path: Path, world_size: int) -> None:
+    flags = write_tiny_corpus(tmp_path).flags(folder=tmp_path, zero_stage=0, hang_timeout_seconds=100)
+    assert train(flags, world_size) == (0, "")
+    beats = json.loads((tmp_path / "run" / "heartbeats.json").read_text())
+    assert [(rank["rank"], rank["step"]) for rank in beats["ranks"]] == [(rank, 8) for rank in range(world_size)]
+
+
+def test_all_ranks_are_asked_before_the_last_heartbeat(tmp_path: Path) -> None:
+    activity, step = Activity(beat_seconds=100.0), [0]
+    activity.open(tmp_path, [], lambda: [{"rank": 0, "step": step[0]}], lambda: step.append(step.pop() + 8))
+    with activity.until_end(lambda: 8):
+        pass
+    assert json.loads((tmp_path / "heartbeats.json").read_text())["ranks"] == [{"rank": 0, "step": 8}]
 
 
 def test_runs_that_stop_or_fail(tmp_path: Path) -> None:
@@ -67,7 +84,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     activity = Activity()
     with activity.until_end(lambda: 3):
         activity.sampled(1, ["a"], ["b"])
-        activity.before(None)(tmp_path / "iter_0000001", ParallelMesh.single())
+        activity.saved(tmp_path / "iter_0000001")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,11 +33,11 @@ def run(tmp_path: Path) -> Path:
 def test_curves_of_a_run(run: Path) -> None:
     expected = [
         Curve("first run", ((1, 4.0), (3, 2.0), (4, 1.0)), "lm_loss", "first run"),
-        Curve("first run valid", ((2, 3.0), (4, 2.0)), "lm_loss", "first run", is_evaluation=True),
+        Curve("first run, validation", ((2, 3.0), (4, 2.0)), "lm_loss", "first run", group="valid"),
     ]
     assert read_curves(run, "lm_loss") == read_curves(run / "metrics.jsonl", "lm_loss") == expected
     assert [curve.points[0] for curve in read_curves(run, "gradient_norm")] == [(1, 1.23456)]
-    assert [curve.name for curve in read_curves(run, "lm_loss", name="mine")] == ["mine", "mine valid"]
+    assert [curve.name for curve in read_curves(run, "lm_loss", name="mine")] == ["mine", "mine, validation"]
 
 
 def test_every_axis(run: Path) -> None:

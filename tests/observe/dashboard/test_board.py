@@ -10,7 +10,7 @@ import pytest
 
 from megatron.observe.dashboard.board import Board
 from megatron.observe.dashboard.run import DashboardRun, View
-from megatron.observe.dashboard.table import Table
+from megatron.observe.dashboard.table import MetricsTable
 from tests.observe.dashboard.run_folders import step, write_lines, write_run
 
 
@@ -82,9 +82,9 @@ def test_a_run_that_cannot_be_understood_stops_no_other(
     board.poll()
     assert [run["state"] for run in board.summaries()] == ["running"] * 3 + ["unreadable"]
     assert board.summaries()[3]["problem"] == "None of the 2 lines read from metrics.jsonl is a record of a run."
-    real_add, real_summary = Table.add, DashboardRun.summary
+    real_add, real_summary = MetricsTable.add, DashboardRun.summary
 
-    def add(table: Table, records: list[dict[str, object]]) -> None:
+    def add(table: MetricsTable, records: list[dict[str, object]]) -> None:
         if any("unheard of" in record for record in records):
             raise RuntimeError("a defect")
         real_add(table, records)
@@ -94,7 +94,7 @@ def test_a_run_that_cannot_be_understood_stops_no_other(
             raise KeyError("another defect")
         return real_summary(run)
 
-    monkeypatch.setattr(Table, "add", add)
+    monkeypatch.setattr(MetricsTable, "add", add)
     monkeypatch.setattr(DashboardRun, "summary", summary)
     write_lines(folders[0] / "metrics.jsonl", [step(6, **{"unheard of": 1})])
     write_lines(folders[1] / "metrics.jsonl", [step(6)])
@@ -106,7 +106,7 @@ def test_a_run_that_cannot_be_understood_stops_no_other(
     board.poll()
     assert [run["points"] for run in board.summaries()] == [0, 6, 0, 1]
     assert capsys.readouterr().err.count("cannot be understood and is left out") == 2
-    monkeypatch.setattr(DashboardRun, "_look", lambda run: Table.add(Table(), [{"unheard of": 1}]))
+    monkeypatch.setattr(DashboardRun, "_look", lambda run: MetricsTable.add(MetricsTable(), [{"unheard of": 1}]))
     fresh = Board([folders[1]])
     fresh.search()
     fresh.poll()

@@ -37,5 +37,5 @@ def test_runs_are_found_below_a_folder_and_links_are_not_followed(tmp_path: Path
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "run/metrics.jsonl")
     assert check_folders([str(tmp_path / "run/metrics.jsonl"), str(tmp_path)]) == [tmp_path / "run", tmp_path]
-    with pytest.raises(DataError, match="missing is no folder. Give the folder of a run"):
+    with pytest.raises(DataError, match="missing is not a folder. Give the folder of a run"):
         check_folders([str(tmp_path / "missing")])

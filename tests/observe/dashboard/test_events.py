@@ -13,17 +13,19 @@ def test_starts_saves_and_ends_in_the_order_of_time() -> None:
         {"kind": "start", "step": 0, "at": 1.0, "world_size": 1},
         {"kind": "start", "step": 4, "at": 5.0, "world_size": 8},
         {"kind": "save", "iteration": 4, "text": "iter_0000004", "at": 3.0},
+        {"kind": "failed_save", "iteration": 5, "text": "cannot write x: No space left on device.", "at": 5.5},
         {"kind": "passed", "iteration": 6, "first_sample": 8, "last_sample": 11, "at": 6.0},
         {"kind": "stopped", "iteration": 9, "text": "asked by mongodb://a:secret1@h/d", "at": 9.0},
         {"kind": "unheard of"},
         {"kind": "failed", "iteration": "?", "text": "", "at": "yesterday"},
     ]
-    found = list(of_records(records[:5]))
-    assert [event.kind for event in found] == ["start", "save", "lost", "resume", "passed", "stopped"]
+    found = list(of_records(records[:6]))
+    assert [event.kind for event in found] == ["start", "save", "lost", "resume", "failed_save", "passed", "stopped"]
     assert found[0].text == "Started on 1 rank." and found[3].text == "Resumed after step 4 on 8 ranks."
-    assert "killed" in found[2].text and found[2].level == "bad" and "samples 8 to 11" in found[4].text
-    assert "secret1" not in found[5].text and found[5].iteration == 9
-    strange = list(of_records(cleaning.of_events(records[5:])))
+    assert "killed" in found[2].text and found[2].level == "bad" and "samples 8 to 11" in found[5].text
+    assert found[4].text == "Step 5 was not saved: cannot write x: No space left on device." and found[4].level == "bad"
+    assert "secret1" not in found[6].text and found[6].iteration == 9
+    strange = list(of_records(cleaning.of_events(records[6:])))
     assert [(event.kind, event.text, event.at, event.iteration) for event in strange] == [
         ("failed", "The run failed.", None, None)
     ]

@@ -6,41 +6,34 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.browser import headless_chromium
 from tests.observe.dashboard.listening import listening
 from tests.observe.dashboard.run_folders import step, write_lines, write_run
 
+# Names of fields in the configuration that are cut, wrapped or covered by the cell next to them.
+UNREADABLE_FIELDS = """
+    return [...document.querySelectorAll('tbody tr')].filter((row) => {
+        const [field, value] = row.cells, words = document.createRange();
+        words.selectNodeContents(field);
+        const parts = [...words.getClientRects()], all = words.getBoundingClientRect();
+        const next = value.getBoundingClientRect();
+        const isCovered = next.top < all.bottom && next.left < all.right;
+        return parts.some((part) => part.top !== all.top) || all.left < 0 || all.right > innerWidth || isCovered;
+    }).map((row) => row.cells[0].textContent)"""
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A headless Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("the dashboard is tested in chromium, with chromedriver: they are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    profile = tmp_path_factory.mktemp("chromium")
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        "--window-size=1440,900",
-    ):
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={profile}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options, webdriver.ChromeService(driver, env={**os.environ, "HOME": str(profile)}))
-    yield opened
-    opened.quit()
+    with headless_chromium(tmp_path_factory.mktemp("chromium"), width=1440, height=900) as opened:
+        yield opened
 
 
 class Page:
@@ -76,6 +69,12 @@ class Page:
         self.wait(reached)
         self.picture(view)
 
+    def resize(self, width: int) -> None:
+        """Gives the screen a width: a phone's below 760 pixels."""
+        size = {"width": width, "height": 740, "deviceScaleFactor": 1, "mobile": width < 760}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.wait(lambda: self.run("return innerWidth") == width)
+
     def colours(self) -> int:
         """How many pixels of the first chart have a colour of their own, not a shade of grey."""
         return int(self.run(
@@ -106,9 +105,9 @@ class Page:
             return False
 
 
-def write_rich_run(folder: Path) -> None:
+def write_rich_run(folder: Path, **sections: Mapping[str, Any]) -> None:
     """A run of four ranks with everything that a page can show."""
-    write_run(folder, steps=600, optim={"lr": 0.002})
+    write_run(folder, steps=600, optim={"lr": 0.002}, **sections)
     write_lines(folder / "metrics.jsonl", [{"kind": "start", "step": 500, "at": 1.8e9, "world_size": 4}])
     write_lines(folder / "metrics.jsonl", [step(at, skipped_iterations=int(at == 520)) for at in range(501, 551)])
     write_lines(folder / "events.jsonl", [{"kind": "save", "at": 1.75e9, "iteration": 500, "text": "iter_0000500"}])
@@ -184,7 +183,12 @@ def test_curves_of_runs_that_train(browser: Any, tmp_path: Path) -> None:
 def test_the_other_views_of_a_run(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    write_rich_run(tmp_path / "large rate")
+    paths = "/data/of/everybody/a/corpus/with/a/long/name/tokens_text_document " * 5
+    sections = {
+        "model": {"apply_residual_connection_post_layernorm": False},
+        "data": {"data_path": paths, "num_dataset_builder_threads": 1},
+    }
+    write_rich_run(tmp_path / "large rate", **sections)
     plain = write_run(tmp_path / "small rate", steps=300)
     with listening(tmp_path) as server:
         page = Page(browser, server.address)
@@ -204,8 +208,13 @@ def test_the_other_views_of_a_run(browser: Any, tmp_path: Path) -> None:
         )
         page.open("checkpoints", lambda: "This run saves no checkpoints" in page.find("#view").text)
         page.open("log", lambda: HOSTILE in page.find("pre.log").text)
-        page.open("configuration", lambda: "optim.lr" in page.texts("td.value"))
+        page.open("configuration", lambda: "optim.lr" in page.texts("td.field"))
         assert page.texts("tbody tr")[0].split() == ["optim.lr", "0.002", "0.001"]
+        for width in (1280, 400):
+            page.resize(width)
+            assert page.run(UNREADABLE_FIELDS) == [], f"names of fields at {width} pixels"
+            page.picture(f"configuration_{width}")
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
         # A run that is deleted stays on the page, and says so; dark and small screens.
         shutil.rmtree(plain)
@@ -216,9 +225,8 @@ def test_the_other_views_of_a_run(browser: Any, tmp_path: Path) -> None:
         page.find("#theme").click()
         assert page.run("return getComputedStyle(document.body).backgroundColor") != light
         page.picture("dark")
-        phone = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-        page.wait(lambda: page.run("return document.documentElement.scrollWidth") == 360)
+        page.resize(360)
+        assert page.run("return document.documentElement.scrollWidth") == 360
         page.picture("phone")
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         assert page.errors() == []

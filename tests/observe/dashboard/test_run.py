@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.observe.dashboard.discovery import Place
+from megatron.observe.dashboard.discovery import RunFolder
 from megatron.observe.dashboard.run import DashboardRun, View
 from tests.observe.dashboard.run_folders import step, write_lines, write_run
 
@@ -19,7 +19,7 @@ VIEW = View("steps", 100)
 
 
 def opened(folder: Path) -> DashboardRun:
-    run = DashboardRun(1, Place(folder, folder.name))
+    run = DashboardRun(1, RunFolder(folder, folder.name))
     while run.poll():
         pass
     return run
@@ -82,7 +82,7 @@ def test_what_is_known_of_a_run_that_says_nothing(tmp_path: Path) -> None:
 
 def test_a_long_file_shows_a_first_look_until_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.observe.dashboard.run._LONG_FILE_BYTES", 1000)
-    run = DashboardRun(1, Place(write_run(tmp_path / "a", steps=6000), "a"))
+    run = DashboardRun(1, RunFolder(write_run(tmp_path / "a", steps=6000), "a"))
     run.look()
     first = run.summary()
     assert first["iteration"] == 6000 and 200 < first["points"] < 300 and first["reading"] == 0.0

@@ -48,8 +48,8 @@ def test_the_bubble_shrinks_with_the_number_of_micro_batches(stages: int, batch:
 
 def test_shorter_samples_have_fewer_tokens_and_operations() -> None:
     workload = Workload(36, 6.0, model_flops_per_sample=12.0, device_count=2)
-    assert workload.shortened(36) is workload
-    assert workload.shortened(12) == Workload(12, 2.0, model_flops_per_sample=4.0, device_count=2)
+    assert workload.at_length(36) is workload
+    assert workload.at_length(12) == Workload(12, 2.0, model_flops_per_sample=4.0, device_count=2)
 
 
 def test_utilization_needs_a_peak_and_a_rate() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.observe.start_up.rank_grid import rank_grid
+from megatron.observe.start_up.summary import rank_grid
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.observe.start_up.summary import Layout, Length, Share, Size, Summary
+from megatron.observe.start_up.summary import Layout, Length, Size, SourceShare, StartSummary
 
-SMALL = Summary(
+SMALL = StartSummary(
     size=Size(5_300_000, 3_800_000, 5_300_000, 5_300_000, "4 layers, hidden 256"),
     layout=Layout(1, 1, 1, 1, 63 * 2**20),
     length=Length(0, 1000, 8, 8, 4, 256, 2_048_000),
-    shares=[Share("text", 1.0, 0.5)],
+    shares=[SourceShare("text", 1.0, 0.5)],
     start="step 0, new weights",
     kernels="torch for every operation",
     places=[("run folder", "runs/demo")],
@@ -30,13 +30,19 @@ def test_a_run_on_one_rank() -> None:
     ]
 
 
+def test_ignored_flags_take_one_line() -> None:
+    lines = dataclasses.replace(SMALL, ignored=["--use-tutel", "--valid-num-workers 3"]).lines()
+    assert lines[-2] == "ignored      --use-tutel, --valid-num-workers 3 (docs/reference/flags.md says why)"
+    assert len(lines) == len(SMALL.lines()) + 1
+
+
 def test_the_largest_run_has_sixteen_lines() -> None:
     large = dataclasses.replace(
         SMALL,
         size=Size(235 * 10**9, 234 * 10**9, 22 * 10**9, 10**9, "94 layers"),
         layout=Layout(8, 16, 8, 1, None),
         length=Length(500, 60_000, 256, 1024, 1, 4096, 25 * 10**10),
-        shares=[Share(f"source_{number}", weight / 15, 1.0) for number, weight in enumerate([1, 2, 3, 4, 5])],
+        shares=[SourceShare(f"source_{number}", weight / 15, 1.0) for number, weight in enumerate([1, 2, 3, 4, 5])],
         places=[("run folder", "r"), ("checkpoints", "c"), ("also to", "TensorBoard t")],
     )
     lines = large.lines()

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.observe.line_style import Moment
-from megatron.observe.metrics import Metrics, SourceLoss
-from megatron.observe.routing import RoutingFigures
+from megatron.observe.metrics import RoutingFigures, SourceLoss, StepMetrics
 from megatron.observe.styles import megatron
 from tests.train.samples import metrics
 
 
-def line_of(values: Metrics) -> str:
+def line_of(values: StepMetrics) -> str:
     (line,) = megatron.iteration_lines(values, Moment(7, 20))
     return line
 
@@ -26,6 +25,14 @@ def test_iteration_line_has_upstreams_fields_in_upstreams_order() -> None:
         "9.876543E+00 | grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 | samples "
         "per second: 16.000 | tokens per second: 256.0 | TFLOPs: 8.00 |"
     )
+
+
+def test_a_step_without_a_counted_token_shows_no_loss() -> None:
+    text = line_of(metrics(lm_loss=None, gradient_norm=None, empty_iterations=3))
+    assert (
+        "| lm loss: none | number of skipped iterations:   0 | number of nan iterations:   0 | number of empty " in text
+    )
+    assert "| number of empty iterations:   3 | samples" in text
 
 
 def test_what_is_known_of_the_devices_and_the_end_comes_last() -> None:

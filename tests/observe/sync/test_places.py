@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.observe.sync.places import DirectoryPlace, Place, RemotePlace, place_of
+from megatron.observe.sync.places import CopyPlace, DirectoryPlace, RemotePlace, place_of
 from tests.helpers.fake_ssh import FakeSsh
 
 ODD = "it's $HOME; `id` && *\nend"
@@ -16,14 +16,14 @@ CONTENT = b"\0\xff" + b"bytes" * 100
 
 
 @pytest.fixture(params=["directory", "remote"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CopyPlace:
     if request.param == "directory":
         return DirectoryPlace(tmp_path / "there")
     FakeSsh(tmp_path / "ssh", monkeypatch)
     return RemotePlace("user@host", "there")
 
 
-def test_files_are_written_compared_and_renamed(place: Place) -> None:
+def test_files_are_written_compared_and_renamed(place: CopyPlace) -> None:
     folder = PurePosixPath("a b")
     assert place.digests(folder, ("x", "y")) == {}
     place.write(folder / "x.partial", CONTENT)
@@ -36,7 +36,7 @@ def test_files_are_written_compared_and_renamed(place: Place) -> None:
         place.rename(folder, PurePosixPath("final"), replaces=False)
 
 
-def test_names_are_not_read_by_a_shell(place: Place) -> None:
+def test_names_are_not_read_by_a_shell(place: CopyPlace) -> None:
     odd = PurePosixPath(ODD.replace("\n", " "))
     place.write(odd / "-rf", CONTENT)
     assert list(place.digests(odd, ("-rf",))) == ["-rf"]

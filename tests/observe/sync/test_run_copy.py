@@ -8,7 +8,7 @@ import pytest
 
 from megatron.checkpoint import verify
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from megatron.observe.sync.places import DirectoryPlace, Place, RemotePlace
+from megatron.observe.sync.places import CopyPlace, DirectoryPlace, RemotePlace
 from megatron.observe.sync.run_copy import copy_run
 from tests.checkpoint.keeping.checkpoints import save_step
 from tests.helpers.fake_ssh import FakeSsh
@@ -40,7 +40,7 @@ def published(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("inside", ["", "ckpt", "ckpt/../tb/new"])
 def test_a_run_is_not_copied_into_itself(run: Path, inside: str) -> None:
     before = contents(run)
-    with pytest.raises(ConfigError, match="lies in .*jolly_noether-26112211, which is to be copied"):
+    with pytest.raises(ConfigError, match="is inside .*jolly_noether-26112211, the folder to copy"):
         copy_run(run, DirectoryPlace(run / inside))
     assert contents(run) == before
 
@@ -48,7 +48,7 @@ def test_a_run_is_not_copied_into_itself(run: Path, inside: str) -> None:
 @pytest.mark.parametrize("kind", ["directory", "remote"])
 def test_what_is_complete_is_copied_once(run: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh = FakeSsh(tmp_path / "ssh", monkeypatch)
-    place: Place = DirectoryPlace(ssh.home / "there") if kind == "directory" else RemotePlace("host", "there")
+    place: CopyPlace = DirectoryPlace(ssh.home / "there") if kind == "directory" else RemotePlace("host", "there")
     said: list[str] = []
     copied = copy_run(run, place, said.append)
     assert copied.checkpoints == ("ckpt/iter_0000002", "ckpt/iter_0000004")

@@ -10,7 +10,7 @@ import pytest
 from megatron import log
 from megatron.config import WatchingConfig
 from megatron.observe.terminal.progress_bar import ProgressBar, Smoothed, has_colour, wants_bar
-from tests.train.samples import control_config, metrics
+from tests.train.samples import metrics, report_config
 
 
 class Clock:
@@ -78,17 +78,17 @@ def test_who_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(log, "is_terminal", lambda name: name == "stderr")
-    watching, control = WatchingConfig(), control_config()
-    assert wants_bar(watching, control) and has_colour()
-    assert not wants_bar(WatchingConfig(progress_bar=False), control)
-    assert not wants_bar(watching, control_config(log_style="jax_lm"))
+    watching, config = WatchingConfig(), report_config()
+    assert wants_bar(watching, config) and has_colour()
+    assert not wants_bar(WatchingConfig(progress_bar=False), config)
+    assert not wants_bar(watching, report_config(log_style="jax_lm"))
     monkeypatch.setenv("NO_COLOR", "1")
-    assert wants_bar(watching, control) and not has_colour()
+    assert wants_bar(watching, config) and not has_colour()
     log.set_level("warning")
-    assert not wants_bar(watching, control)
+    assert not wants_bar(watching, config)
     log.set_level("info")
     monkeypatch.setenv("TERM", "dumb")
-    assert not wants_bar(watching, control)
+    assert not wants_bar(watching, config)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(log, "is_terminal", lambda name: name == "stdout")
-    assert not wants_bar(watching, control)
+    assert not wants_bar(watching, config)

@@ -7,7 +7,7 @@ import torch
 
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.collectives import copy_to, gather_from, reduce_from
+from megatron.parallel.tensor.collectives import copy_to, gather_from, reduce_from, scatter_to
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
@@ -24,6 +24,7 @@ def _every_one(rank: int, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, t
         "reduce": lambda x: reduce_from(x * (rank + 1), axis),
         "gather": lambda x: gather_from(x[..., rank * 2 : rank * 2 + 2], axis),
         "gather dimension 0": lambda x: gather_from(x[rank : rank + 1], axis, dimension=0),
+        "scatter": lambda x: scatter_to(x * 1, axis),
         "transposed": lambda x: reduce_from(x.mul(1).transpose(0, 2), axis),
     }.items():
         x = _whole(dtype).requires_grad_()
@@ -53,9 +54,11 @@ def test_forward_and_backward_on_two_ranks(dtype: torch.dtype) -> None:
         own = torch.zeros_like(x)
         own[rank] = weights[rank]
         same("gather dimension 0", x, own)
+        half = torch.arange(12.0).view(2, 3, 2)  # each rank's weights, of its half
+        same("scatter", x[..., rank * 2 : rank * 2 + 2], torch.cat([half, half], dim=-1))
         same("transposed", 2 * x.transpose(0, 2), torch.arange(24.0).view(4, 3, 2).transpose(0, 2))
 
 
 def test_on_an_axis_of_one_each_is_the_identity() -> None:
     axis, x = Axis.single("tp"), torch.ones(2)
-    assert all(function(x, axis) is x for function in (copy_to, reduce_from, gather_from))
+    assert all(function(x, axis) is x for function in (copy_to, reduce_from, gather_from, scatter_to))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_losses
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
@@ -129,3 +129,37 @@ def test_nan_logits_give_a_nan_loss() -> None:
     logits[0, 0, 0] = float("nan")
     loss = vocab_parallel_losses(logits, labels, Axis.single("tp"), 10).cross_entropy
     assert loss[0, 0].isnan() and not loss[0, 1:].isnan().any()
+
+
+VOCABULARIES = (16, 11, 8, 5, 1)  # of 16 columns; from 8 on down the second rank holds padding only
+
+
+def _logits(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows with ties within a rank, across ranks and with the padding, and rows without."""
+    drawn = torch.randn(40, 16, generator=torch.Generator().manual_seed(2))
+    drawn[:20] = drawn[:20].round()
+    drawn[20:30, 11:] += 100
+    return drawn.to(dtype)
+
+
+def _expected(vocab_size: int, dtype: torch.dtype) -> list[int]:
+    rows = _logits(dtype)[:, :vocab_size].tolist()
+    return [row.index(max(row)) for row in rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_the_smallest_id_of_the_largest_logits(vocab_size: int, dtype: torch.dtype) -> None:
+    found = vocab_parallel_argmax(_logits(dtype), Axis.single("tp"), vocab_size)
+    assert found.tolist() == _expected(vocab_size, dtype)
+
+
+def _argmax_on_rank(rank: int) -> list[list[int]]:
+    axis, columns = open_mesh(Layout(2)).tp, 8
+    own = _logits()[:, rank * columns : (rank + 1) * columns]
+    return [vocab_parallel_argmax(own.view(4, 10, 8), axis, size).flatten().tolist() for size in VOCABULARIES]
+
+
+def test_ranks_agree_on_the_token_of_the_whole_row() -> None:
+    expected = [_expected(size, torch.float32) for size in VOCABULARIES]
+    assert run_ranks(_argmax_on_rank, 2) == [expected, expected]

@@ -17,13 +17,13 @@ from megatron.parallel.joining import open_mesh, rendezvous
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.watch import opening
 from megatron.parallel.watch.channel import Channel
-from megatron.parallel.watch.hub import Hub
-from megatron.parallel.watch.limits import ALONE_SECONDS, WIND_DOWN_SECONDS, Limits
-from megatron.parallel.watch.link import Link
+from megatron.parallel.watch.hub_link import Link
+from megatron.parallel.watch.hub_state import Hub
+from megatron.parallel.watch.limits import ALONE_SECONDS, WIND_DOWN_SECONDS, WatchLimits
 from megatron.parallel.watch.opening import meet
 from megatron.parallel.watch.position import first_position
 from megatron.parallel.watch.stacks import main_stack, read_stacks
-from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.verdict import RunEnd
 from megatron.parallel.watch.wire import Connection
 from megatron.train.watchdog import Watch
 from tests.helpers.layouts import Layout
@@ -35,7 +35,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.place = first_position()
-        self.said: list[Verdict] = []
+        self.said: list[RunEnd] = []
         self.ended = threading.Event()
 
     def position(self) -> Any:
@@ -44,10 +44,10 @@ class Rank:
     def is_starting(self) -> bool:
         return False
 
-    def speak(self, verdict: Verdict) -> None:
+    def speak(self, verdict: RunEnd) -> None:
         self.said.append(verdict)
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: RunEnd) -> None:
         self.ended.set()
 
 
@@ -62,7 +62,7 @@ def connect_ranks(rank: int) -> dict[str, Any]:
     for name, differing in (("one", ()), ("two", (2,))):
         opening.network_namespace = lambda differing=differing: f"net {rank in differing}"  # type: ignore[misc]
         watch = Watch()
-        watch.open(mesh, rendezvous(), Limits(20, 40))
+        watch.open(mesh, rendezvous(), WatchLimits(20, 40))
         assert watch._meeting is not None
         found[name] = watch._meeting.hubs
         found[f"{name} answers"] = watch.peers_answer()
@@ -74,7 +74,7 @@ def connect_ranks(rank: int) -> dict[str, Any]:
         opening.socket = SimpleNamespace(**{**vars(socket), "create_connection": refuse})  # type: ignore[assignment]
     found["none"] = meet(mesh, rendezvous()) is None
     watch = Watch()
-    watch.open(mesh, rendezvous(), Limits(20, 40))
+    watch.open(mesh, rendezvous(), WatchLimits(20, 40))
     found["unwatched"] = watch.peers_answer() and not watch.fail(1, "shown by the caller")
     return found
 
@@ -87,7 +87,7 @@ def test_ranks_connect_on_one_machine_and_on_several() -> None:
 
 
 def test_one_process_is_watched_without_a_socket() -> None:
-    rank, limits = Rank(), Limits(hang_seconds=1, start_seconds=1)
+    rank, limits = Rank(), WatchLimits(hang_seconds=1, start_seconds=1)
     meeting = meet(ParallelMesh.single(), ("nowhere.invalid", 1))
     assert meeting is not None and meeting.listener is None
     hub = Hub(0, None, meeting.processes, "", limits, time.monotonic())
@@ -103,7 +103,7 @@ def links() -> list[Link]:
 
 
 def third_rank(links: list[Link]) -> Channel:
-    return Channel(Rank(), Limits(hang_seconds=40, start_seconds=100), links, None, None, 2, 3)
+    return Channel(Rank(), WatchLimits(hang_seconds=40, start_seconds=100), links, None, None, 2, 3)
 
 
 def test_a_rank_whose_hubs_have_died_speaks_for_itself(links: list[Link]) -> None:
@@ -146,14 +146,14 @@ def test_time_in_which_the_process_was_stopped_is_no_lack_of_progress(links: lis
     for is_seen in (True, False):
         channel, now = third_rank(links), time.monotonic()
         if not is_seen:
-            channel._sample(now - 1020)
+            channel._heartbeat(now - 1020)
         channel._watched.place = first_position()._replace(at_seconds=now - 1010)
         if is_seen:
-            channel._sample(now - 1005)
+            channel._heartbeat(now - 1005)
         channel._sleep_out(now - 1000, 0.0)
-        assert channel._sample(now).idle_seconds == pytest.approx(10, abs=5)
+        assert channel._heartbeat(now).idle_seconds == pytest.approx(10, abs=5)
         channel._watched.place = first_position()._replace(at_seconds=now + 2)
-        assert channel._sample(now + 3).idle_seconds == pytest.approx(1)
+        assert channel._heartbeat(now + 3).idle_seconds == pytest.approx(1)
 
 
 def held_in(module: str, look: Callable[[], None], until: list[Any]) -> Callable[[], None]:
@@ -178,7 +178,7 @@ def test_stacks_tell_work_from_waiting() -> None:
     for module, waits in (
         ("torch.distributed.distributed_c10d", True),
         ("deepspeed.runtime.pipe.p2p", True),
-        ("megatron.parallel.pending", True),
+        ("megatron.parallel.messages", True),
         ("megatron.parallel.tensor.layers", False),
         ("torch.distributed_tools", False),
     ):

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
-from megatron.parallel.watch.position import PHASES, Sample
+from megatron.parallel.watch.position import PHASES, Heartbeat
 from megatron.parallel.watch.verdict import Account, find_culprit, hang_verdict, lost_verdict
 
 PROCESS = ProcessIdentity("node7", "m", "n", 4711, "1")
@@ -15,9 +15,9 @@ PROCESS = ProcessIdentity("node7", "m", "n", 4711, "1")
 def account(
     rank: int, phase: str, step: int, idle: float, *, waits: bool = True, silent: float | None = None
 ) -> Account:
-    sample = Sample(phase, step, 10 * step, idle, is_starting=False)
+    heartbeat = Heartbeat(phase, step, 10 * step, idle, is_starting=False)
     stacks = f"thread MainThread:\n  place{rank}.py:1 in f\nthread other:\n  x.py:2 in g"
-    return Account(rank, PROCESS, sample, silent, waits, "" if silent else stacks)
+    return Account(rank, PROCESS, heartbeat, silent, waits, "" if silent else stacks)
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def test_the_rank_that_the_others_wait_for(accounts: list[Account], culprit: int
 
 
 def test_ranks_are_ordered_by_their_place_in_the_run() -> None:
-    samples = [Sample(phase, 4, 7) for phase in PHASES]
-    assert sorted(samples, key=Sample.place) == samples
-    assert Sample("backward", 4, 7).place() < Sample("forward", 4, 8).place()
-    assert Sample("save", 4, 900).place() < Sample("data", 5, 1).place()
+    heartbeats = [Heartbeat(phase, 4, 7) for phase in PHASES]
+    assert sorted(heartbeats, key=Heartbeat.place) == heartbeats
+    assert Heartbeat("backward", 4, 7).place() < Heartbeat("forward", 4, 8).place()
+    assert Heartbeat("save", 4, 900).place() < Heartbeat("data", 5, 1).place()
 
 
 def test_a_report_names_the_rank_its_place_and_its_stack() -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_answer_is_called_stopped() -> None:
 
 
 def test_a_rank_that_is_gone() -> None:
-    verdict = lost_verdict(3, PROCESS, Sample("save", 6))
+    verdict = lost_verdict(3, PROCESS, Heartbeat("save", 6))
     assert (verdict.code, verdict.rank) == (ExitCode.REQUEUE, 3)
     assert (
         "rank 3 (process 4711 on node7) ended without a message, while the others were in phase save of" in verdict.text

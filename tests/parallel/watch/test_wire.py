@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.parallel.watch.wire import MESSAGE_BYTES, Connection, Fields
+from megatron.parallel.watch.wire import MESSAGE_BYTES, Connection, MessageFields
 
 
 @pytest.fixture
@@ -100,13 +100,13 @@ def test_a_peer_that_does_not_read_is_given_up() -> None:
         (lambda fields: fields.whole("a"), 1.5, "whole number"),
         (lambda fields: fields.whole("a"), -1, "whole number"),
         (lambda fields: fields.whole("a"), None, "whole number"),
-        (lambda fields: fields.seconds("a"), float("inf"), "no time"),
-        (lambda fields: fields.seconds("a"), float("nan"), "no time"),
-        (lambda fields: fields.seconds("a"), -0.5, "no time"),
-        (lambda fields: fields.seconds("a"), True, "no time"),
-        (lambda fields: fields.flag("a"), 1, "no truth value"),
+        (lambda fields: fields.seconds("a"), float("inf"), "not a time"),
+        (lambda fields: fields.seconds("a"), float("nan"), "not a time"),
+        (lambda fields: fields.seconds("a"), -0.5, "not a time"),
+        (lambda fields: fields.seconds("a"), True, "not a time"),
+        (lambda fields: fields.flag("a"), 1, "not a boolean"),
         (lambda fields: fields.text("a", 3), "four", "at most 3 characters"),
-        (lambda fields: fields.text("a"), 4, "no text"),
+        (lambda fields: fields.text("a"), 4, "not a text"),
         (lambda fields: fields.wholes("a", 5, 2), [1, 2, 3], "list of at most 2"),
         (lambda fields: fields.wholes("a", 5, 2), "12", "list"),
         (lambda fields: fields.wholes("a", 5, 2), [9], "whole number up to 5"),
@@ -114,8 +114,8 @@ def test_a_peer_that_does_not_read_is_given_up() -> None:
 )
 def test_a_value_that_no_rank_sends_is_refused(ask: Any, value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ask(Fields({"a": value}))
+        ask(MessageFields({"a": value}))
 
 
 def test_what_a_terminal_would_obey_is_not_shown() -> None:
-    assert Fields({"a": "red \x1b[31m\r\x00\n\tnext\u202e"}).text("a") == "red ?[31m??\n\tnext?"
+    assert MessageFields({"a": "red \x1b[31m\r\x00\n\tnext\u202e"}).text("a") == "red ?[31m??\n\tnext?"

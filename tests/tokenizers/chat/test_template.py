@@ -131,6 +131,60 @@ def test_text_between_turns_is_found(gpt2):
     assert template.stop_texts == ("</s>",)
 
 
+# DeepSeek R1's form: generation begins inside a thought, which examples do not have, and thoughts of turns are dropped.
+THINKING = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ '<usr>' + message.content }}{% else %}"
+    "{{ '<sys>' + message.content.split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<sys><think>\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("said", ["yes", "<think>two is more</think>yes", "sys", "<sys>", "<think>yes"])
+def test_answers_are_found_where_generation_begins_with_other_words(said, gpt2):
+    messages = [{"role": "user", "content": "yes?"}, {"role": "assistant", "content": said}] * 2
+    ids, is_answer = ChatTemplate("thinking", THINKING).example_ids(messages, gpt2)
+    expected = said.split("</think>")[-1] + "</s>"
+    assert answers(gpt2, ids, is_answer) == [expected] * 2
+    assert gpt2.decode(ids) == f"<usr>yes?<sys>{expected}" * 2
+
+
+@pytest.mark.parametrize("thought", ["", "<think>well</think>"])
+def test_an_answer_that_is_written_otherwise_is_trained_as_it_is_written(thought, gpt2):
+    """What ends the answer is looked for behind what was said, not behind special tokens that come before it."""
+    source = (
+        "{% for message in messages %}{% if message.role == 'user' %}{{ '<usr>' + message.content }}{% else %}"
+        "{{ '<s>' + '<pad>' + message.content.split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<s>' }}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "now?"}, {"role": "assistant", "content": thought + "yes"}]
+    ids, is_answer = ChatTemplate("padded", source).example_ids(messages, gpt2)
+    assert answers(gpt2, ids, is_answer) == ["<pad>yes</s>"]
+
+
+def test_unclear_answers_are_refused(gpt2):
+    """What comes before depends on the answer, and generation begins with other words."""
+    source = (
+        "{% for message in messages %}{{ '<usr>' }}{{ message.content | length }}{{ message.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<sys>{% endif %}"
+    )
+    with pytest.raises(ConfigError, match=r"--chat-template counting .*different.*use another template"):
+        ChatTemplate("counting", source).example_ids(
+            [{"role": "user", "content": "now?"}, {"role": "assistant", "content": "yes"}], gpt2
+        )
+
+
+def test_what_ends_an_answer_may_contain_the_word(gpt2):
+    source = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ '</answer>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    template = ChatTemplate("marked", source)
+    assert template.stop_texts == ("</answer>",)
+    ended = ChatTemplate("ended", source.replace("'</answer>'", "'</answer></s>'"))
+    assert ended.stop_texts == ("</answer></s>",)
+    assert ended.stop_ids(gpt2) == {gpt2.eod_id, gpt2.special_ids["</s>"]}
+
+
 def test_generation_blocks_say_what_the_answer_is(gpt2):
     source = (
         "{% for message in messages %}{% if message.role == 'assistant' %}A:{% generation %}{{ message.content }}"
@@ -148,12 +202,6 @@ def test_end_of_document_is_added_where_nothing_ends_an_answer(gpt2):
     assert answers(gpt2, ids, is_answer) == ["assistant: yes\n<|endoftext|>"]  # it has no prompt for generation
     assert template.stop_texts == ()
     assert template.stop_ids(gpt2) == {gpt2.eod_id}
-
-
-def test_unclear_answers_are_refused(gpt2):
-    source = "{% if messages|length > 1 %}long{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"--chat-template longer .*generation"):
-        ChatTemplate("longer", source).example_ids(CONVERSATION[:2], gpt2)
 
 
 def test_examples_are_the_same_every_day(gpt2):

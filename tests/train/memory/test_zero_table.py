@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.engine.memory.amounts import Amounts
-from megatron.train.memory.zero_table import Cell, Row, cells_of, largest_difference, table_lines
+from megatron.engine.memory.closed_form import Amounts
+from megatron.train.memory.zero_table import Cell, MeasuredCell, cells_of, largest_difference, table_lines
 
 ROWS = [
-    Row(Cell(0), Amounts(4000, 4000, 8000, 16000), Amounts(4000, 4000, 8004, 16004), 6.0, 5.0),
-    Row(Cell(3, True, True), Amounts(2000, 4000, 6000, 0), Amounts(2000, 4000, 6001, 1), 6.0, 5.25),
+    MeasuredCell(Cell(0), Amounts(4000, 4000, 8000, 16000), Amounts(4000, 4000, 8004, 16004), 6.0, 5.0),
+    MeasuredCell(Cell(3, True, True), Amounts(2000, 4000, 6000, 0), Amounts(2000, 4000, 6001, 1), 6.0, 5.25),
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.parse import Reading, read_flags
+from megatron.config.parse import RequestDraft, read_flags
 from megatron.errors import CheckpointError, ConfigError, DataError, ExitCode, LaunchError, MegatronError, StorageError
 from megatron.train.preflight.checks import checked_request
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
@@ -37,6 +37,7 @@ _REFUSALS = (
     "--lr is required",
     "--fp16 does not train on this machine (cpu: DS_ACCELERATOR=cpu). Use --bf16",
     "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 needs a multiple of 2 processes, and 1 was",
+    "Type: torchrun --nproc-per-node 2 pretrain_gpt.py --",
     "bad.idx: the file (12 bytes) begins with b'garbage12'; a token index begins with",
     "none/corpus.idx does not exist (data prefix none/corpus).",
     "vocab.json (--vocab-file) begins with '[1]'; it must begin with {{",
@@ -46,7 +47,7 @@ _REFUSALS = (
     "--save file/checkpoints cannot be written: {folder}/file is not a folder",
     "--tensorboard-dir file/events cannot be written: {folder}/file is not a folder",
     "--log-path file/arguments cannot be written: {folder}/file is not a folder",
-    "--metrics-file {folder} cannot be written: it is a folder",
+    "--metrics-file {folder} is a folder. Give the path of a plain file or a new one.",
 )
 
 
@@ -63,7 +64,7 @@ def _one_process_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def refusal(reading: Reading) -> MegatronError:
+def refusal(reading: RequestDraft) -> MegatronError:
     with pytest.raises(MegatronError) as caught:
         checked_request(reading)
     return caught.value
@@ -114,7 +115,7 @@ def test_flags_files_packages_and_processes_are_refused_together_without_torch(
     for words in _REFUSALS:
         beginning = words.format(folder=tmp_path)
         assert sum(line.startswith(beginning) for line in found) == 1, beginning
-    assert len(found) == 15, "and the line about imports"
+    assert len(found) == 16, "and the line about imports"
     said, code = second
     assert code == ExitCode.USAGE
     assert said.startswith("[rank 1] error: --learning-rat is not"), "no rank 0 was there to end this one"

@@ -44,8 +44,8 @@ def test_a_checkpoint_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_file_of_tasks(tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").touch()
     assert said("--eval-tasks", f"{tmp_path}/tasks.yaml") == []
-    assert said("--eval-tasks", str(tmp_path)) == [
-        f"--eval-tasks {tmp_path} is not a file. Give the path of a YAML or JSON file of tasks."
+    assert said("--eval-tasks", f"{tmp_path}/none.yaml") == [
+        f"--eval-tasks {tmp_path}/none.yaml is not a file. Give the path of a YAML or JSON file of tasks."
     ]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.config.sections.safety import SafetyRequest
-from megatron.train.restarts.breaker import Decision, decide, settings_digest
+from megatron.config.running.safety import SafetyRequest
+from megatron.train.restarts.breaker import StartDecision, decide, settings_digest
 from megatron.train.restarts.history import Attempt
 
 
@@ -71,7 +71,7 @@ def test_who_may_start(name: str) -> None:
     decision = decide(attempts, resumed, "s", SafetyRequest(**flags))  # type: ignore[arg-type]
     assert (decision.refusal is not None) == (expected is True)
     if expected is not True:
-        assert decision == Decision(None, expected or ())
+        assert decision == StartDecision(None, expected or ())
 
 
 def test_no_loop_is_endless() -> None:
@@ -98,7 +98,7 @@ def test_a_refusal_shows_the_history_and_the_ways_out() -> None:
     again = decide([end(7, **PASSED)] * 3, 4, "s", SafetyRequest()).refusal or ""
     assert "--resume-skip-poisoned passes over one more batch of iteration 7, in addition to 1" in again
     killed = decide([KILLED] * 3, 4, "s", SafetyRequest()).refusal or ""
-    assert "--resume-skip-poisoned" not in killed and "killed without a word" in killed
+    assert "--resume-skip-poisoned" not in killed and "killed without a message" in killed
     once = decide([end(7)] * 20, 4, "s", SafetyRequest(max_failed_starts=1)).refusal or ""
     assert "20 times in a row" in once and once.count("loss nan") == 10
 
@@ -106,11 +106,11 @@ def test_a_refusal_shows_the_history_and_the_ways_out() -> None:
 def test_settings_are_told_apart_by_what_a_step_depends_on() -> None:
     config: dict[str, dict[str, object]] = {
         "optim": {"lr": 1.0},
-        "control": {"skip_train_iteration_range": [], "log_interval": 1},
+        "safety": {"skip_train_iteration_range": [], "log_interval": 1},
         "parallel": {"tensor_model_parallel_size": 2, "world_size": 4},
     }
     digest = settings_digest(config)
-    assert settings_digest({**config, "control": {**config["control"], "log_interval": 2}}) == digest
+    assert settings_digest({**config, "safety": {**config["safety"], "log_interval": 2}}) == digest
     assert settings_digest({**config, "parallel": {**config["parallel"], "world_size": 8}}) == digest
     assert settings_digest({**config, "optim": {"lr": 0.5}}) != digest
-    assert settings_digest({**config, "control": {"skip_train_iteration_range": ["7-7"]}}) != digest
+    assert settings_digest({**config, "safety": {"skip_train_iteration_range": ["7-7"]}}) != digest

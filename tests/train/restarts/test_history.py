@@ -13,14 +13,14 @@ import pytest
 from megatron import log
 from megatron.errors import ExitCode, NumericsError, PeerLostError
 from megatron.train.restarts import history as history_module
-from megatron.train.restarts.history import HISTORY_NAME, STEP_NAME, Attempt, History, read_attempts
+from megatron.train.restarts.history import HISTORY_NAME, STEP_NAME, Attempt, RestartHistory, read_attempts
 
 RUN = "0123456789abcdef"
 
 
-def begun(folder: Path, resumed_step: int = 4, run_id: str = RUN) -> History:
+def begun(folder: Path, resumed_step: int = 4, run_id: str = RUN) -> RestartHistory:
     """A history whose start was recorded."""
-    history = History()
+    history = RestartHistory()
     history.open(folder, run_id)
     history.started(resumed_step, "settings", (3,), "0.1")
     return history
@@ -30,13 +30,14 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / HISTORY_NAME).read_text().splitlines()]
 
 
-def train(history: History, *steps: int, failure: BaseException | None = None) -> None:
+def train(history: RestartHistory, *steps: int, failure: BaseException | None = None) -> None:
     """Trains steps, then fails if asked to."""
-    with history.training(steps[0]):
-        for step in steps:
-            history.at(step)
-        if failure is not None:
-            raise failure
+    history.training_begins(steps[0])
+    for step in steps:
+        history.at(step)
+    if failure is not None:
+        raise failure
+    history.training_ends()
 
 
 def test_an_end_in_training_is_kept_with_its_error(tmp_path: Path) -> None:
@@ -73,10 +74,8 @@ def test_the_step_of_another_error_is_the_one_in_progress(tmp_path: Path) -> Non
 def test_which_ends_were_asked_for(tmp_path: Path, code: ExitCode, text: str, in_loop: bool, is_asked: bool) -> None:
     history = begun(tmp_path)
     if in_loop:
-        with history.training(5):
-            history.ended(None, code, text)
-    else:
-        history.ended(None, code, text)
+        history.training_begins(5)
+    history.ended(None, code, text)
     assert [attempt.was_asked for attempt in read_attempts(tmp_path, RUN)] == [is_asked]
 
 
@@ -91,7 +90,8 @@ def test_an_interrupt_is_asked_for(tmp_path: Path) -> None:
 def test_the_first_end_counts_whichever_thread_writes_it(tmp_path: Path) -> None:
     history = begun(tmp_path)
     watchdog = threading.Thread(target=history.ended, args=(None, ExitCode.HANG, "rank 1 hangs"))
-    with pytest.raises(RuntimeError), history.recording(), history.training(5):
+    history.training_begins(5)
+    with pytest.raises(RuntimeError), history.recording():
         watchdog.start()
         watchdog.join()
         raise RuntimeError("later")
@@ -102,7 +102,8 @@ def test_the_first_end_counts_whichever_thread_writes_it(tmp_path: Path) -> None
 def test_an_end_from_another_thread_is_heard_of_through_the_log(tmp_path: Path) -> None:
     """`log.end_process` leaves by os._exit, past every handler."""
     history = begun(tmp_path)
-    with history.recording(), history.training(9):
+    history.training_begins(9)
+    with history.recording():
         told = list(log._OUTPUT.listeners)
         assert [listener(ExitCode.HANG, "rank 1 hangs") for listener in told][-1] is False
     assert [(a.step, a.code) for a in read_attempts(tmp_path, RUN)] == [(9, 76)]
@@ -111,17 +112,17 @@ def test_an_end_from_another_thread_is_heard_of_through_the_log(tmp_path: Path) 
 
 def test_the_step_of_a_killed_start_is_found(tmp_path: Path) -> None:
     train(begun(tmp_path), 5, 6)  # and no end
-    (attempt,) = History().open(tmp_path, RUN)
+    (attempt,) = RestartHistory().open(tmp_path, RUN)
     assert (attempt.step, attempt.code, attempt.entered_loop, attempt.was_asked) == (6, None, True, False)
-    assert "ended at iteration 6, killed without a word" in str(attempt)
-    assert History().open(tmp_path, RUN) == [attempt], "its end was written down"
+    assert "ended at iteration 6, killed without a message" in str(attempt)
+    assert RestartHistory().open(tmp_path, RUN) == [attempt], "its end was written down"
 
 
 def test_a_start_that_was_killed_before_training_has_no_step(tmp_path: Path) -> None:
     train(begun(tmp_path), 5, 6)
-    History().open(tmp_path, RUN)
+    RestartHistory().open(tmp_path, RUN)
     begun(tmp_path)
-    attempts = History().open(tmp_path, RUN)
+    attempts = RestartHistory().open(tmp_path, RUN)
     assert [(attempt.entered_loop, attempt.step) for attempt in attempts] == [(True, 6), (False, None)]
     assert "ended before training" in str(attempts[-1])
 
@@ -129,16 +130,16 @@ def test_a_start_that_was_killed_before_training_has_no_step(tmp_path: Path) -> 
 def test_a_step_file_of_another_start_is_not_believed(tmp_path: Path) -> None:
     train(begun(tmp_path), 5, 6)
     (tmp_path / STEP_NAME).write_text("ffffffffffffffff 9".ljust(39) + "\n")
-    assert [attempt.step for attempt in History().open(tmp_path, RUN)] == [None]
+    assert [attempt.step for attempt in RestartHistory().open(tmp_path, RUN)] == [None]
     train(begun(tmp_path), 5, 6)
     (tmp_path / STEP_NAME).write_text("6")
-    assert [attempt.step for attempt in History().open(tmp_path, RUN)] == [None, None]
+    assert [attempt.step for attempt in RestartHistory().open(tmp_path, RUN)] == [None, None]
 
 
 def test_the_starts_of_another_run_do_not_count(tmp_path: Path) -> None:
     begun(tmp_path, run_id="f" * 16).ended(7, 77, "loss nan")
     assert read_attempts(tmp_path, RUN) == []
-    assert History().open(tmp_path, RUN) == []
+    assert RestartHistory().open(tmp_path, RUN) == []
 
 
 def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_history_that_cannot_be_written_or_read_ends_no_run(
 
 def test_a_history_that_was_not_opened_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    history = History()
+    history = RestartHistory()
     history.started(0, "", (), "0.1")
     with history.recording():
         train(history, 1)

@@ -62,7 +62,9 @@ def test_a_missing_file_is_replaced_by_what_the_checkpoints_say(tmp_path: Path) 
     (tmp_path / "iter_0000006" / "manifest.json").write_text("damaged")
     assert identity_of(tmp_path) == RunIdentity(ONE)
     saved(tmp_path, 7, TWO)
-    sentence = rf"several runs and no run\.json .* iter_0000008 of run {ONE}, iter_0000007 of run {TWO}\. Move those"
+    sentence = (
+        rf"several runs and no run\.json .* iter_0000008 of run {ONE}, iter_0000007 of run {TWO}\. Move the other"
+    )
     with pytest.raises(CheckpointError, match=sentence):
         identity_of(tmp_path)
 

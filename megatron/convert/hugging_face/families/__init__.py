@@ -1,1 +1,1 @@
-"""One file a family, named by its `model_type`: the table of its fields and tensors, used in both directions."""
+"""One file per family, named by its `model_type`: the table of its fields and tensors, used in both directions."""

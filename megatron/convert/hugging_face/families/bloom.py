@@ -13,9 +13,9 @@ _OURS = "decoder.layers.{layer}."
 _THEIRS = "transformer.h.{layer}."
 
 
-def _read_inner_width(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
-    entries.check_only("n_inner", (4 * found["hidden_size"],))
-    return {"ffn_hidden_size": 4 * found["hidden_size"]}
+def _read_inner_width(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+    entries.check_only("n_inner", (4 * fields["hidden_size"],))
+    return {"ffn_hidden_size": 4 * fields["hidden_size"]}
 
 
 # Source: transformers `models/bloom/configuration_bloom.py` and `modeling_bloom.py`.

@@ -32,7 +32,7 @@ from megatron.convert.hugging_face.table.fields import (
     tied_head,
 )
 from megatron.convert.hugging_face.table.rope import rope_fields
-from megatron.convert.hugging_face.table.tensors import TensorRule, norm
+from megatron.convert.hugging_face.table.tensors import TensorMapping, norm
 from megatron.convert.hugging_face.table.windows import (
     checked_window,
     layer_types,
@@ -42,11 +42,11 @@ from megatron.convert.hugging_face.table.windows import (
 )
 
 
-def _read_scales(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_scales(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     scalar = entries.take("query_pre_attn_scalar", 256)
     if type(scalar) not in (int, float) or scalar <= 0:
         raise entries.refused("query_pre_attn_scalar", scalar, "should be a positive number")
-    return {"softmax_scale": scalar**-0.5, "embedding_multiplier": found["hidden_size"] ** 0.5}
+    return {"softmax_scale": scalar**-0.5, "embedding_multiplier": fields["hidden_size"] ** 0.5}
 
 
 def _write_scales(model: ModelConfig) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def _write_scales(model: ModelConfig) -> dict[str, Any]:
 def layered_window(period: int) -> Functions:
     """The rule for windows in all layers but every `period`-th, where the file has no list `layer_types`."""
 
-    def read(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
-        layers = found["num_layers"]
-        # Written by some versions beside the list, where it says nothing new.
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+        layers = fields["num_layers"]
+        # Written by some versions in addition to the list, where it says nothing new.
         every = entries.take("sliding_window_pattern", entries.take("_sliding_window_pattern", period))
         pattern = read_layer_types(entries, layers)
         if pattern is None:
@@ -110,7 +110,7 @@ GEMMA_FIELDS: tuple[FieldRule, ...] = (
     # `hidden_act` is an older name that the network does not read.
     Irrelevant(("hidden_act", "cache_implementation")),
 )
-SANDWICH_NORM_TENSORS: tuple[TensorRule, ...] = (
+SANDWICH_NORM_TENSORS: tuple[TensorMapping, ...] = (
     *norm(OUR_LAYER + "input_layernorm", THEIR_LAYER + "input_layernorm"),
     *norm(OUR_LAYER + "post_self_attn_layernorm", THEIR_LAYER + "post_attention_layernorm"),
     *norm(OUR_LAYER + "pre_mlp_layernorm", THEIR_LAYER + "pre_feedforward_layernorm"),
@@ -118,7 +118,7 @@ SANDWICH_NORM_TENSORS: tuple[TensorRule, ...] = (
 )
 
 
-def _read_softcap(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_softcap(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     caps = {}
     for ours, theirs, default in _SOFTCAPS:
         value = entries.take(theirs, None if entries.is_null(theirs) else default)

@@ -28,14 +28,14 @@ from megatron.convert.hugging_face.table.windows import FULL, WINDOWED
 _THETA, _WINDOWED_THETA = 1_000_000.0, 10_000.0
 
 
-def _read_rotations(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rotations(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     theta = entries.take("rope_theta", _THETA)
     windowed_theta = entries.take("rope_local_base_freq", _WINDOWED_THETA)
     by_kind = entries.inner("rope_parameters")
     full: dict[str, Any] = {}
     if by_kind is not None:
         full = dict(by_kind.take(FULL, {}))
-        windowed = read_parameters({"rope_theta": windowed_theta, **by_kind.take(WINDOWED, {})}, WINDOWED, found)
+        windowed = read_parameters({"rope_theta": windowed_theta, **by_kind.take(WINDOWED, {})}, WINDOWED, fields)
         by_kind.check_all_read()
         if windowed["rope_scaling_type"] != "none":
             raise by_kind.refused(WINDOWED, windowed["rope_scaling_type"], "should not be scaled")
@@ -45,7 +45,7 @@ def _read_rotations(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any
         scaling.setdefault("rope_type", scaling.pop("type"))
     return {
         "position_embedding_type": "rope",
-        **read_parameters({"rope_theta": theta, **full, **scaling}, "rope_parameters", found),
+        **read_parameters({"rope_theta": theta, **full, **scaling}, "rope_parameters", fields),
         "rotary_base_windowed": float(windowed_theta),
     }
 

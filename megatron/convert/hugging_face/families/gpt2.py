@@ -13,8 +13,8 @@ from megatron.convert.hugging_face.table.fields import (
     tied_head,
 )
 from megatron.convert.hugging_face.table.tensors import (
-    Part,
-    TensorRule,
+    MappedPart,
+    TensorMapping,
     linear,
     linear_transposed,
     matrix,
@@ -34,7 +34,7 @@ GPT2 = Family(
         Same("hidden_size", "n_embd", 768),
         Same("num_attention_heads", "n_head", 12),
         Same("max_position_embeddings", "n_positions", 1024),
-        Same("ffn_hidden_size", "n_inner", lambda found: 4 * found["hidden_size"]),
+        Same("ffn_hidden_size", "n_inner", lambda fields: 4 * fields["hidden_size"]),
         Same("vocab_size", "vocab_size", 50257),
         Mapped(
             "activation_function", "activation_function", (("gelu_new", "gelu_tanh"), *ACTIVATION_NAMES), "gelu_new"
@@ -63,10 +63,12 @@ GPT2 = Family(
         matrix("embedding.position_embeddings.weight", "transformer.wpe.weight"),
         *norm(_LAYER + "input_layernorm", "transformer.h.{layer}.ln_1"),
         # Ours [heads, 3, d, h]; theirs [h, 3 x heads x d]: first all queries, then all keys, then all values.
-        TensorRule(
-            f"{_QKV}.weight", (Part("transformer.h.{layer}.attn.c_attn.weight", order=(3, 1, 0, 2), columns=3),)
+        TensorMapping(
+            f"{_QKV}.weight", (MappedPart("transformer.h.{layer}.attn.c_attn.weight", order=(3, 1, 0, 2), columns=3),)
         ),
-        TensorRule(f"{_QKV}.bias", (Part("transformer.h.{layer}.attn.c_attn.bias", order=(1, 0, 2), columns=0),)),
+        TensorMapping(
+            f"{_QKV}.bias", (MappedPart("transformer.h.{layer}.attn.c_attn.bias", order=(1, 0, 2), columns=0),)
+        ),
         *linear_transposed(_LAYER + "self_attention.linear_proj", "transformer.h.{layer}.attn.c_proj"),
         *norm(_LAYER + "pre_mlp_layernorm", "transformer.h.{layer}.ln_2"),
         *linear_transposed(_LAYER + "mlp.linear_fc1", "transformer.h.{layer}.mlp.c_fc"),

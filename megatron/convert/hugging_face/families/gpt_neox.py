@@ -23,7 +23,7 @@ _OURS = "decoder.layers.{layer}."
 _THEIRS = "gpt_neox.layers.{layer}."
 
 
-def _read_biases(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_biases(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     attention = entries.take("attention_bias", True)
     return {"add_bias_linear": True, "add_qkv_bias": attention, "attention_output_bias": attention}
 

@@ -1,6 +1,6 @@
 """Llama 1 to 3: rotary positions with every scaling, RMSNorm, gated feed-forward, grouped queries, optional biases.
 
-The names of its tensors are those of most later families, whose tables are built from this one.
+Most later families use the same tensor names, and their tables are built from this one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.convert.hugging_face.table.fields import (
 )
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.convert.hugging_face.table.tensors import (
-    TensorRule,
+    TensorMapping,
     gate_and_up,
     linear,
     matrix,
@@ -42,8 +42,8 @@ SHARED_FIELDS: tuple[FieldRule, ...] = (
     Same("hidden_size", "hidden_size"),
     Same("ffn_hidden_size", "intermediate_size"),
     Same("num_attention_heads", "num_attention_heads"),
-    Same("num_query_groups", "num_key_value_heads", lambda found: found["num_attention_heads"]),
-    Same("kv_channels", "head_dim", lambda found: found["hidden_size"] // found["num_attention_heads"]),
+    Same("num_query_groups", "num_key_value_heads", lambda fields: fields["num_attention_heads"]),
+    Same("kv_channels", "head_dim", lambda fields: fields["hidden_size"] // fields["num_attention_heads"]),
     Same("max_position_embeddings", "max_position_embeddings"),
     Mapped("activation_function", "hidden_act", ACTIVATION_NAMES, "silu"),
     Same("layernorm_epsilon", "rms_norm_eps", 1e-6),
@@ -52,12 +52,12 @@ SHARED_FIELDS: tuple[FieldRule, ...] = (
 )
 
 # What all of these families name alike: the embedding, the final norm and the head.
-OUTER_TENSORS: tuple[TensorRule, ...] = (
+OUTER_TENSORS: tuple[TensorMapping, ...] = (
     matrix("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
     *norm("decoder.final_layernorm", "model.norm"),
     *linear("output_layer", "lm_head"),
 )
-ATTENTION_TENSORS: tuple[TensorRule, ...] = (
+ATTENTION_TENSORS: tuple[TensorMapping, ...] = (
     *separate_query_key_value(
         OUR_LAYER + "self_attention.linear_qkv",
         THEIR_LAYER + "self_attn.q_proj",
@@ -66,11 +66,11 @@ ATTENTION_TENSORS: tuple[TensorRule, ...] = (
     ),
     *linear(OUR_LAYER + "self_attention.linear_proj", THEIR_LAYER + "self_attn.o_proj"),
 )
-FEED_FORWARD_TENSORS: tuple[TensorRule, ...] = (
+FEED_FORWARD_TENSORS: tuple[TensorMapping, ...] = (
     *gate_and_up(OUR_LAYER + "mlp.linear_fc1", THEIR_LAYER + "mlp.gate_proj", THEIR_LAYER + "mlp.up_proj"),
     *linear(OUR_LAYER + "mlp.linear_fc2", THEIR_LAYER + "mlp.down_proj"),
 )
-PRE_NORM_TENSORS: tuple[TensorRule, ...] = (
+PRE_NORM_TENSORS: tuple[TensorMapping, ...] = (
     *norm(OUR_LAYER + "input_layernorm", THEIR_LAYER + "input_layernorm"),
     *norm(OUR_LAYER + "pre_mlp_layernorm", THEIR_LAYER + "post_attention_layernorm"),
 )
@@ -78,7 +78,7 @@ PRE_NORM_TENSORS: tuple[TensorRule, ...] = (
 IGNORED_TENSORS = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 
 
-def _read_biases(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_biases(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     attention = entries.take("attention_bias", False)
     return {
         "add_bias_linear": False,

@@ -25,7 +25,7 @@ _QUERY_KEY_VALUE = THEIR_LAYER + "self_attn.qkv_proj"
 _GATE_AND_UP = THEIR_LAYER + "mlp.gate_up_proj"
 
 
-def _read_rotation(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rotation(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     merged, place = merged_parameters(entries, "rope_theta", "partial_rotary_factor")
     kind = merged.get("rope_type", "default")
     if kind == "yarn":  # in this family an older word for longrope
@@ -33,7 +33,7 @@ def _read_rotation(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]
     elif kind not in ("default", "su", "longrope"):
         raise entries.refused(place, kind, "is supported only as longrope")
     usual = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, _ORIGINAL: 4096}
-    return {"position_embedding_type": "rope", **read_parameters({**usual, **merged}, place, found)}
+    return {"position_embedding_type": "rope", **read_parameters({**usual, **merged}, place, fields)}
 
 
 def _write_rotation(model: ModelConfig) -> dict[str, Any]:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.convert.hugging_face.families.llama import (
-    ATTENTION_TENSORS,
-    FEED_FORWARD_TENSORS,
-    IGNORED_TENSORS,
-    OUTER_TENSORS,
-    PRE_NORM_TENSORS,
-    SHARED_FIELDS,
-)
+from megatron.convert.hugging_face.families.llama import IGNORED_TENSORS, LLAMA, SHARED_FIELDS
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import Constant, Only, tied_head
 from megatron.convert.hugging_face.table.rope import rope_fields
@@ -27,6 +20,6 @@ QWEN2 = Family(
         tied_head(default=False),
         Only("use_mrope", (False,), is_written=False),
     ),
-    tensors=(*OUTER_TENSORS, *ATTENTION_TENSORS, *FEED_FORWARD_TENSORS, *PRE_NORM_TENSORS),
+    tensors=LLAMA.tensors,
     ignored_tensors=IGNORED_TENSORS,
 )

@@ -6,28 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.convert.hugging_face.families.llama import (
-    ATTENTION_TENSORS,
-    FEED_FORWARD_TENSORS,
     IGNORED_TENSORS,
+    LLAMA,
     OUR_LAYER,
-    OUTER_TENSORS,
-    PRE_NORM_TENSORS,
     SHARED_FIELDS,
     THEIR_LAYER,
 )
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import Constant, Entries, FieldRule, Functions, Same, tied_head
 from megatron.convert.hugging_face.table.rope import rope_fields
-from megatron.convert.hugging_face.table.tensors import TensorRule, norm
+from megatron.convert.hugging_face.table.tensors import TensorMapping, norm
 from megatron.convert.hugging_face.table.windows import switched_window
 
-QUERY_KEY_NORM_TENSORS: tuple[TensorRule, ...] = (
+QUERY_KEY_NORM_TENSORS: tuple[TensorMapping, ...] = (
     *norm(OUR_LAYER + "self_attention.q_layernorm", THEIR_LAYER + "self_attn.q_norm"),
     *norm(OUR_LAYER + "self_attention.k_layernorm", THEIR_LAYER + "self_attn.k_norm"),
 )
 
 
-def _read_biases(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_biases(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     attention = entries.take("attention_bias", False)
     return {"add_bias_linear": False, "add_qkv_bias": attention, "attention_output_bias": attention}
 
@@ -48,6 +45,6 @@ QWEN3 = Family(
         switched_window(),
         tied_head(default=False),
     ),
-    tensors=(*OUTER_TENSORS, *ATTENTION_TENSORS, *QUERY_KEY_NORM_TENSORS, *FEED_FORWARD_TENSORS, *PRE_NORM_TENSORS),
+    tensors=(*LLAMA.tensors, *QUERY_KEY_NORM_TENSORS),
     ignored_tensors=IGNORED_TENSORS,
 )

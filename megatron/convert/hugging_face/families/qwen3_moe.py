@@ -6,17 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.families.llama import (
-    ATTENTION_TENSORS,
-    FEED_FORWARD_TENSORS,
-    IGNORED_TENSORS,
-    OUR_LAYER,
-    OUTER_TENSORS,
-    PRE_NORM_TENSORS,
-    SHARED_FIELDS,
-    THEIR_LAYER,
-)
-from megatron.convert.hugging_face.families.qwen3 import ATTENTION_BIASES, QUERY_KEY_NORM_TENSORS
+from megatron.convert.hugging_face.families.llama import IGNORED_TENSORS, OUR_LAYER, SHARED_FIELDS, THEIR_LAYER
+from megatron.convert.hugging_face.families.qwen3 import ATTENTION_BIASES, QWEN3
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import (
     Constant,
@@ -34,14 +25,14 @@ from megatron.convert.hugging_face.table.windows import shortest, switched_windo
 _EXPERT = THEIR_LAYER + "mlp.experts.{expert}."
 
 
-def _read_expert_layers(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_expert_layers(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     step = entries.take("decoder_sparse_step", 1)
     if type(step) is not int or step < 1:
         raise entries.refused("decoder_sparse_step", step, "should be a number of layers")
     dense = entries.take("mlp_only_layers", [])
     if not isinstance(dense, list):
         raise entries.refused("mlp_only_layers", dense, "should be a list of layers")
-    layers = range(found["num_layers"])
+    layers = range(fields["num_layers"])
     pattern = tuple(int(layer not in dense and (layer + 1) % step == 0) for layer in layers)
     if not any(pattern):
         raise entries.refused("mlp_only_layers", dense, "leaves no layer with experts; such a model is a qwen3 model")
@@ -73,11 +64,7 @@ QWEN3_MOE = Family(
         Irrelevant(("output_router_logits",)),
     ),
     tensors=(
-        *OUTER_TENSORS,
-        *ATTENTION_TENSORS,
-        *QUERY_KEY_NORM_TENSORS,
-        *FEED_FORWARD_TENSORS,
-        *PRE_NORM_TENSORS,
+        *QWEN3.tensors,
         matrix(OUR_LAYER + "mlp.router.weight", THEIR_LAYER + "mlp.gate.weight"),
         expert_gate_and_up(
             OUR_LAYER + "mlp.experts.linear_fc1.weight", _EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"

@@ -12,7 +12,7 @@ from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
 from megatron.config.idle import idle_fields
 from megatron.convert.hugging_face.table.fields import Entries, FieldRule, read_fields, write_fields
-from megatron.convert.hugging_face.table.tensors import TensorRule
+from megatron.convert.hugging_face.table.tensors import TensorMapping
 from megatron.errors import ConfigError, ConversionError
 
 _NEAR, _FAR = 3, 1000  # distances of families whose lost fields cannot be counted
@@ -52,7 +52,7 @@ class Family:
     model_type: str
     architecture: str
     fields: tuple[FieldRule, ...]
-    tensors: tuple[TensorRule, ...]
+    tensors: tuple[TensorMapping, ...]
     ignored_tensors: tuple[str, ...] = ()
     optional_prefix: str = ""
     head: str = "lm_head.weight"
@@ -72,9 +72,9 @@ class Family:
         """
         if self.text_field:
             config = Entries(config).object(self.text_field)
-        found = read_fields(self.fields, config)
+        fields = read_fields(self.fields, config)
         try:
-            return ModelConfig(**found, padded_vocab_size=found["vocab_size"])
+            return ModelConfig(**fields, padded_vocab_size=fields["vocab_size"])
         except ConfigError as failure:
             raise ConversionError(
                 f"config.json describes a network that cannot be built: {failure} Take the config.json that was "
@@ -136,28 +136,32 @@ def _pattern(name: str) -> str:
 
 def essential_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of an architecture that change its logits, without those that other fields make meaningless."""
-    found = {
+    fields = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(model)
         if resume_rule(field) == MUST_MATCH
     }
     meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
-    meaningless |= {name for name in found if "mup" in name.split("_")}  # they decide learning rates and other fields
+    meaningless |= {name for name in fields if "mup" in name.split("_")}  # they decide learning rates and other fields
     scaling = model.rope_scaling_type if model.uses_rope else "none"
     meaningless |= idle_fields(model).keys()
     if model.rope_original_max_positions is None:
-        found["rope_original_max_positions"] = model.max_position_embeddings
-    if found["rotary_base_windowed"] is None and scaling == "none":
-        found["rotary_base_windowed"] = model.rotary_base
-    if model.num_experts > 1 and all(model.has_experts(layer) for layer in range(model.num_layers)):
+        fields["rope_original_max_positions"] = model.max_position_embeddings
+    if fields["rotary_base_windowed"] is None and scaling == "none":
+        fields["rotary_base_windowed"] = model.rotary_base
+    if (
+        model.num_experts > 1
+        and not model.moe_residual
+        and all(model.has_experts(layer) for layer in range(model.num_layers))
+    ):
         meaningless.add("ffn_hidden_size")
-    if found["softmax_scale"] is None:
-        found["softmax_scale"] = model.kv_channels**-0.5
+    if fields["softmax_scale"] is None:
+        fields["softmax_scale"] = model.kv_channels**-0.5
     for layered in ("attention_window_pattern", "rope_layer_pattern", "moe_layer_pattern"):
-        found[layered] = _spread(found[layered], model.num_layers)
-    if model.attention_window is None or not any(found["attention_window_pattern"]):
+        fields[layered] = _spread(fields[layered], model.num_layers)
+    if model.attention_window is None or not any(fields["attention_window_pattern"]):
         meaningless |= {"attention_window", "attention_window_pattern", "rotary_base_windowed"}
-    return {name: value for name, value in found.items() if name not in meaningless}
+    return {name: value for name, value in fields.items() if name not in meaningless}
 
 
 def _shown(value: Any) -> str:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import flags_of
@@ -18,7 +18,7 @@ from megatron.errors import ConversionError
 
 
 class Required(Enum):
-    """Stands for the default of a field that has none."""
+    """Marks a field that has no default."""
 
     REQUIRED = "required"
 
@@ -135,18 +135,20 @@ class Entries:
                 raise self.refused(name, value, why)
 
 
-class FieldRule(Protocol):
+class FieldRule:
     """How some fields correspond, in both directions."""
 
-    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Our fields, from theirs; `found` are ours that earlier rules have read."""
+    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Our fields, from theirs; `fields` are ours that earlier rules have read."""
+        return {}
 
     def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Their fields, from ours."""
+        """Their fields, from ours; what is not written is noticed when the result is read back."""
+        return {}
 
 
 @dataclass(frozen=True)
-class Same:
+class Same(FieldRule):
     """A field that both have, by different names.
 
     Args:
@@ -159,9 +161,9 @@ class Same:
     default: Any | Callable[[Mapping[str, Any]], Any] = REQUIRED
     also: tuple[str, ...] = ()
 
-    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
-        default = self.default(found) if callable(self.default) else self.default
+        default = self.default(fields) if callable(self.default) else self.default
         for name in self.also:
             default = entries.take(name, default)
         value = entries.take(self.theirs, default)
@@ -176,7 +178,7 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class Mapped(FieldRule):
     """A field that both have, with other words for its values.
 
     Args:
@@ -189,7 +191,7 @@ class Mapped:
     pairs: tuple[tuple[Any, Any], ...]
     default: Any = REQUIRED
 
-    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
         value = entries.take(self.theirs, self.default)
         for their_value, our_value in self.pairs:
@@ -208,29 +210,25 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(FieldRule):
     """Our fields that have one value in this family; nothing in `config.json` says so."""
 
     values: Mapping[str, Any]
 
-    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
         return self.values
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        return {}
-
 
 @dataclass(frozen=True)
-class Only:
+class Only(FieldRule):
     """Their field that must have one of these values (or be absent); the first is written, unless absence says it."""
 
     theirs: str
     allowed: tuple[Any, ...]
     is_written: bool = True
 
-    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
         entries.check_only(self.theirs, self.allowed)
         return {}
@@ -241,31 +239,27 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Irrelevant:
+class Irrelevant(FieldRule):
     """Their fields that do not change the logits; they are not written."""
 
     theirs: tuple[str, ...]
 
-    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
         entries.skip(*self.theirs)
         return {}
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        return {}
-
 
 @dataclass(frozen=True)
-class Functions:
+class Functions(FieldRule):
     """Fields whose correspondence needs a function each way, such as the windows of layers."""
 
     reader: Callable[[Entries, Mapping[str, Any]], Mapping[str, Any]]
     writer: Callable[[ModelConfig], Mapping[str, Any]]
 
-    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
-        return self.reader(entries, found)
+        return self.reader(entries, fields)
 
     def write(self, model: ModelConfig) -> Mapping[str, Any]:
         """See `FieldRule`."""
@@ -301,11 +295,11 @@ def read_fields(rules: Sequence[FieldRule], config: Mapping[str, Any]) -> dict[s
     entries.skip(*IRRELEVANT_EVERYWHERE)
     for name, usual in _USUAL_EVERYWHERE.items():
         entries.check_only(name, (usual,))
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for rule in rules:
-        found.update(rule.read(entries, found))
+        fields.update(rule.read(entries, fields))
     entries.check_all_read()
-    return found
+    return fields
 
 
 def write_fields(rules: Sequence[FieldRule], model: ModelConfig) -> dict[str, Any]:

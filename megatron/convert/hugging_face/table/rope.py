@@ -71,13 +71,13 @@ def rope_fields(
         percent_name: what they call the share.
     """
 
-    def read(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         merged, place = merged_parameters(entries, theta_name, percent_name)
         merged.setdefault("rope_theta", default_theta)
         percent = merged.setdefault("partial_rotary_factor", default_percent or 1.0)
         if default_percent is None and percent != 1.0:
             raise entries.refused(percent_name, percent, "this family ignores; it rotates whole heads")
-        return {"position_embedding_type": "rope", **read_parameters(merged, place, found)}
+        return {"position_embedding_type": "rope", **read_parameters(merged, place, fields)}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         if not model.uses_rope:
@@ -86,7 +86,7 @@ def rope_fields(
         older = {theta_name: model.rotary_base}
         if default_percent is not None:
             parameters["partial_rotary_factor"] = older[percent_name] = model.rotary_percent
-        # Readers of the older form take the base from beside the object.
+        # Readers of the older form take the base from outside the object.
         scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
         scaled = parameters["rope_type"] != "default"
         older_scaling = {"type": parameters["rope_type"], **scaling} if scaled else None
@@ -102,8 +102,8 @@ def merged_parameters(entries: Entries, theta_name: str, percent_name: str) -> t
         ConversionError: two places contradict each other.
     """
     merged: dict[str, Any] = {}
-    beside = ((theta_name, "rope_theta"), (percent_name, "partial_rotary_factor"), (_ORIGINAL, _ORIGINAL))
-    for name, key in beside:
+    outside = ((theta_name, "rope_theta"), (percent_name, "partial_rotary_factor"), (_ORIGINAL, _ORIGINAL))
+    for name, key in outside:
         value = entries.take(name, None)
         if value is not None:
             merged[key] = value
@@ -118,16 +118,16 @@ def merged_parameters(entries: Entries, theta_name: str, percent_name: str) -> t
         for key, value in _one_form(inner).items():
             if key != _ORIGINAL and merged.setdefault(key, value) != value:
                 raise entries.refused(name, inner, f"contradicts {key} {merged[key]!r} elsewhere in the file")
-            merged.setdefault(key, value)  # a number beside the object wins over one in it
+            merged.setdefault(key, value)  # a number outside the object wins over one in it
     return merged, place
 
 
-def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[str, Any]) -> dict[str, Any]:
+def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Our fields of a rotation, from one object of parameters.
 
     Args:
         place: the name of the object, for error texts.
-        found: our fields read so far, the sizes of heads among them.
+        fields: our fields read so far, the sizes of heads among them.
 
     Raises:
         ConversionError: a parameter is unknown, missing, or cannot be expressed.
@@ -147,13 +147,13 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
         if value is not None:
             is_count = theirs == _ORIGINAL and type(value) is int
             read[ours] = value if is_count else _numbers(entries, theirs, value, theirs in _LISTS)
-    width = found.get("kv_channels", found["hidden_size"] // found["num_attention_heads"])
+    width = fields.get("kv_channels", fields["hidden_size"] // fields["num_attention_heads"])
     if int(width * read["rotary_percent"]) % 2:
         what = f"rotates {int(width * read['rotary_percent'])} of {width} channels, not a number of pairs"
         raise entries.refused("partial_rotary_factor", read["rotary_percent"], what)
     entries.check_only("truncate", (True,))
     entries.skip("original_max_position_embeddings", "finetuned", "type")
-    _read_attention_factor(entries, kind, read, found["max_position_embeddings"])
+    _read_attention_factor(entries, kind, read, fields["max_position_embeddings"])
     entries.check_all_read()
     return read
 
@@ -173,11 +173,11 @@ def write_parameters(model: ModelConfig) -> dict[str, Any]:
 
 def _one_form(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The same with the newer name of the kind."""
-    found = {key: value for key, value in parameters.items() if value is not None}
-    kind = found.pop("type", None)
+    given = {key: value for key, value in parameters.items() if value is not None}
+    kind = given.pop("type", None)
     if kind is not None:
-        found.setdefault("rope_type", kind)
-    return found
+        given.setdefault("rope_type", kind)
+    return given
 
 
 def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], max_positions: int) -> None:
@@ -199,7 +199,7 @@ def _numbers(entries: Entries, name: str, value: Any, is_list: bool = False) -> 
     """A parameter as a float, or as a tuple of them.
 
     Raises:
-        ConversionError: it is something else, or a count of positions is no whole number.
+        ConversionError: it is something else, or a count of positions is not a whole number.
     """
     values = value if is_list and isinstance(value, list) else [value]
     is_wrong = is_list != isinstance(value, list) or name == _ORIGINAL

@@ -18,7 +18,7 @@ from megatron.errors import ConversionError
 
 
 @dataclass(frozen=True)
-class Block:
+class DimensionRange:
     """Entries `start` to `stop` of one dimension of ours; negative numbers count from its end, None is its end."""
 
     dimension: int
@@ -27,7 +27,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
+class MappedPart:
     """One block of our tensor, as it lies in a tensor of theirs.
 
     Args:
@@ -36,90 +36,90 @@ class Part:
         order: our dimensions in the order in which theirs has them; ours if empty.
         columns: how many of the last dimensions (in their order) make up the last dimension of theirs; all others are
             merged into its first. 0 for a vector.
-        unused_rows: rows of their tensor that stand before it and mean nothing; written as zeros.
+        unused_rows: rows of their tensor that come before it and mean nothing; written as zeros.
     """
 
     theirs: str
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[DimensionRange, ...] = ()
     order: tuple[int, ...] = ()
     columns: int = 1
     unused_rows: int = 0
 
 
 @dataclass(frozen=True)
-class TensorRule:
+class TensorMapping:
     """One of our tensors and the parts it is made of; those in the same tensor of theirs follow each other there."""
 
     ours: str
-    parts: tuple[Part, ...]
+    parts: tuple[MappedPart, ...]
 
 
-def matrix(ours: str, theirs: str) -> TensorRule:
+def matrix(ours: str, theirs: str) -> TensorMapping:
     """A matrix both store as [out, in]; of our logical shape, all dimensions but the last are merged."""
-    return TensorRule(ours, (Part(theirs),))
+    return TensorMapping(ours, (MappedPart(theirs),))
 
 
-def vector(ours: str, theirs: str) -> TensorRule:
+def vector(ours: str, theirs: str) -> TensorMapping:
     """A bias or the weight of a norm; all our dimensions are merged."""
-    return TensorRule(ours, (Part(theirs, columns=0),))
+    return TensorMapping(ours, (MappedPart(theirs, columns=0),))
 
 
-def linear(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+def linear(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a linear layer."""
     return matrix(f"{ours}.weight", f"{theirs}.weight"), vector(f"{ours}.bias", f"{theirs}.bias")
 
 
-def norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+def norm(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a norm."""
     return vector(f"{ours}.weight", f"{theirs}.weight"), vector(f"{ours}.bias", f"{theirs}.bias")
 
 
-def linear_transposed(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+def linear_transposed(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a linear layer that they store as [in, out]."""
     return (
-        TensorRule(f"{ours}.weight", (Part(f"{theirs}.weight", order=(1, 0)),)),
+        TensorMapping(f"{ours}.weight", (MappedPart(f"{theirs}.weight", order=(1, 0)),)),
         vector(f"{ours}.bias", f"{theirs}.bias"),
     )
 
 
-_QUERIES, _KEYS, _VALUES = Block(1, 0, -2), Block(1, -2, -1), Block(1, -1)
+_QUERIES, _KEYS, _VALUES = DimensionRange(1, 0, -2), DimensionRange(1, -2, -1), DimensionRange(1, -1)
 
 
-def separate_query_key_value(ours: str, query: str, key: str, value: str) -> tuple[TensorRule, TensorRule]:
+def separate_query_key_value(ours: str, query: str, key: str, value: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a fused projection [groups, queries + 2, d, h] that they store as three.
 
     With the same name three times: one tensor with all queries, below them all keys, then all values.
     """
     names = ((query, _QUERIES), (key, _KEYS), (value, _VALUES))
     return (
-        TensorRule(f"{ours}.weight", tuple(Part(f"{name}.weight", (block,)) for name, block in names)),
-        TensorRule(f"{ours}.bias", tuple(Part(f"{name}.bias", (block,), columns=0) for name, block in names)),
+        TensorMapping(f"{ours}.weight", tuple(MappedPart(f"{name}.weight", (block,)) for name, block in names)),
+        TensorMapping(f"{ours}.bias", tuple(MappedPart(f"{name}.bias", (block,), columns=0) for name, block in names)),
     )
 
 
-def gate_and_up(ours: str, gate: str, up: str) -> tuple[TensorRule, TensorRule]:
+def gate_and_up(ours: str, gate: str, up: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a gated layer [2, f, h] that they store as two matrices.
 
     With the same name twice: one tensor with the gate above.
     """
-    halves = ((gate, Block(0, 0, 1)), (up, Block(0, 1)))
+    halves = ((gate, DimensionRange(0, 0, 1)), (up, DimensionRange(0, 1)))
     return (
-        TensorRule(f"{ours}.weight", tuple(Part(f"{name}.weight", (block,)) for name, block in halves)),
-        TensorRule(f"{ours}.bias", tuple(Part(f"{name}.bias", (block,), columns=0) for name, block in halves)),
+        TensorMapping(f"{ours}.weight", tuple(MappedPart(f"{name}.weight", (block,)) for name, block in halves)),
+        TensorMapping(f"{ours}.bias", tuple(MappedPart(f"{name}.bias", (block,), columns=0) for name, block in halves)),
     )
 
 
-def expert_gate_and_up(ours: str, gate: str, up: str) -> TensorRule:
+def expert_gate_and_up(ours: str, gate: str, up: str) -> TensorMapping:
     """The experts' gated layers [E, 2, f, h], which they store as two matrices for each `{expert}`."""
-    return TensorRule(ours, (Part(gate, (Block(1, 0, 1),)), Part(up, (Block(1, 1),))))
+    return TensorMapping(ours, (MappedPart(gate, (DimensionRange(1, 0, 1),)), MappedPart(up, (DimensionRange(1, 1),))))
 
 
-def expert_matrix(ours: str, theirs: str) -> TensorRule:
+def expert_matrix(ours: str, theirs: str) -> TensorMapping:
     """The experts' matrices [E, out, in], which they store as one for each `{expert}`."""
-    return TensorRule(ours, (Part(theirs),))
+    return TensorMapping(ours, (MappedPart(theirs),))
 
 
-def below(prefix: str, rules: Iterable[TensorRule]) -> tuple[TensorRule, ...]:
+def below(prefix: str, rules: Iterable[TensorMapping]) -> tuple[TensorMapping, ...]:
     """The same rules for a model that is a part of another, whose names have a prefix."""
     return tuple(
         replace(rule, parts=tuple(replace(part, theirs=prefix + part.theirs) for part in rule.parts)) for rule in rules
@@ -133,7 +133,7 @@ class BoundPart:
     Attributes:
         start, stop: the box in our tensor.
         order: our dimensions in their order.
-        columns: as in `Part`.
+        columns: as in `MappedPart`.
         first_row: where it begins in their tensor's first dimension.
     """
 
@@ -170,7 +170,7 @@ class BoundTensor:
     parts: tuple[BoundPart, ...]
 
 
-def bind(rules: Sequence[TensorRule], shapes: Mapping[str, tuple[int, ...]]) -> list[BoundTensor]:
+def bind(rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> list[BoundTensor]:
     """The rules with the numbers of one network, in the order of its tensors.
 
     Args:
@@ -182,14 +182,14 @@ def bind(rules: Sequence[TensorRule], shapes: Mapping[str, tuple[int, ...]]) -> 
     patterns = [(_pattern(rule.ours), rule) for rule in rules]
     bound = []
     for name, shape in shapes.items():
-        found = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name)) is not None]
-        if len(found) != 1:
+        matches = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name)) is not None]
+        if len(matches) != 1:
             raise ConversionError(
                 f"the network has the tensor {name} {list(shape)}, for which the family's table has "
-                f"{'no rule' if not found else f'{len(found)} rules'}. The family cannot express this network; see "
+                f"{'no rule' if not matches else f'{len(matches)} rules'}. The family cannot express this network; see "
                 "docs/hugging_face.md for what each family has."
             )
-        match, rule = found[0]
+        match, rule = matches[0]
         bound.append(BoundTensor(name, shape, tuple(_bound_parts(rule, shape, match.groupdict()))))
     return bound
 
@@ -206,14 +206,14 @@ def their_shapes(tensors: Iterable[BoundTensor]) -> dict[str, tuple[int, ...]]:
 
 def parts_by_tensor(tensors: Iterable[BoundTensor]) -> dict[str, list[tuple[BoundTensor, BoundPart]]]:
     """Their tensors, each with the parts it holds from top to bottom."""
-    found: dict[str, list[tuple[BoundTensor, BoundPart]]] = {}
+    by_tensor: dict[str, list[tuple[BoundTensor, BoundPart]]] = {}
     for tensor in tensors:
         for part in tensor.parts:
-            found.setdefault(part.theirs, []).append((tensor, part))
-    return {name: sorted(parts, key=lambda entry: entry[1].first_row) for name, parts in found.items()}
+            by_tensor.setdefault(part.theirs, []).append((tensor, part))
+    return {name: sorted(parts, key=lambda entry: entry[1].first_row) for name, parts in by_tensor.items()}
 
 
-def _bound_parts(rule: TensorRule, shape: tuple[int, ...], numbers: Mapping[str, str]) -> Iterator[BoundPart]:
+def _bound_parts(rule: TensorMapping, shape: tuple[int, ...], numbers: Mapping[str, str]) -> Iterator[BoundPart]:
     experts = range(shape[0]) if any("{expert}" in part.theirs for part in rule.parts) else (None,)
     rows: dict[str, int] = {}
     for expert in experts:

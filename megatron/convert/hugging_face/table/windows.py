@@ -21,7 +21,7 @@ def window_of_all_layers(default: int | None = None) -> Functions:
         default: the family's window where the file does not have the field; null always means none.
     """
 
-    def read(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         given = entries.take("sliding_window", None)
         if given is None and not entries.is_null("sliding_window"):
             given = default
@@ -37,9 +37,9 @@ def switched_window(by_layer: bool = True) -> Functions:
         by_layer: whether it begins at the block `max_window_layers`; otherwise all blocks have it.
     """
 
-    def read(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         first = entries.take("max_window_layers", 28)
-        layers = found["num_layers"]
+        layers = fields["num_layers"]
         pattern = read_layer_types(entries, layers) if by_layer else None
         if pattern is None:
             pattern = tuple(int(not by_layer or layer >= first) for layer in range(layers))

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.block import BYTE_ORDER_MARK
+from megatron.corpus.inputs.documents import parse_block, text_pieces
+from megatron.corpus.inputs.input_blocks import InputBlock
 from megatron.corpus.inputs.lines import BadLine, parse_lines
 from megatron.corpus.inputs.parquet import parquet_texts
-from megatron.corpus.inputs.sources import Block
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Entry:
+class DocumentEntry:
     """One document as it was read.
 
     Args:
@@ -32,12 +31,12 @@ class Entry:
     bad: BadLine | None = None
 
 
-def read_entries(block: Block, keys: Sequence[str], separator: str | None = None) -> list[Entry]:
+def read_entries(block: InputBlock, keys: Sequence[str], separator: str | None = None) -> list[DocumentEntry]:
     """Every document of a block, bad ones included.
 
     Args:
         keys: the key of the text first; of Parquet files the other columns that are kept.
-        separator: what ends a document in plain text.
+        separator: what ends a document in plain text; a line's end if None.
 
     Raises:
         DataError: the block cannot be read.
@@ -48,11 +47,11 @@ def read_entries(block: Block, keys: Sequence[str], separator: str | None = None
         return _read_rows(parquet_texts(block.read(), keys), keys)
     parsed = parse_block(block, keys[:1], True, separator)
     if not parsed.bad_count:
-        return [Entry(text) for text in parsed.texts[0]]
-    return _read_pieces(block, separator or "\n")
+        return [DocumentEntry(text) for text in parsed.texts[0]]
+    return _read_pieces(block, separator)
 
 
-def line_of(entry: Entry, key: str, text: str) -> bytes:
+def line_of(entry: DocumentEntry, key: str, text: str) -> bytes:
     """The line of JSON, without its newline, that holds an entry with `text` as its text.
 
     A line whose text did not change is the line that was read, byte for byte; else all other keys keep their order and
@@ -72,8 +71,8 @@ def document_of(line: bytes, key: str) -> str:
     return parse_lines(line, [key], False, True).texts[0][0]
 
 
-def _read_lines(data: bytes, key: str, is_first: bool) -> list[Entry]:
-    offset = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
+def _read_lines(data: bytes, key: str, is_first: bool) -> list[DocumentEntry]:
+    offset = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
     lines = data[offset:].split(b"\n") if data.find(b"\n") < len(data) - 1 else [data[offset:-1]]
     if not lines[-1]:
         lines.pop()
@@ -81,42 +80,39 @@ def _read_lines(data: bytes, key: str, is_first: bool) -> list[Entry]:
     for number, line in enumerate(map(bytes, lines)):  # a very long one comes as a bytearray
         parsed = parse_lines(line, (key,), False, True)
         if parsed.texts[0]:
-            entries.append(Entry(parsed.texts[0][0], line))
+            entries.append(DocumentEntry(parsed.texts[0][0], line))
         else:
-            found = parsed.bad[0] if parsed.bad else BadLine(0, 0, "the line is empty, not a JSON object")
-            entries.append(Entry(None, line, bad=BadLine(number, offset + found.offset, found.reason)))
+            bad_line = parsed.bad[0] if parsed.bad else BadLine(0, 0, "the line is empty, not a JSON object")
+            entries.append(DocumentEntry(None, line, bad=BadLine(number, offset + bad_line.offset, bad_line.reason)))
         offset += len(line) + 1
     return entries
 
 
-def _read_rows(columns: list[list[Any]], keys: Sequence[str]) -> list[Entry]:
+def _read_rows(columns: list[list[Any]], keys: Sequence[str]) -> list[DocumentEntry]:
     entries = []
     for number, values in enumerate(zip(*columns, strict=True)):
         text, others = values[0], dict(zip(keys[1:], values[1:], strict=True))
         if isinstance(text, str):
-            entries.append(Entry(text, None, others))
+            entries.append(DocumentEntry(text, None, others))
             continue
         kind = "is null or missing" if text is None else f"holds a {type(text).__name__}, not a text"
         bad = BadLine(number, 0, f"column {keys[0]!r} {kind} in this row")
-        entries.append(Entry(None, None, others, bad))
+        entries.append(DocumentEntry(None, None, others, bad))
     return entries
 
 
-def _read_pieces(block: Block, separator: str) -> list[Entry]:
+def _read_pieces(block: InputBlock, separator: str | None) -> list[DocumentEntry]:
     """Plain text with a piece that is not UTF-8: each piece by itself."""
-    data, ending = block.read(), separator.encode()
-    offset = len(_BYTE_ORDER_MARK) if block.start == 0 and data.startswith(_BYTE_ORDER_MARK) else 0
-    pieces = data[offset:].split(ending)
-    if not pieces[-1]:
-        pieces.pop()
+    data = block.read()
+    first = len(BYTE_ORDER_MARK) if block.start == 0 and data.startswith(BYTE_ORDER_MARK) else 0
     entries = []
-    for number, piece in enumerate(pieces):
+    for number, (start, stop) in enumerate(text_pieces(data, first, separator)):
+        piece = data[start:stop]
         try:
-            entries.append(Entry(piece.decode("utf-8")))
+            entries.append(DocumentEntry(piece.decode("utf-8")))
         except UnicodeDecodeError as failure:
             reason = f"not UTF-8: byte 0x{piece[failure.start]:02x} ({failure.reason})"
-            entries.append(Entry(None, bad=BadLine(number, offset + failure.start, reason)))
-        offset += len(piece) + len(ending)
+            entries.append(DocumentEntry(None, bad=BadLine(number, start + failure.start, reason)))
     return entries
 
 

@@ -42,20 +42,20 @@ class TextRepair:
         Lines of plain ASCII without an entity, which it never changes, are not shown to it; from the first line with a
         `<` on, entities stay as they are.
         """
-        found = _SUSPECT.search(text)
-        if found is None:
+        suspect = _SUSPECT.search(text)
+        if suspect is None:
             return text
         markup_at = text.find("<")
         markup_line_at = text.rfind("\n", 0, markup_at) + 1 if markup_at >= 0 else len(text)
         parts = []
         done = 0
-        while found is not None:
-            start = text.rfind("\n", done, found.start()) + 1 or done
-            stop = text.find("\n", found.start()) + 1 or len(text)
+        while suspect is not None:
+            start = text.rfind("\n", done, suspect.start()) + 1 or done
+            stop = text.find("\n", suspect.start()) + 1 or len(text)
             parts.append(text[done:start])
             parts.append(self._fix(text[start:stop], self._configs[start >= markup_line_at]))
             done = stop
-            found = _SUSPECT.search(text, done)
+            suspect = _SUSPECT.search(text, done)
         parts.append(text[done:])
         return "".join(parts)
 

@@ -40,7 +40,7 @@ class Words:
     """The words of several texts.
 
     Args:
-        bounds: the words of text i are those from bounds[i] to bounds[i + 1].
+        bounds: the words of text i go from bounds[i] to bounds[i + 1].
 
     Shapes:
         hashes: uint64 [w]; starts, ends: int64 [w], characters in the word's own text; bounds: int64 [texts + 1].
@@ -77,7 +77,7 @@ class Words:
         """The runs of `length` words of each text; of a shorter text the run of all its words.
 
         Returns:
-            the hashes, uint64 [s], and where those of each text begin and end in it, int64 [texts + 1].
+            the hashes, uint64 [s], and where the runs of each text begin and end in it, int64 [texts + 1].
         """
         hashes, fits = self.runs(length)
         counts = np.diff(self.bounds)
@@ -112,9 +112,9 @@ class WordSplitter:
         """The words of all texts."""
         sizes = np.array([len(text) for text in texts], np.int64)
         begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes + 1)))
-        found = [self._words(chunk, base) for base, chunk in _chunks("\n".join(texts))]
+        words = [self._words(chunk, base) for base, chunk in _chunks("\n".join(texts))]
         empty = (np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
-        hashes, starts, ends = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else empty
+        hashes, starts, ends = (np.concatenate(parts) for parts in zip(*words, strict=True)) if words else empty
         bounds = np.searchsorted(starts, begins).astype(np.int64)
         own = np.repeat(begins[:-1], np.diff(bounds))
         return Words(hashes, starts - own, ends - own, bounds)

@@ -10,7 +10,7 @@ _STRETCHES = 4
 
 
 class LanguageFilter:
-    """Lets texts in wanted languages pass.
+    """Passes only texts in wanted languages.
 
     Args:
         languages: their ISO 639 codes.

@@ -59,7 +59,7 @@ class GopherQuality:
         if with_letter < _LEAST_WORDS_WITH_LETTER:
             return Rejection("quality: words with a letter", f"{with_letter:.2f}")
         if self._minimum_stop_words:
-            found = len(_STOP_WORDS.intersection(map(str.lower, words)))
-            if found < self._minimum_stop_words:
-                return Rejection("quality: stop words", str(found))
+            stop_words = len(_STOP_WORDS.intersection(map(str.lower, words)))
+            if stop_words < self._minimum_stop_words:
+                return Rejection("quality: stop words", str(stop_words))
         return None

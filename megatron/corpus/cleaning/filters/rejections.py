@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.corpus.cleaning.documents.options import LengthLimits
+from megatron.corpus.cleaning.documents.clean_options import LengthLimits
 from megatron.corpus.cleaning.filters.language import LanguageFilter
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 

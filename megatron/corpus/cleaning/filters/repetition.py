@@ -2,7 +2,8 @@
 
 Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, table A1. What it
 leaves open is interpreted as follows: the first of several equal lines, paragraphs or runs is no repetition; words are
-those of `WordSplitter`; the characters of runs are those of their words, as a share of the characters of all words.
+what `WordSplitter` finds; the characters of runs are the characters of their words, as a share of the characters of all
+words.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def _shares_of_runs(words: Words) -> list[tuple[int, float, npt.NDArray[np.float
     salt = mixed(np.arange(1, len(counts) + 1, dtype=np.uint64))[texts]
     sums = np.concatenate((np.zeros(1, np.int64), np.cumsum(words.ends - words.starts)))
     whole = np.maximum(np.diff(sums[words.bounds]), 1)
-    found = []
+    shares = []
     for length, most in _MOST_IN_TOP_RUN.items():
         runs, fits = words.runs(length)
-        found.append((length, most, _in_top_run(runs ^ salt, np.flatnonzero(fits), length, texts, sums, whole)))
+        shares.append((length, most, _in_top_run(runs ^ salt, np.flatnonzero(fits), length, texts, sums, whole)))
     among = np.arange(len(texts))
     for length, most in _MOST_IN_REPEATED_RUNS.items():
         runs, fits = words.runs(length)
@@ -78,12 +79,12 @@ def _shares_of_runs(words: Words) -> list[tuple[int, float, npt.NDArray[np.float
         np.add.at(covered, among[again] + length, -1)
         inside = np.cumsum(covered[:-1]) > 0
         characters = np.bincount(texts[inside], (words.ends - words.starts)[inside], len(counts))
-        found.append((length, most, characters / whole))
+        shares.append((length, most, characters / whole))
         # A longer run occurs twice only where its beginning does.
         twice = again.copy()
         twice[:-1] |= again[1:]
         among = np.sort(among[twice])
-    return found
+    return shares
 
 
 def _in_top_run(
@@ -108,7 +109,7 @@ def _in_top_run(
 
 
 def _grouped(runs: Hashes, among: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """Places with equal runs beside each other, in their order, and whether a place has the run of the one before it.
+    """Places with equal runs next to each other, in their order, and whether a place has the run of the one before it.
 
     Sorts numbers whose low bits are the place and whose high bits are the run's hash, which is many times quicker than
     sorting places by their hash. With 10^5 words 47 bits of the hash are left: that two runs are taken for one is rare,

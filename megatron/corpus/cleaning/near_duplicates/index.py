@@ -1,9 +1,9 @@
 """An index of the signatures of all kept documents, in which a block of new ones is looked up at once.
 
-Memory a kept document, with p permutations and b bands: 2 p bytes for the signature, 4 b for the links between
+Memory per kept document, with p permutations and b bands: 2 p bytes for the signature, 4 b for the links between
 documents that share a band, 16 b to 32 b for the table of bands, 8 for its number: with 128 permutations and the
-threshold 0.7 (25 bands) 0.76 to 1.16 kB. `datasketch.MinHashLSH` keeps the same in dictionaries of sets, at ten times
-that.
+threshold 0.7 (25 bands) 0.76 to 1.16 kB. `datasketch.MinHashLSH` keeps the same in dictionaries of sets, in ten times
+the memory.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class NearIndex:
         new = _Newcomers(signatures, keys, heads.reshape(keys.shape), shared)
         has_words = keys.any(axis=1)
         local: dict[int, list[int]] = {}
-        found: list[tuple[int, float] | None] = [None] * len(keys)
+        twins: list[tuple[int, float] | None] = [None] * len(keys)
         for index in np.flatnonzero(has_words & (new.heads.any(axis=1) | shared.any(axis=1))).tolist():
-            found[index] = self._most_like(new, index, local, numbers)
-            if found[index] is None:
+            twins[index] = self._most_like(new, index, local, numbers)
+            if twins[index] is None:
                 for key in keys[index, shared[index]].tolist():
                     local.setdefault(key, []).append(index)
-        stays = has_words & np.array([entry is None for entry in found], np.bool_)
+        stays = has_words & np.array([entry is None for entry in twins], np.bool_)
         self._remember(new, np.flatnonzero(stays), numbers)
-        return found
+        return twins
 
     def _most_like(
         self, new: _Newcomers, index: int, local: dict[int, list[int]], numbers: npt.NDArray[np.int64]

@@ -20,7 +20,7 @@ class KeyTable:
     """Keys of one or more 64-bit words that look random in all bits, each with a value.
 
     Args:
-        words: 64-bit words a key.
+        words: 64-bit words per key.
         with_values: whether keys have values: uint32.
     """
 
@@ -100,11 +100,11 @@ def _place(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> tuple
     waiting = np.arange(len(keys))
     new = 0
     while waiting.size:
-        found = _slots(table, keys[waiting])
-        free = ~table[found].any(axis=1)
-        table[found[free]] = keys[waiting[free]]  # of several keys for one slot the last stays, the others go on
-        placed = (table[found] == keys[waiting]).all(axis=1)
+        candidates = _slots(table, keys[waiting])
+        free = ~table[candidates].any(axis=1)
+        table[candidates[free]] = keys[waiting[free]]  # of several keys for one slot the last stays, the others go on
+        placed = (table[candidates] == keys[waiting]).all(axis=1)
         new += int(np.count_nonzero(placed & free))
-        slots[waiting[placed]] = found[placed]
+        slots[waiting[placed]] = candidates[placed]
         waiting = waiting[~placed]
     return slots, new

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.cleaning.documents.options import NearChoice
+from megatron.corpus.cleaning.documents.clean_options import NearChoice
 from megatron.corpus.cleaning.documents.words import Hashes, Words, WordSplitter, mixed
 from megatron.errors import ConfigError
 

@@ -1,8 +1,8 @@
 """A record of prompt and answer, or of a conversation, as messages.
 
-Source: the forms are those of Hugging Face's TRL (`prompt` and `completion`, `messages`), of OpenAI's fine-tuning files
-(`messages`), of ShareGPT (`conversations` of `from` and `value`), of Alpaca (`instruction`, `input`, `output`), and of
-dsGPT2's collections (`q`, `a`).
+Source: the forms come from Hugging Face's TRL (`prompt` and `completion`, `messages`), OpenAI's fine-tuning files
+(`messages`), ShareGPT (`conversations` of `from` and `value`), Alpaca (`instruction`, `input`, `output`), and dsGPT2's
+collections (`q`, `a`).
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def example_of(record: Any) -> Example:
 
 
 def with_copied_prompts(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with the text of each answer replaced by that of the last message of the user before it."""
-    found: list[Message] = []
+    """The messages with the text of each answer replaced by the text of the last user message before it."""
+    copied: list[Message] = []
     prompt: str | None = None
     for message in messages:
         if message["role"] == USER:
             prompt = message["content"]
         if message["role"] == ASSISTANT and prompt is not None:
             message = {**message, "content": prompt}
-        found.append(message)
-    return tuple(found)
+        copied.append(message)
+    return tuple(copied)
 
 
 def _pair(record: Mapping[str, Any]) -> list[Message]:
@@ -93,8 +93,8 @@ def _pair(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _system(record: Mapping[str, Any]) -> list[Message]:
-    found = record.get("system")
-    return [{"role": SYSTEM, "content": _text(found, "system")}] if found else []
+    system = record.get("system")
+    return [{"role": SYSTEM, "content": _text(system, "system")}] if system else []
 
 
 def _messages(value: Any, key: str) -> list[Message]:
@@ -141,7 +141,7 @@ def _text(value: Any, place: str) -> str:
 
 def _only(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
     """The one of some keys that a record has; None if it has none."""
-    found = [key for key in keys if key in record]
-    if len(found) > 1:
-        raise ValueError(f"it has both {' and '.join(found)}. It must have one of them")
-    return found[0] if found else None
+    present = [key for key in keys if key in record]
+    if len(present) > 1:
+        raise ValueError(f"it has both {' and '.join(present)}. It must have one of them")
+    return present[0] if present else None

@@ -11,13 +11,14 @@ import numpy as np
 
 from megatron import log
 from megatron.data.datasets.examples.tokens import TokenizedExamples
-from megatron.data.order.best_fit import best_fit
 from megatron.data.order.index_cache import IndexCache, description_sha256
+from megatron.data.order.packing import best_fit
+from megatron.data.order.row_order import SingleRows
 
 _PROMPT_SHARE = 4  # a row keeps a quarter for the prompt of an answer that is too long
 
 
-class ExampleRows:
+class ExampleRows(SingleRows):
     """The rows that the examples [first, last) fill; each epoch has the same rows in another order.
 
     Args:
@@ -26,9 +27,6 @@ class ExampleRows:
         on_targets_only: whether only answers count as labels; else all tokens of an example do.
         cache: where the packing is kept.
     """
-
-    reads_chunks = False
-    chunk_rows = 1 << 16
 
     def __init__(
         self,
@@ -61,7 +59,8 @@ class ExampleRows:
         self._order, self._starts = np.arange(last - first), np.arange(last - first + 1)
         if pack:
             lengths = self._kept[:, 1] - self._kept[:, 0]
-            made = cache.arrays("rows", description, lambda: best_fit(lengths, self._length)._asdict())
+            key = {**description, "examples": description_sha256(examples.key)}
+            made = cache.arrays("rows", key, lambda: best_fit(lengths, self._length)._asdict())
             self._order, self._starts = made["order"], made["starts"]
 
     def __len__(self) -> int:
@@ -78,10 +77,6 @@ class ExampleRows:
             on_targets_only=self._on_targets_only,
             cache=cache,
         )
-
-    def blocks(self, first: int, last: int) -> np.ndarray:
-        """Every row by itself: the ids are mapped, so that one row is read as fast as many."""
-        return np.arange(first, last + 1)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Reads rows.
@@ -141,8 +136,8 @@ class ExampleRows:
         ):
             if which.any():
                 worst = int(np.argmax(np.where(which, lengths, -1)))
-                log.info(
-                    f"warning: {name}: {int(which.sum()):,} of {len(lengths):,} examples {what}: the longest "
+                log.shared_warning(
+                    f"{name}: {int(which.sum()):,} of {len(lengths):,} examples {what}: the longest "
                     f"({self._examples.place(first + worst)}) has {int(lengths[worst]):,} tokens, a row "
                     f"{self._length:,}. A longer --seq-length keeps them whole."
                 )

@@ -1,4 +1,4 @@
-"""The ids of all examples of a source, made once, kept beside the data and mapped by every process.
+"""The ids of all examples of a source, made once, kept next to the data and mapped by every process.
 
 Making them all at the start finds every bad record before training, and gives the lengths that packing and the number
 of rows depend on. A token takes two bytes, or four with more than 65,536 of them in the vocabulary.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megatron import log
-from megatron.data.datasets.examples.files import example_files, files_fingerprint, read_records
+from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, read_records
 from megatron.data.datasets.examples.records import Example, example_of, with_copied_prompts
 from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.stores.address import StoreAddress
@@ -26,12 +26,13 @@ from megatron.secret_text import masked
 from megatron.tokenizers.chat import ChatTemplate
 from megatron.tokenizers.tokenizer import Tokenizer
 
-_FORMAT = 1  # of the cached arrays and of how records become ids
+_FORMAT = 2  # of the cached arrays and of how records become ids
 _NUMBERS_IN_MEMORY = 1 << 18
 _REPORTED_EXAMPLES = 100_000
+_BATCH_EXAMPLES, _BATCH_LETTERS = 32, 1 << 18  # that a template is asked for together
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record is: its file, or a database, and its number there."""
 
     file: int
@@ -48,7 +49,7 @@ class RecordSource(Protocol):
     def fingerprint(self) -> str:
         """Hash of the content."""
 
-    def records(self) -> Iterator[tuple[Place, Any]]:
+    def records(self) -> Iterator[tuple[RecordPlace, Any]]:
         """All records in order."""
 
 
@@ -67,11 +68,11 @@ class FileRecords:
         """Hash of the files' contents."""
         return files_fingerprint(self._prefix)
 
-    def records(self) -> Iterator[tuple[Place, Any]]:
-        """All records, file after file; a number is that of the line."""
+    def records(self) -> Iterator[tuple[RecordPlace, Any]]:
+        """All records, file after file, each with the number of its line."""
         for place, path in enumerate(self.names):
             for number, record in read_records(path):
-                yield Place(place, number), record
+                yield RecordPlace(place, number), record
 
 
 class StoreRecords:
@@ -85,14 +86,14 @@ class StoreRecords:
         """Hash of all pairs."""
         return self._store.fingerprint()
 
-    def records(self) -> Iterator[tuple[Place, Any]]:
-        """All pairs; a number is that of the document in the store."""
+    def records(self) -> Iterator[tuple[RecordPlace, Any]]:
+        """All pairs, each with the number of its document in the store."""
         for number, record in enumerate(self._store.records()):
-            yield Place(0, number), record
+            yield RecordPlace(0, number), record
 
 
 def check_first_records(prefix: str) -> None:
-    """Checks the first record of each file, which tells at once that a file holds something else.
+    """Checks the first record of each file, which shows at once that a file holds something else.
 
     Lists are left out, because they are parsed as a whole.
 
@@ -111,6 +112,9 @@ class TokenizedExamples:
         prefix: the source as the user named it.
         cache: where the ids are kept.
         copies_prompts: whether each answer is replaced by the prompt before it.
+
+    Attributes:
+        key: all that decides the ids, by which the cache keeps them.
 
     Raises:
         ConfigError: the chat template cannot be used, or needs tokens that the vocabulary lacks.
@@ -131,16 +135,15 @@ class TokenizedExamples:
         self.padding_id = tokenizer.eod_id
         self.names = source.names
         template.check_tokenizer(tokenizer)
-        self.description: dict[str, object] = {
-            "format": _FORMAT,
+        self._description: dict[str, object] = {
+            "format": 1,
             "records_sha256": source.fingerprint(),
             "tokenizer": tokenizer.fingerprint,
             "template": template.fingerprint,
             **({"copies_prompts": True} if copies_prompts else {}),
         }
-        made = cache.arrays(
-            "examples", self.description, lambda: _tokenized(source, template, tokenizer, copies_prompts)
-        )
+        self.key: dict[str, object] = {**self._description, "format": _FORMAT, **_decides_ids(tokenizer)}
+        made = cache.arrays("examples", self.key, lambda: _tokenized(source, template, tokenizer, copies_prompts))
         self._ids, self._starts = made["ids"], made["starts"]
         self._spans, self._span_starts = made["spans"].reshape(-1, 2), made["span_starts"]
         self._numbers, self._file_starts = made["numbers"], made["file_starts"]
@@ -150,8 +153,11 @@ class TokenizedExamples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash over what the ids depend on."""
-        return description_sha256(self.description)
+        """Hash over the records and what they are encoded with, by which a resumed run finds them again.
+
+        It says less than `key`: that the tokenizer does the same is checked with the checkpoint.
+        """
+        return description_sha256(self._description)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -174,10 +180,10 @@ class TokenizedExamples:
 
     def is_answer(self, example: int) -> np.ndarray:
         """Which ids of an example are answers. Shapes: bool [length]."""
-        found = np.zeros(int(self._starts[example + 1] - self._starts[example]), np.bool_)
+        is_answer = np.zeros(int(self._starts[example + 1] - self._starts[example]), np.bool_)
         for first, last in self._spans[self._span_starts[example] : self._span_starts[example + 1]].tolist():
-            found[first:last] = True
-        return found
+            is_answer[first:last] = True
+        return is_answer
 
     def place(self, example: int) -> str:
         """Where the record of an example is."""
@@ -200,17 +206,10 @@ def _tokenized(
     cut_messages = cut_examples = 0
     starts.extend([0])
     span_starts.extend([0])
-    for place, record in source.records():
-        shown = f"{source.names[place.file]}:{place.number}"
-        example = _example(record, shown)
-        try:
-            messages = with_copied_prompts(example.messages) if copies_prompts else example.messages
-            found, is_answer = template.example_ids(messages, tokenizer)
-        except (DataError, ConfigError) as failure:
-            raise type(failure)(f"{shown}: {failure}") from None
+    for place, example, (example_ids, is_answer) in _encoded(source, template, tokenizer, copies_prompts):
         cut_messages += example.cut_messages
         cut_examples += example.cut_messages > 0
-        ids.extend(found)
+        ids.extend(example_ids)
         spans.extend(_spans(is_answer))
         starts.extend([len(ids)])
         span_starts.extend([len(spans) // 2])
@@ -222,12 +221,58 @@ def _tokenized(
     if not len(numbers):
         raise DataError(f"{source.names[0]} holds no examples. Write at least one record.")
     if cut_messages and not copies_prompts:  # said of the examples themselves
-        log.info(
-            f"warning: {cut_examples} of {len(numbers)} conversations in {source.names[0]} end without an answer; "
+        log.shared_warning(
+            f"{cut_examples} of {len(numbers)} conversations in {source.names[0]} end without an answer; "
             f"their last {cut_messages} messages are left out."
         )
     made = {"ids": ids, "starts": starts, "spans": spans, "span_starts": span_starts, "numbers": numbers}
     return {name: array.array() for name, array in made.items()} | {"file_starts": np.array(file_starts, np.int64)}
+
+
+def _encoded(
+    source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer, copies_prompts: bool
+) -> Iterator[tuple[RecordPlace, Example, tuple[list[int], list[bool]]]]:
+    """All examples with their ids, made in batches."""
+    for batch in _batches(source):
+        conversations = [
+            with_copied_prompts(example.messages) if copies_prompts else example.messages for _, example in batch
+        ]
+        made = template.examples(conversations, tokenizer)
+        for place, example in batch:
+            shown = f"{source.names[place.file]}:{place.number}"
+            try:
+                encoded = next(made)
+            except (DataError, ConfigError) as failure:
+                raise type(failure)(f"{shown}: {failure}") from None
+            if not any(encoded[1]):
+                raise DataError(
+                    f"{shown}: the chat template {template.name} writes no token of its answer, so nothing would be "
+                    "learned from it. Correct the record, or leave it out; or use another --chat-template."
+                )
+            yield place, example, encoded
+
+
+def _batches(source: RecordSource) -> Iterator[list[tuple[RecordPlace, Example]]]:
+    batch: list[tuple[RecordPlace, Example]] = []
+    letters = 0
+    for place, record in source.records():
+        example = _example(record, f"{source.names[place.file]}:{place.number}")
+        batch.append((place, example))
+        letters += sum(len(text) for message in example.messages for text in message.values())
+        if len(batch) == _BATCH_EXAMPLES or letters > _BATCH_LETTERS:
+            yield batch
+            batch, letters = [], 0
+    if batch:
+        yield batch
+
+
+def _decides_ids(tokenizer: Tokenizer) -> dict[str, object]:
+    """What of a tokenizer decides the ids of an example besides its files."""
+    return {
+        "end_of_document": tokenizer.eod_id,
+        "special_ids": dict(tokenizer.special_ids),
+        "behaviour": dict(tokenizer.behaviour),
+    }
 
 
 def _example(record: Any, place: str) -> Example:

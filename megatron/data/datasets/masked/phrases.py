@@ -2,8 +2,8 @@
 
 The draws are upstream's in number, order and meaning, so the same tokens are hidden.
 
-Source: bigscience Megatron-DeepSpeed `megatron/data/dataset_utils.py` (`create_masked_lm_predictions`); phrases,
-whole words and replacements are those of Devlin et al., "BERT", 2019, and of SpanBERT.
+Source: bigscience Megatron-DeepSpeed `megatron/data/dataset_utils.py` (`create_masked_lm_predictions`); phrases, whole
+words and replacements are as in Devlin et al., "BERT", 2019, and SpanBERT.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def hide_phrases(
 ) -> tuple[np.ndarray, list[int]]:
     """Hides phrases of a sample.
 
-    A phrase begins at every word; they are gone through in random order, each cut to a random number of words and, if
+    A phrase begins at every word; phrases are visited in random order, each cut to a random number of words and, if
     it does not fit, to fewer.
 
     Shapes:

@@ -7,16 +7,14 @@ equal data, flags and seed the samples are upstream's, token for token.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 
-from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.phrases import hide_phrases
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
-from megatron.data.datasets.sample import DocumentSpan, Sample
+from megatron.data.datasets.sample import DocumentSpan, Sample, SegmentedSamples
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.plan import Segment
@@ -58,7 +56,7 @@ class SentenceFile:
 
     @property
     def fingerprint(self) -> str:
-        """That of the token file."""
+        """The fingerprint of the token file."""
         return self.indexed.fingerprint
 
     def __len__(self) -> int:
@@ -142,7 +140,7 @@ class SentenceFile:
         return text, (np.arange(len(text)) >= len(first) + 2).astype(np.int64), is_swapped
 
 
-class SentenceDataset:
+class SentenceDataset(SegmentedSamples):
     """The samples of the documents [first, last) in planned order.
 
     Args:
@@ -163,15 +161,7 @@ class SentenceDataset:
                     f"{first} to {last} give {len(table)} with the present flags. Use the same data and flags, or "
                     "start a new order with --finetune."
                 )
-        self._starts = [0, *accumulate(len(table) for table in self._tables)]
-
-    @property
-    def prefix(self) -> str:
-        """The data prefix."""
-        return self.file.prefix
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        super().__init__(file.prefix, map(len, self._tables))
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s], hidden ones replaced."""
@@ -183,13 +173,9 @@ class SentenceDataset:
         Raises:
             IndexError: there is no such sample.
         """
-        segment, number = self._place(sample)
+        segment, number = self._segment_of(sample)
         random = np.random.RandomState((self._segments[segment].seed + number) % 2**32)
         return self.file.sample(self._tables[segment][number], random)
-
-    def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from: there is only this one."""
-        return 0
 
     def locate(self, sample: int, position: int) -> str:
         """Describes where a sample is stored."""
@@ -200,19 +186,12 @@ class SentenceDataset:
         )
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """The sentences that a sample is made of; which of their tokens are cut off, and whether they are swapped,
-        is not told.
+        """The sentences that a sample is made of, without saying which of their tokens are cut off or whether they are
+        swapped.
         """
-        segment, number = self._place(sample)
+        segment, number = self._segment_of(sample)
         first, last, _ = (int(value) for value in self._tables[segment][number])
         return [DocumentSpan(sentence, 0, int(self.file.indexed.lengths[sentence])) for sentence in range(first, last)]
-
-    def _place(self, sample: int) -> tuple[int, int]:
-        """The segment of a sample, and its number there."""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
-        segment = bisect_right(self._starts, sample) - 1
-        return segment, sample - self._starts[segment]
 
 
 def _truncated(parts: Sequence[np.ndarray], most: int, random: np.random.RandomState) -> list[np.ndarray]:

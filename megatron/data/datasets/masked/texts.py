@@ -9,17 +9,18 @@ import hashlib
 
 import numpy as np
 
-from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.tokens import hide_tokens, sample_numbers
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
-from megatron.data.datasets.sample import DocumentSpan, Sample, SourceDataset
+from megatron.data.datasets.sample import Sample, SampleDataset, SampleRoute, SourceDataset
 from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.row_order import SingleRows
 from megatron.errors import DataError
 
 _EDGES = 2  # the tokens that are added to a row
 
 
-class TextRows:
+class TextRows(SingleRows):
     """Stretches of a token file as rows.
 
     Args:
@@ -27,9 +28,6 @@ class TextRows:
         ends: one past the last, int64 [n].
         fingerprint: see `RowSource`.
     """
-
-    reads_chunks = False
-    chunk_rows = 1 << 16
 
     def __init__(
         self,
@@ -80,10 +78,6 @@ class TextRows:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def blocks(self, first: int, last: int) -> np.ndarray:
-        """Every row by itself."""
-        return np.arange(first, last + 1)
-
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Reads rows.
 
@@ -128,7 +122,7 @@ class TextRows:
         return self._indexed.tokens_at(first * self._indexed.dtype.itemsize, count)
 
 
-class MaskedRows:
+class MaskedRows(SampleRoute):
     """Rows with hidden tokens: other ones each time a row comes again.
 
     Args:
@@ -152,10 +146,6 @@ class MaskedRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s], hidden ones replaced."""
-        return self.read(sample).tokens
-
     def read(self, sample: int) -> Sample:
         """A sample with its labels.
 
@@ -173,17 +163,8 @@ class MaskedRows:
         types = np.zeros(len(shown), np.int64)
         return Sample(shown, hidden, row.segment_ids, labels=row.tokens, token_types=types)
 
-    def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from: there is only this one."""
-        return 0
-
-    def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
-        return self.rows.locate(sample, position)
-
-    def spans(self, sample: int) -> list[DocumentSpan]:
-        """The one row that is the sample."""
-        return self.rows.spans(sample)
+    def _place(self, sample: int) -> tuple[SampleDataset, int]:
+        return self.rows, sample
 
 
 def _token_offsets(indexed: IndexedDataset, first: int, last: int) -> np.ndarray:

@@ -11,8 +11,8 @@ from typing import Any
 from megatron.errors import ConfigError, printable
 from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.requests.fields import Fields, checked_text, refuse_field
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.fields import JsonFields, checked_text, refuse_field
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, invalid
 from megatron.inference.serve.requests.served import Served
 
@@ -37,6 +37,7 @@ class Ask:
         new_tokens: of each prompt's answers.
         stop_texts: end an answer and are not part of it.
         top_logprobs: alternatives shown with each token; None shows no log-probabilities at all.
+        scores_prompts: whether the tokens of the prompts are shown with theirs, too.
         streams: whether the answer is sent as it is generated.
         with_usage: whether a stream ends with the number of tokens.
     """
@@ -51,6 +52,7 @@ class Ask:
     top_logprobs: int | None = None
     streams: bool = False
     with_usage: bool = False
+    scores_prompts: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -63,7 +65,7 @@ class Ask:
         return len(self.prompts) * self.choices
 
     def requests(self, name: str) -> list[Request]:
-        """What the engine is asked for: the choices of the first prompt, then those of the second, and so on."""
+        """What the engine is asked for: the choices of the first prompt, then of the second, and so on."""
         return [
             Request(
                 id=f"{name}/{place}",
@@ -73,12 +75,13 @@ class Ask:
                 sample=place,
                 stop_ids=self.stop_ids,
                 top_logprobs=self.top_logprobs or 0,
+                scores_prompt=self.scores_prompts,
             )
             for place in range(self.sequences)
         ]
 
 
-def check_model(fields: Fields, served: Served) -> None:
+def check_model(fields: JsonFields, served: Served) -> None:
     """Checks that a request is for the model that is served; one that names none is.
 
     Raises:
@@ -91,7 +94,7 @@ def check_model(fields: Fields, served: Served) -> None:
         )
 
 
-def read_sampling(fields: Fields, served: Served) -> Sampling:
+def read_sampling(fields: JsonFields, served: Served) -> Sampling:
     """How tokens are chosen; without a seed, by a fresh one.
 
     As with OpenAI, `top_p` 0 keeps nothing but the most probable token (for `Sampling` it keeps all).
@@ -119,7 +122,7 @@ def read_sampling(fields: Fields, served: Served) -> Sampling:
     return sampling
 
 
-def read_stop(fields: Fields, limits: Limits) -> tuple[str, ...]:
+def read_stop(fields: JsonFields, limits: ServerLimits) -> tuple[str, ...]:
     """The texts that end an answer: one text or a list of them."""
     value = fields.value("stop")
     if value is None:
@@ -134,7 +137,7 @@ def read_stop(fields: Fields, limits: Limits) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def read_streaming(fields: Fields) -> tuple[bool, bool]:
+def read_streaming(fields: JsonFields) -> tuple[bool, bool]:
     """Whether the answer is streamed, and whether its usage is."""
     streams = fields.flag("stream")
     options = fields.value("stream_options")
@@ -144,14 +147,14 @@ def read_streaming(fields: Fields) -> tuple[bool, bool]:
         raise fields.refuse("stream_options", "must be an object")
     if not streams:
         raise fields.refuse("stream_options", "is only for requests with stream true")
-    inner = Fields(options, "stream_options.")
+    inner = JsonFields(options, "stream_options.")
     with_usage = inner.flag("include_usage")
     inner.without_effect("include_obfuscation")
     inner.finish()
     return streams, with_usage
 
 
-def read_choices(fields: Fields, prompts: int, limits: Limits) -> int:
+def read_choices(fields: JsonFields, prompts: int, limits: ServerLimits) -> int:
     """How many answers each prompt gets."""
     count = int(fields.whole("n", 1, 1, limits.sequences))
     if count * prompts > limits.sequences:
@@ -161,7 +164,7 @@ def read_choices(fields: Fields, prompts: int, limits: Limits) -> int:
     return count
 
 
-def read_ignored(fields: Fields) -> None:
+def read_ignored(fields: JsonFields) -> None:
     """Accepts what says nothing about the answer, and refuses what this server never does."""
     fields.without_effect(*_WITHOUT_EFFECT)
     fields.unsupported("store", "nothing is stored", harmless=(False,))
@@ -182,6 +185,8 @@ def token_list(value: Any, place: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-def lengths(served: Served, prompts: Sequence[tuple[int, ...]], asked: int | None, limits: Limits) -> tuple[int, ...]:
+def lengths(
+    served: Served, prompts: Sequence[tuple[int, ...]], asked: int | None, limits: ServerLimits
+) -> tuple[int, ...]:
     """The most tokens of an answer to each prompt."""
     return tuple(served.new_tokens(len(prompt), asked, limits.new_tokens) for prompt in prompts)

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron.config.files.bounded_file import without_repeats
 from megatron.errors import printable
+from megatron.files.settings import without_repeats
 from megatron.inference.serve.requests.refusals import Refusal, invalid
 
 _MARKS = re.compile(rb'\\.|["\[\]{}]', re.S)  # an escape, a quotation mark or a bracket
@@ -38,7 +38,7 @@ def read_object(body: bytes, most_depth: int) -> dict[str, Any]:
     return value
 
 
-class Fields:
+class JsonFields:
     """The fields of one JSON object; a field that is null counts as absent.
 
     Args:
@@ -50,10 +50,6 @@ class Fields:
         self._values = values
         self._place = place
         self._read: set[str] = set()
-
-    def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
-        return self.value(name) is not None
 
     def value(self, name: str) -> Any:
         """The field as it is; None if it is absent."""
@@ -151,7 +147,7 @@ def checked_text(value: Any, place: str) -> str:
     if not isinstance(value, str):
         raise refuse_field(place, f"must be a text, not {kind_of(value)}")
     if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise refuse_field(place, "holds half of a surrogate pair, which is no character")
+        raise refuse_field(place, "holds half of a surrogate pair, which is not a character")
     return value
 
 
@@ -180,8 +176,8 @@ def _check_depth(body: bytes, most: int) -> None:
     if body.count(b"[") + body.count(b"{") <= most:
         return
     depth, in_text = 0, False
-    for found in _MARKS.finditer(body):
-        mark = found.group()
+    for match in _MARKS.finditer(body):
+        mark = match.group()
         if mark == b'"':
             in_text = not in_text
         elif in_text:
@@ -199,7 +195,7 @@ def _repeated_key(name: str) -> ValueError:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _whole(digits: str) -> int | float:

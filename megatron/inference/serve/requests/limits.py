@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Bounds on requests, connections and time; what exceeds one is refused with a message that names it.
 
     Args:
@@ -24,7 +24,6 @@ class Limits:
         stall_seconds: that a client may take to read what is buffered for it.
         stop_texts: of one request.
         stop_letters: of one of them.
-        biased_tokens: entries of `logit_bias`.
         top_logprobs: alternatives shown for each token.
     """
 
@@ -42,5 +41,4 @@ class Limits:
     stall_seconds: float = 30.0
     stop_texts: int = 16
     stop_letters: int = 256
-    biased_tokens: int = 1024
     top_logprobs: int = 20

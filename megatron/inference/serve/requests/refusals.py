@@ -72,5 +72,5 @@ def too_slow(seconds: float) -> Refusal:
 
 
 def broken() -> Refusal:
-    """A fault of the server; what it was stands in its log, not in the answer."""
+    """A fault of the server; its log says what it was, the answer does not."""
     return Refusal(500, "The server failed to carry out the request; its log says why.", code="internal_error")

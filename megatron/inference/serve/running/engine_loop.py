@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.inference.generation import GeneratedToken, Request
-from megatron.inference.serve.running.fair_queue import FairQueue
 
 _IDLE_CHECK_SECONDS = 5.0
 
 
-class Engine(Protocol):
+class StepEngine(Protocol):
     """What is asked of a generation engine."""
 
     def add(self, request: Request) -> None: ...
@@ -91,10 +91,10 @@ class EngineLoop:
     load: Load = field(default_factory=Load)
 
     def __post_init__(self) -> None:
-        self._queue: FairQueue[Request] = FairQueue()
+        self._queue = FairQueue()
         self._running: dict[str, str] = {}  # job of each sequence
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: StepEngine) -> None:
         """Steps the engine until `Stop` is taken; what is in the engine or waits then is dropped."""
         while self._take_commands(engine):
             self._admit(engine)
@@ -106,7 +106,7 @@ class EngineLoop:
         for sequence in list(self._running):
             engine.cancel(sequence)
 
-    def _take_commands(self, engine: Engine) -> bool:
+    def _take_commands(self, engine: StepEngine) -> bool:
         """Carries out all commands there are; waits for one if there is nothing to compute. False after `Stop`."""
         waits = not self._running and not self._queue
         with contextlib.suppress(queue.Empty):
@@ -121,13 +121,13 @@ class EngineLoop:
                     self._cancel(engine, command)
         return True
 
-    def _cancel(self, engine: Engine, command: Cancel) -> None:
+    def _cancel(self, engine: StepEngine, command: Cancel) -> None:
         for sequence in command.sequence_ids & self._running.keys():
             engine.cancel(sequence)
             del self._running[sequence]
         self._queue.remove(command.job, lambda request: request.id in command.sequence_ids)
 
-    def _admit(self, engine: Engine) -> None:
+    def _admit(self, engine: StepEngine) -> None:
         refused: list[Arrival] = []
         while self._queue and len(self._running) < self.most_running:
             job, request = self._queue.take()
@@ -140,7 +140,7 @@ class EngineLoop:
         if refused:
             self.deliver(refused)
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: StepEngine) -> None:
         started_at = time.perf_counter()
         tokens = [token for token in engine.step() if token.request_id in self._running]
         self.load.steps += 1
@@ -152,3 +152,47 @@ class EngineLoop:
                 log.error(f"a token of {token.request_id} could not be chosen:\n{token.failure}")
         if tokens:
             self.deliver(tokens)
+
+
+class FairQueue:
+    """Gives one sequence of each waiting request in turn, so that a request for many does not hold up the others.
+
+    Requests take turns in the order in which they arrived, and the sequences of one keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Request]] = {}
+        self._turns: deque[str] = deque()
+
+    def __len__(self) -> int:
+        return sum(len(items) for items in self._waiting.values())
+
+    def add(self, request: str, items: Iterable[Request]) -> None:
+        """Queues the sequences of a request."""
+        sequences = deque(items)
+        if sequences:
+            self._waiting[request] = sequences
+            self._turns.append(request)
+
+    def take(self) -> tuple[str, Request]:
+        """Removes the sequence whose turn it is, and says whose it is; the queue must not be empty."""
+        request = self._turns.popleft()
+        items = self._waiting[request]
+        item = items.popleft()
+        if items:
+            self._turns.append(request)
+        else:
+            del self._waiting[request]
+        return request, item
+
+    def remove(self, request: str, is_gone: Callable[[Request], bool]) -> None:
+        """Removes the waiting sequences of a request for which `is_gone` is true."""
+        waiting = self._waiting.get(request)
+        if waiting is None:
+            return
+        kept = deque(item for item in waiting if not is_gone(item))
+        if kept:
+            self._waiting[request] = kept
+        else:
+            del self._waiting[request]
+            self._turns.remove(request)

@@ -8,12 +8,12 @@ import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from megatron.inference.generation import GeneratedToken, Request
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, broken, busy, invalid, too_slow
 from megatron.inference.serve.running.engine_loop import Add, Arrival, Cancel, Command
 
 
-class Job:
+class GenerationJob:
     """The sequences of one request, and what has arrived for them."""
 
     def __init__(self, name: str, requests: Sequence[Request], commands: queue.SimpleQueue[Command]) -> None:
@@ -48,14 +48,14 @@ class Job:
         self._arrivals.put_nowait(arrival)
 
     def end(self, place: int) -> None:
-        """Wants no more tokens of a sequence: its text is complete."""
+        """Asks for no more tokens of a sequence: its text is complete."""
         identity = self._ids[place]
         if identity in self._unfinished:
             del self._unfinished[identity]
             self._commands.put(Cancel(self.name, frozenset([identity])))
 
     def close(self) -> None:
-        """Wants no more tokens at all."""
+        """Asks for no more tokens at all."""
         if self._unfinished:
             self._commands.put(Cancel(self.name, frozenset(self._unfinished)))
             self._unfinished = {}
@@ -68,10 +68,10 @@ class Jobs:
         commands: what the engine's loop takes its commands from.
     """
 
-    def __init__(self, commands: queue.SimpleQueue[Command], limits: Limits) -> None:
+    def __init__(self, commands: queue.SimpleQueue[Command], limits: ServerLimits) -> None:
         self._commands = commands
         self._limits = limits
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, GenerationJob] = {}
         self._refusal: Refusal | None = None
         self.sequences = 0
 
@@ -79,7 +79,7 @@ class Jobs:
         return len(self._jobs)
 
     @contextlib.contextmanager
-    def opened(self, name: str, requests: Sequence[Request]) -> Iterator[Job]:
+    def opened(self, name: str, requests: Sequence[Request]) -> Iterator[GenerationJob]:
         """Has sequences computed for as long as the context is open; their ids begin with `name/`.
 
         Raises:
@@ -90,7 +90,7 @@ class Jobs:
         most = self._limits.queued_sequences
         if self.sequences + len(requests) > most:
             raise busy(f"{self.sequences} answers are being computed or wait, and the server takes at most {most}.")
-        job = self._jobs[name] = Job(name, requests, self._commands)
+        job = self._jobs[name] = GenerationJob(name, requests, self._commands)
         self.sequences += len(requests)
         seconds = self._limits.request_seconds
         timer = asyncio.get_running_loop().call_later(seconds, lambda: job.arrive(too_slow(seconds)))

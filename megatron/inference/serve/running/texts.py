@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.inference.generation import GeneratedToken
-from megatron.inference.sampling.incremental_decoder import IncrementalDecoder
-from megatron.inference.sampling.text_stream import TextStream
+from megatron.inference.sampling.text_stream import IncrementalDecoder, TextStream
 from megatron.tokenizers.tokenizer import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -15,20 +14,21 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """A token of an answer.
+    """A token of an answer, or of its prompt.
 
     Args:
-        offset: letters of the answer before the token's own.
+        logprob: None for the first token of a prompt.
+        offset: characters of the answer before the token's own; negative in the prompt, which ends at 0.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
     offset: int
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """What has become certain of an answer: more text, the tokens behind it, and why it ended, if it did."""
 
     text: str
@@ -49,6 +49,8 @@ class AnswerText:
         stop_texts: end the answer and are not part of it.
         stop_ids: tokens that end the answer and have no text in it.
         keeps_tokens: whether pieces say which tokens they came from.
+        keeps_prompt: whether the tokens of the prompt come with the first piece, and the one that ends the text with
+            the last.
     """
 
     def __init__(
@@ -58,8 +60,12 @@ class AnswerText:
         stop_texts: Sequence[str],
         stop_ids: frozenset[int],
         keeps_tokens: bool = False,
+        keeps_prompt: bool = False,
     ) -> None:
         self._stream = TextStream(tokenizer, stop_texts, prompt)
+        self._tokenizer = tokenizer
+        self._prompt = tuple(prompt)
+        self._keeps_prompt = keeps_tokens and keeps_prompt
         self._stop_ids = stop_ids
         self._unstopped = IncrementalDecoder(tokenizer, prompt) if keeps_tokens else None
         self._unstopped_letters = 0
@@ -68,12 +74,17 @@ class AnswerText:
         self.generated_tokens = 0
         self.finish: str | None = None
 
-    def push(self, token: GeneratedToken) -> Piece:
+    def push(self, token: GeneratedToken) -> AnswerPiece:
         """Adds a token; a piece with `finish` is the last one."""
-        self.generated_tokens += 1
+        self.generated_tokens += token.token is not None
         text = ""
+        if self._keeps_prompt and self._prompt:
+            self._held += self._of_prompt(token)
+            self._prompt = ()
         if token.token is not None and not (token.finish == "stop" and token.token in self._stop_ids):
             text = self._stream.push(token.token)
+            self._hold(token, token.token)
+        elif token.token is not None and self._keeps_prompt:
             self._hold(token, token.token)
         if self._stream.is_stopped:
             self.finish = "stop"
@@ -81,15 +92,24 @@ class AnswerText:
             text += self._stream.finish()
             self.finish = "stop" if self._stream.is_stopped else token.finish
         self._letters += len(text)
-        return Piece(text, self._released(), self.finish)
+        return AnswerPiece(text, self._released(), self.finish)
 
     def _hold(self, token: GeneratedToken, number: int) -> None:
         if self._unstopped is None:
             return
-        top = tuple((other, max(logprob, _LOWEST_LOGPROB)) for other, logprob in token.top)
-        logprob = max(token.logprob, _LOWEST_LOGPROB)
-        self._held.append(TokenRecord(number, logprob, top, self._unstopped_letters))
+        self._held.append(_record(number, token.logprob, token.top, self._unstopped_letters))
         self._unstopped_letters += len(self._unstopped.push(number))
+
+    def _of_prompt(self, token: GeneratedToken) -> list[TokenRecord]:
+        """The tokens of the prompt; its text is known, so none is held back."""
+        decoder, letters, offsets = IncrementalDecoder(self._tokenizer), 0, []
+        for number in self._prompt:
+            offsets.append(letters)
+            letters += len(decoder.push(number))
+        records = [TokenRecord(self._prompt[0], None, (), min(-letters, -1))]
+        for one, offset in zip(token.prompt, offsets[1:], strict=True):
+            records.append(_record(one.token, one.logprob, one.top, min(offset - letters, -1)))
+        return records
 
     def _released(self) -> tuple[TokenRecord, ...]:
         """The tokens whose text has begun to come out; at the end all, but none of a stop text."""
@@ -97,3 +117,8 @@ class AnswerText:
         count = sum(is_whole or record.offset < self._letters for record in self._held)
         released, self._held = self._held[:count], self._held[count:]
         return tuple(released)
+
+
+def _record(number: int, logprob: float, top: Sequence[tuple[int, float]], offset: int) -> TokenRecord:
+    limited = tuple((other, max(value, _LOWEST_LOGPROB)) for other, value in top)
+    return TokenRecord(number, max(logprob, _LOWEST_LOGPROB), limited, offset)

@@ -187,14 +187,14 @@ export class CurvesView {
     try {
       const { settings } = this.state;
       const { axis, logX } = settings;
-      const found = await curves({
+      const drawn = await curves({
         metric: chart.metric, axis, scale: logX ? "log" : "linear",
         weight: weightOf(EXACT.has(chart.metric) ? 0 : settings.smoothing).toFixed(4), runs: wanted.join(),
         points: Math.round(Math.max(FEWEST_POINTS, Math.min(chart.plot.node.clientWidth || 600, MOST_POINTS / chosen.length))),
         from: this.range?.[0], to: this.range?.[1],
       });
       if (axis !== settings.axis || logX !== settings.logX) throw new Error("the axis has changed meanwhile");
-      for (const run of wanted) chart.curves.set(run, found.filter((one) => one.run === run));
+      for (const run of wanted) chart.curves.set(run, drawn.filter((one) => one.run === run));
       chart.isHeld = false;
       chart.failures = 0;
     } catch {

@@ -74,6 +74,7 @@ const KNOWN = {
   loss_scale: ["Loss scale", "fp16"],
   skipped_iterations: ["Skipped updates", ""],
   nan_iterations: ["Steps that were not finite", ""],
+  empty_iterations: ["Steps without a counted token", ""],
   z_loss: ["Z-loss", ""],
 };
 

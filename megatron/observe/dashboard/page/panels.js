@@ -10,14 +10,19 @@ function empty(title, text, code) {
   return element("div", { class: "empty" }, element("h2", {}, title), element("p", {}, text), code ? element("pre", {}, code) : null);
 }
 
-function table(titles, rows) {
-  return element("div", { class: "card scroll" }, element("table", { class: "list" },
+function table(titles, rows, kind = "") {
+  return element("div", { class: "card scroll" }, element("table", { class: `list ${kind}` },
     element("thead", {}, element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)))),
     element("tbody", {}, ...rows)));
 }
 
 function cell(content, kind) {
   return element("td", kind ? { class: kind } : {}, content ?? "");
+}
+
+/** A name that a narrow screen may break after a dot or an underscore, and nowhere else. */
+function breakable(name) {
+  return element("span", {}, ...name.split(/(?<=[._])/).flatMap((part, place) => (place ? [element("wbr"), part] : [part])));
 }
 
 /** Chooses the run that a view is about. */
@@ -29,8 +34,8 @@ function runBar(state, ...more) {
 
 export async function samples(state) {
   const chosen = [state.focused, ...state.chosen().filter((run) => run !== state.focused)].slice(0, MOST_COMPARED);
-  const found = await Promise.all(chosen.map(async (run) => [run, (await get("/api/details", { run })).samples]));
-  const withSamples = found.filter(([, entries]) => entries.length);
+  const answers = await Promise.all(chosen.map(async (run) => [run, (await get("/api/details", { run })).samples]));
+  const withSamples = answers.filter(([, entries]) => entries.length);
   if (!withSamples.length) {
     return [runBar(state), empty("No samples yet", "At each evaluation, a run continues the prompts of a file, one prompt a line:",
       "python pretrain_gpt.py … --sample-prompts prompts.txt --eval-interval 500")];
@@ -97,10 +102,10 @@ function rankBox(number, known, isLive) {
 const LEVELS = { complete: "good", damaged: "bad", unreadable: "bad", unfinished: "notice", deleted: "notice", aside: "notice" };
 
 export async function checkpoints(state) {
-  const { folder, checkpoints: found } = await get("/api/checkpoints", { run: state.focused });
+  const { folder, checkpoints } = await get("/api/checkpoints", { run: state.focused });
   if (!folder) return [runBar(state), empty("This run saves no checkpoints", "Say where, and how often:", "python pretrain_gpt.py … --save checkpoints/first --save-interval 500")];
-  if (!found.length) return [runBar(state), empty("No checkpoints", `There are none in ${folder}, as seen from the folder in which the dashboard was started.`)];
-  const rows = found.map((one) => element("tr", {}, cell(whole(one.step), "number"),
+  if (!checkpoints.length) return [runBar(state), empty("No checkpoints", `There are none in ${folder}, as seen from the folder in which the dashboard was started.`)];
+  const rows = checkpoints.map((one) => element("tr", {}, cell(whole(one.step), "number"),
     cell(element("span", { class: "badge", "data-level": LEVELS[one.state] ?? "" }, one.state)), cell(bytes(one.size_bytes), "number"),
     cell(one.layout ? Object.entries(one.layout).map(([axis, count]) => `${axis.toUpperCase()}${count}`).join(" ") : ""),
     cell(one.validation_loss?.toFixed(4) ?? "", "number"), cell(one.problem || one.path, "value")));
@@ -108,9 +113,9 @@ export async function checkpoints(state) {
 }
 
 export async function events(state) {
-  const { events: found } = await get("/api/details", { run: state.focused });
-  if (!found.length) return [runBar(state), empty("Nothing has happened yet", "Starts, resumes, saves, skipped updates and stops appear here.")];
-  const rows = found.reverse().map((one) => element("tr", {},
+  const { events } = await get("/api/details", { run: state.focused });
+  if (!events.length) return [runBar(state), empty("Nothing has happened yet", "Starts, resumes, saves, skipped updates and stops appear here.")];
+  const rows = events.reverse().map((one) => element("tr", {},
     cell(moment(one.at), "number"), cell(one.iteration === null ? "" : whole(one.iteration), "number"),
     cell(element("span", { class: "badge", "data-level": one.level }, one.kind)), cell(one.text)));
   return [runBar(state), table(["When", "Step", "Event", ""], rows)];
@@ -139,7 +144,7 @@ export async function configuration(state) {
   const bar = runBar(state, search, isCompared ? element("label", {}, whole, "also what is equal") : null,
     element("span", { class: "label" }, isCompared ? `${differences.length} fields differ · ` : "", "in colour: ", element("span", { class: "given" }, "set by the user")));
   if (!Object.keys(runs[0].rows).length) return [bar, empty("No configuration", "This folder holds no config.json.")];
-  const rows = names.filter((name) => name.toLowerCase().includes(filter)).map((name) => element("tr", {}, cell(name, "value"),
+  const rows = names.filter((name) => name.toLowerCase().includes(filter)).map((name) => element("tr", {}, cell(breakable(name), "field"),
     ...runs.map((run) => cell(element("span", { class: run.given.includes(name) ? "given" : "" }, run.rows[name] ?? "–"), "value"))));
-  return [bar, table(["Field", ...runs.map((run) => state.name(run.id))], rows)];
+  return [bar, table(["Field", ...runs.map((run) => state.name(run.id))], rows, "configuration")];
 }

@@ -233,20 +233,20 @@ export class Plot {
 
   /** The values of the curves at the pointer: a dot on each, and a table if the pointer is on this chart. */
   #tell(pen, across) {
-    const found = this.values(this.pointed);
-    for (const { curve, place, value } of found.slice(0, 200)) {
+    const near = this.values(this.pointed);
+    for (const { curve, place, value } of near.slice(0, 200)) {
       pen.fillStyle = curve.colour;
       pen.beginPath();
       pen.arc(this.frame.x(curve.x[place]), this.frame.y(value), 3, 0, 7);
       pen.fill();
     }
-    if (!this.isPointedHere || !found.length) return;
-    const rows = found.slice(0, MOST_NAMED).map(({ curve, value }) =>
+    if (!this.isPointedHere || !near.length) return;
+    const rows = near.slice(0, MOST_NAMED).map(({ curve, value }) =>
       element("tr", {}, element("td", {}, element("span", { class: "swatch", color: curve.colour })),
         element("td", {}, this.told.name(curve.run) + (curve.group ? ` · ${curve.group}` : "")),
         element("td", {}, element("b", {}, short(value, 5)))));
-    if (found.length > MOST_NAMED) {
-      rows.push(element("tr", {}, element("td"), element("td", {}, `and ${found.length - MOST_NAMED} more`), element("td")));
+    if (near.length > MOST_NAMED) {
+      rows.push(element("tr", {}, element("td"), element("td", {}, `and ${near.length - MOST_NAMED} more`), element("td")));
     }
     this.box.replaceChildren(element("b", {}, this.options.placeText(this.pointed)), element("table", {}, ...rows));
     this.box.hidden = false;
@@ -257,7 +257,7 @@ export class Plot {
 
   /** The value of each curve at or before a place on the axis, nearest to the pointer first. */
   values(at) {
-    const found = [];
+    const values = [];
     for (const curve of this.series) {
       if (!curve.count || at < curve.x[0] || (curve.group === "" && at > curve.end)) continue;
       let low = 0;
@@ -268,11 +268,11 @@ export class Plot {
       }
       if (low + 1 < curve.count && curve.x[low + 1] - at < at - curve.x[low]) low += 1;
       const value = this.options.isSmoothed || curve.low[low] === curve.high[low] ? curve.line[low] : (curve.low[low] + curve.high[low]) / 2;
-      if (Number.isFinite(value)) found.push({ curve, place: low, value });
+      if (Number.isFinite(value)) values.push({ curve, place: low, value });
     }
     const up = this.pointedHeight;
     const far = ({ value }) => (up === undefined ? value : Math.abs(this.frame.y(value) - up));
-    return found.sort((one, other) => far(one) - far(other));
+    return values.sort((one, other) => far(one) - far(other));
   }
 
   /** The bounds of what is drawn: the range that was chosen, or all; and the values in it with some air. */

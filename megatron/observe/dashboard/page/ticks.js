@@ -7,9 +7,9 @@ export function linear(low, high, count) {
   const rough = span / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough) ?? 10 * power;
-  const found = [];
-  for (let number = Math.ceil(low / step - 1e-9); number * step <= high + step * 1e-9; number += 1) found.push(number * step);
-  return found;
+  const ticks = [];
+  for (let number = Math.ceil(low / step - 1e-9); number * step <= high + step * 1e-9; number += 1) ticks.push(number * step);
+  return ticks;
 }
 
 /** Powers of ten between two values; with 2 and 5 between them where there are few. */
@@ -20,9 +20,9 @@ export function logarithmic(low, high, count) {
   if (high / low < 4) return linear(low, high, count);
   const every = Math.max(1, Math.ceil(decades / Math.max(1, count)));
   const parts = decades <= count / 2 ? [1, 2, 5] : [1];
-  const found = [];
-  for (let power = first; power <= last; power += every) for (const part of parts) found.push(part * 10 ** power);
-  return found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
+  const ticks = [];
+  for (let power = first; power <= last; power += every) for (const part of parts) ticks.push(part * 10 ** power);
+  return ticks.filter((value) => value >= low * 0.999 && value <= high * 1.001);
 }
 
 /** Maps values between two bounds to pixels between two others, and back. */

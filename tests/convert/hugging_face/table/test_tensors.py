@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from megatron.convert.hugging_face.network import network_shapes
 from megatron.convert.hugging_face.registry import FAMILIES, family_of
+from megatron.convert.hugging_face.streaming import network_shapes
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.tensors import (
     BoundTensor,
-    Part,
-    TensorRule,
+    MappedPart,
+    TensorMapping,
     bind,
     expert_gate_and_up,
     expert_matrix,
@@ -83,19 +83,19 @@ def moved(tensors: list[BoundTensor], ours: Mapping[str, torch.Tensor]) -> dict[
             {f"{expert}.d": EXPERTS[expert, 0] for expert in range(3)},
         ),
         (
-            (TensorRule("w", (Part("t", unused_rows=2),)),),  # RoBERTa's positions
+            (TensorMapping("w", (MappedPart("t", unused_rows=2),)),),  # RoBERTa's positions
             GATED[0],
             {"t": torch.cat([torch.full((2, 4), -1), GATED[0]])},
         ),
         (
-            (TensorRule("w", (Part("t", order=(3, 1, 0, 2), columns=3),)),),  # GPT-2
+            (TensorMapping("w", (MappedPart("t", order=(3, 1, 0, 2), columns=3),)),),  # GPT-2
             GROUPED,
             {"t": GROUPED.permute(3, 1, 0, 2).reshape(4, 30)},
         ),
     ],
 )
 def test_each_kind_of_rule(
-    rules: tuple[TensorRule, ...], ours: torch.Tensor, expected: Mapping[str, torch.Tensor]
+    rules: tuple[TensorMapping, ...], ours: torch.Tensor, expected: Mapping[str, torch.Tensor]
 ) -> None:
     name = "w.weight" if rules[0].ours.endswith(".weight") else "w"
     found = moved(bind(rules, {name: tuple(ours.shape)}), {name: ours})
@@ -140,7 +140,7 @@ def _small(size: int, place: int, dimensions: int, name: str) -> int:
         ((matrix("a.{layer}.w", "t"), matrix("a.0.w", "u")), "the family's table has 2 rules"),
     ],
 )
-def test_a_tensor_needs_one_rule(rules: tuple[TensorRule, ...], says: str) -> None:
+def test_a_tensor_needs_one_rule(rules: tuple[TensorMapping, ...], says: str) -> None:
     with pytest.raises(ConversionError, match=says):
         bind(rules, {"a.0.w": (2, 3)})
 

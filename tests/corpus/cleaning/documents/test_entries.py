@@ -7,11 +7,11 @@ import json
 import pytest
 
 from megatron.corpus.cleaning.documents.entries import document_of, line_of, read_entries
-from megatron.corpus.inputs.sources import Block
+from megatron.corpus.inputs.input_blocks import InputBlock
 
 
-def block_of(data: bytes, layout: str = "jsonl", start: int = 0) -> Block:
-    return Block("in", start, len(data), data, 0, layout)
+def block_of(data: bytes, layout: str = "jsonl", start: int = 0) -> InputBlock:
+    return InputBlock("in", start, len(data), data, 0, layout)
 
 
 def test_an_unchanged_text_keeps_its_line_byte_for_byte() -> None:

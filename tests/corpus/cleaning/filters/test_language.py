@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.cleaning.documents.options import CleanOptions, LanguageChoice
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions, LanguageChoice
 from megatron.corpus.cleaning.filters.language import LanguageFilter, sample
 from megatron.errors import ConfigError
 from tests.corpus.cleaning.runs import clean_texts

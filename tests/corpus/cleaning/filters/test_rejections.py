@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.cleaning.documents.options import LengthLimits
+from megatron.corpus.cleaning.documents.clean_options import LengthLimits
 from megatron.corpus.cleaning.filters.rejections import (
     CharacterCount,
     LanguageCheck,

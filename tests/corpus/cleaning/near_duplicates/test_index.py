@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.documents.options import CleanOptions, NearChoice
+from megatron.corpus.cleaning.documents.clean_options import CleanOptions, NearChoice
 from megatron.corpus.cleaning.near_duplicates import index as near_duplicates
 from megatron.corpus.cleaning.near_duplicates.index import NearIndex
 from tests.corpus.cleaning.runs import clean_texts

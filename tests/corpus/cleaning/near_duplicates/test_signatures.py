@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.documents.options import NearChoice
+from megatron.corpus.cleaning.documents.clean_options import NearChoice
 from megatron.corpus.cleaning.documents.words import WordSplitter
 from megatron.corpus.cleaning.near_duplicates.signatures import Signer, band_keys, band_shape
 from megatron.errors import ConfigError

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from megatron.data.datasets.examples.rows import ExampleRows
 from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples
 from megatron.data.order.index_cache import IndexCache
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.chat import load_chat_template
 from megatron.tokenizers.chat.template import ChatTemplate
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.data.databases import new_database, numbered
+from tests.tokenizers.chat.tokenizers_with_tokens import hugging_face_with
 
 PAIRS = [{"prompt": f"what is {number}?", "answer": "a " * number + "ğ"} for number in range(1, 30)]
 PLAIN = load_chat_template("plain", None)
@@ -39,8 +44,8 @@ def test_ids_are_those_of_the_template(write, tokenizer, tmp_path):
 
 def test_ids_are_made_once_and_again_when_something_changes(write, tokenizer, tmp_path, monkeypatch):
     made = []
-    original = ChatTemplate.example_ids
-    monkeypatch.setattr(ChatTemplate, "example_ids", lambda *given: made.append(1) or original(*given))
+    original = ChatTemplate.examples
+    monkeypatch.setattr(ChatTemplate, "examples", lambda *given: made.extend(given[1]) or original(*given))
     path = write(PAIRS)
     first = opened(path, tokenizer, tmp_path)
     assert len(made) == len(PAIRS)
@@ -54,6 +59,44 @@ def test_ids_are_made_once_and_again_when_something_changes(write, tokenizer, tm
     again = opened(path, tokenizer, tmp_path)
     assert len({first.fingerprint, changed.fingerprint, again.fingerprint}) == 3
     assert len(made) == 3 * len(PAIRS)
+
+
+def test_ids_are_made_again_with_another_end_of_document(write, tmp_path):
+    """The file of the tokenizer stays the same: what ends a document is said beside it."""
+    hugging_face_with(tmp_path, ("<|endoftext|>", "</s>"), "</s>")
+    path, found = write(PAIRS[:3]), []
+    for end in ("</s>", "<|endoftext|>"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        tokenizer = build_tokenizer(TokenizerChoice("HFTokenizer", tokenizer_name_or_path=str(tmp_path)))
+        examples = opened(path, tokenizer, tmp_path)
+        assert examples.ids(0)[-1] == tokenizer.eod_id == tokenizer.special_ids[end]
+        found.append((tokenizer.fingerprint, examples.fingerprint))
+    assert found[0] == found[1], "the same data to a run that resumes, whose checkpoint knows the end of a document"
+
+
+def test_packed_rows_are_made_again_with_other_ids(write, tokenizer, tmp_path):
+    examples = opened(write(PAIRS), tokenizer, tmp_path)
+    kept = []
+    for key in ({"a": 1}, {"a": 2}):
+        examples.key = key
+        cache = IndexCache(tmp_path / "rows")
+        ExampleRows(examples, 0, len(examples), 64, pack=True, on_targets_only=True, cache=cache)
+        kept.append(len(list((tmp_path / "rows").iterdir())))
+    assert kept[1] > kept[0]
+
+
+def test_an_example_without_a_token_of_an_answer_is_refused(write, tokenizer, tmp_path):
+    """By a template that leaves out some answers; it took the place of the answer before."""
+    source = (
+        "{% for one in messages %}{% if one.role == 'assistant' and one.content != 'hidden' %}{% generation %}"
+        "{{ one.content }}{% endgeneration %}{% else %}Q{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate("hiding", source)
+    for records, line in (([PAIRS[0], {"prompt": "q", "answer": "hidden"}], 2), ([{"q": "q", "a": "hidden"}], 1)):
+        with pytest.raises(
+            DataError, match=rf"chat.jsonl:{line}: the chat template hiding writes no token of its answer"
+        ):
+            opened(write(records), tokenizer, tmp_path, template)
 
 
 def test_places_of_several_files(write, tokenizer, tmp_path):
@@ -102,3 +145,13 @@ def test_pairs_of_a_store_are_those_of_a_file(kind, write, tokenizer, tmp_path):
     for number in range(len(PAIRS)):
         assert found.ids(number).tolist() == expected.ids(number).tolist()
     assert found.place(21).endswith(":21")
+
+
+def test_the_record_that_a_template_refuses_is_named(write, tokenizer, tmp_path):
+    refusing = ChatTemplate(
+        "mine",
+        "{% for one in messages %}{{ one.content }}{% if 'no' in one.content %}{{ 1 / 0 }}{% endif %}:{% endfor %}",
+    )
+    path = write([{"prompt": f"{'no' if place == 40 else 'yes'} {place}", "answer": "a"} for place in range(70)])
+    with pytest.raises(ConfigError, match=r":41: the chat template mine fails on a conversation: ZeroDivisionError"):
+        opened(path, tokenizer, tmp_path, refusing)

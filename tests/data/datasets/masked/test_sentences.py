@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.config import MaskingConfig
-from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
 from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.plan import Segment

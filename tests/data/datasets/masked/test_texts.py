@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.config import MaskingConfig
-from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.texts import MaskedRows, TextRows
 from megatron.data.datasets.rows import RowDataset
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter

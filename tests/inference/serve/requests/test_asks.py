@@ -10,12 +10,12 @@ import pytest
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.requests import asks
 from megatron.inference.serve.requests.asks import Ask
-from megatron.inference.serve.requests.fields import Fields
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.fields import JsonFields
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served
 
-LIMITS = Limits(sequences=6, stop_texts=2, stop_letters=4)
+LIMITS = ServerLimits(sequences=6, stop_texts=2, stop_letters=4)
 
 
 def test_the_requests_of_an_ask_cover_every_choice_of_every_prompt() -> None:
@@ -30,30 +30,30 @@ def test_the_requests_of_an_ask_cover_every_choice_of_every_prompt() -> None:
 
 
 def test_another_model_is_not_found(served: Served) -> None:
-    asks.check_model(Fields({}), served)
-    asks.check_model(Fields({"model": "tiny"}), served)
+    asks.check_model(JsonFields({}), served)
+    asks.check_model(JsonFields({"model": "tiny"}), served)
     with pytest.raises(Refusal, match="'gpt-4' is not served here, only 'tiny' is") as caught:
-        asks.check_model(Fields({"model": "gpt-4"}), served)
+        asks.check_model(JsonFields({"model": "gpt-4"}), served)
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
 def test_sampling_has_the_names_of_openai_and_ours(served: Served) -> None:
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "logit_bias": {"4": -100}}
     given |= {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": -0.3, "typical_p": 0.95}
-    found = asks.read_sampling(Fields(given), served)
+    found = asks.read_sampling(JsonFields(given), served)
     assert found == Sampling(**{**given, "logit_bias": ((4, -100.0),)})
 
 
 def test_top_p_0_takes_the_most_probable_token_as_with_openai(served: Served) -> None:
     for zero in (0, 0.0):
-        found = asks.read_sampling(Fields({"top_p": zero, "temperature": 1.5}), served)
+        found = asks.read_sampling(JsonFields({"top_p": zero, "temperature": 1.5}), served)
         assert found.is_greedy and not Sampling(top_p=0.0).is_greedy
-    assert not asks.read_sampling(Fields({"top_p": 0.001}), served).is_greedy
-    assert not asks.read_sampling(Fields({}), served).is_greedy
+    assert not asks.read_sampling(JsonFields({"top_p": 0.001}), served).is_greedy
+    assert not asks.read_sampling(JsonFields({}), served).is_greedy
 
 
 def test_without_a_seed_every_request_has_its_own(served: Served) -> None:
-    seeds = {asks.read_sampling(Fields({}), served).seed for _ in range(20)}
+    seeds = {asks.read_sampling(JsonFields({}), served).seed for _ in range(20)}
     assert len(seeds) == 20
 
 
@@ -78,45 +78,45 @@ def test_without_a_seed_every_request_has_its_own(served: Served) -> None:
 )
 def test_wrong_sampling_is_refused(served: Served, values: dict[str, Any], says: str, parameter: str) -> None:
     with pytest.raises(Refusal, match=says) as caught:
-        asks.read_sampling(Fields(values), served)
+        asks.read_sampling(JsonFields(values), served)
     assert (caught.value.status, caught.value.parameter) == (400, parameter)
 
 
 def test_stop_is_a_text_or_several() -> None:
-    assert asks.read_stop(Fields({}), LIMITS) == ()
-    assert asks.read_stop(Fields({"stop": "ab"}), LIMITS) == ("ab",)
-    assert asks.read_stop(Fields({"stop": ["a", "b"]}), LIMITS) == ("a", "b")
+    assert asks.read_stop(JsonFields({}), LIMITS) == ()
+    assert asks.read_stop(JsonFields({"stop": "ab"}), LIMITS) == ("ab",)
+    assert asks.read_stop(JsonFields({"stop": ["a", "b"]}), LIMITS) == ("a", "b")
     for value, says in (("", "0 letters"), ("abcde", "5 letters"), (["a"] * 3, "3 entries"), ([1], "must be a text")):
         with pytest.raises(Refusal, match=says):
-            asks.read_stop(Fields({"stop": value}), LIMITS)
+            asks.read_stop(JsonFields({"stop": value}), LIMITS)
 
 
 def test_streaming_and_its_options() -> None:
-    assert asks.read_streaming(Fields({})) == (False, False)
-    assert asks.read_streaming(Fields({"stream": True, "stream_options": {"include_usage": True}})) == (True, True)
+    assert asks.read_streaming(JsonFields({})) == (False, False)
+    assert asks.read_streaming(JsonFields({"stream": True, "stream_options": {"include_usage": True}})) == (True, True)
     for values, says in (
         ({"stream_options": {"include_usage": True}}, "is only for requests with stream true"),
         ({"stream": True, "stream_options": 3}, "must be an object"),
         ({"stream": True, "stream_options": {"x": 1}}, r"'stream_options\.x' is not a field"),
     ):
         with pytest.raises(Refusal, match=says):
-            asks.read_streaming(Fields(values))
+            asks.read_streaming(JsonFields(values))
 
 
 def test_choices_are_counted_over_all_prompts() -> None:
-    assert asks.read_choices(Fields({"n": 2}), 3, LIMITS) == 2
+    assert asks.read_choices(JsonFields({"n": 2}), 3, LIMITS) == 2
     with pytest.raises(Refusal, match="'n' is 2 for each of 4 prompts, but one request may have 6 answers"):
-        asks.read_choices(Fields({"n": 2}), 4, LIMITS)
+        asks.read_choices(JsonFields({"n": 2}), 4, LIMITS)
     with pytest.raises(Refusal, match="'n' is 7, but must be from 1 to 6"):
-        asks.read_choices(Fields({"n": 7}), 1, LIMITS)
+        asks.read_choices(JsonFields({"n": 7}), 1, LIMITS)
 
 
 def test_what_says_nothing_about_the_answer_is_accepted() -> None:
-    fields = Fields({"user": "me", "metadata": {}, "store": False, "service_tier": "auto"})
+    fields = JsonFields({"user": "me", "metadata": {}, "store": False, "service_tier": "auto"})
     asks.read_ignored(fields)
     fields.finish()
     with pytest.raises(Refusal, match="'store' is not supported here: nothing is stored"):
-        asks.read_ignored(Fields({"store": True}))
+        asks.read_ignored(JsonFields({"store": True}))
 
 
 def test_prompts_of_tokens_must_be_of_the_vocabulary() -> None:

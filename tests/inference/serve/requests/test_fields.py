@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.inference.serve.requests.fields import Fields, checked_text, kind_of, read_object
+from megatron.inference.serve.requests.fields import JsonFields, checked_text, kind_of, read_object
 from megatron.inference.serve.requests.refusals import Refusal
 
 
@@ -28,8 +28,8 @@ def test_an_object_is_read() -> None:
         (b'"\xff"', "not UTF-8: byte 1 is 0xff"),
         (b'{"a": "\xed\xa0\x80"}', "not UTF-8: byte 7 is 0xed"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
-        (b'{"a": NaN}', "NaN is no number"),
-        (b'{"a": -Infinity}', "-Infinity is no number"),
+        (b'{"a": NaN}', "NaN is not a number"),
+        (b'{"a": -Infinity}', "-Infinity is not a number"),
         (b'{"a": [[[[1]]]]}', "deeper than 4 levels"),
         (b"[" * 500_000, "deeper than 4 levels"),
         (b'{"a":' * 200_000, "deeper than 4 levels"),
@@ -55,7 +55,7 @@ def test_hostile_bodies_take_linear_time() -> None:
     started_at = time.process_time()
     for body in bodies:
         with pytest.raises(Refusal):
-            Fields(read_object(body + b"}", most_depth=4)).whole("a", None, 0, 9)
+            JsonFields(read_object(body + b"}", most_depth=4)).whole("a", None, 0, 9)
     assert time.process_time() - started_at < 60
 
 
@@ -82,29 +82,31 @@ def test_hostile_bodies_take_linear_time() -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_named(read: Callable[[Fields], Any], value: Any, says: str) -> None:
+def test_a_wrong_value_is_named(read: Callable[[JsonFields], Any], value: Any, says: str) -> None:
     with pytest.raises(Refusal, match=says) as caught:
-        read(Fields({"x": value}))
+        read(JsonFields({"x": value}))
     assert caught.value.status == 400 and caught.value.parameter in ("x", "x[1]")
 
 
 def test_huge_numbers_are_out_of_bounds() -> None:
     for number in (b"9" * 400, b"-" + b"9" * 400, b"1e999"):
         with pytest.raises(Refusal, match="'x' is a number too large to be used; it must be from 0 to 9"):
-            Fields(read_object(b'{"x": ' + number + b"}", 4)).whole("x", 1, 0, 9)
+            JsonFields(read_object(b'{"x": ' + number + b"}", 4)).whole("x", 1, 0, 9)
 
 
 def test_right_values_are_returned() -> None:
-    fields = Fields({"text": "ş", "on": True, "count": 3.0, "share": 1, "list": ["a"], "nothing": None, "off": False})
+    fields = JsonFields(
+        {"text": "ş", "on": True, "count": 3.0, "share": 1, "list": ["a"], "nothing": None, "off": False}
+    )
     assert (fields.text("text"), fields.flag("on"), fields.whole("count", 0, 0, 9)) == ("ş", True, 3)
     assert fields.number("share", 0.5, 0, 1) == 1.0 and fields.list_of("list", checked_text, 1) == ["a"]
-    assert not fields.has("nothing") and fields.text("nothing", "x") == "x" and fields.whole("absent", 4, 0, 9) == 4
+    assert fields.text("nothing", "x") == "x" and fields.whole("absent", 4, 0, 9) == 4
     fields.unsupported("off", "it is off", harmless=(False,))
     fields.finish()
 
 
 def test_unread_fields_are_refused_with_the_known_ones() -> None:
-    fields = Fields({"known": 1, "temprature": 2}, "place.")
+    fields = JsonFields({"known": 1, "temprature": 2}, "place.")
     fields.value("known")
     with pytest.raises(
         Refusal, match=r"'place\.temprature' is not a field of this request\. Known are known\."

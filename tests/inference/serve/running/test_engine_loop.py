@@ -11,7 +11,16 @@ import pytest
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.running import engine_loop
-from megatron.inference.serve.running.engine_loop import Add, Arrival, Cancel, Command, EngineLoop, Refused, Stop
+from megatron.inference.serve.running.engine_loop import (
+    Add,
+    Arrival,
+    Cancel,
+    Command,
+    EngineLoop,
+    FairQueue,
+    Refused,
+    Stop,
+)
 from tests.inference.serve.fakes import WRONG_TOKEN, FakeEngine
 
 
@@ -111,3 +120,25 @@ def test_a_failure_of_the_engine_leaves_the_loop() -> None:
     engine = FakeEngine(fails=ValueError("NaN"))
     with pytest.raises(ValueError, match="NaN"):
         run(engine, Add("a", requests("a", 1)))
+
+
+def test_a_large_request_does_not_hold_up_a_small_one() -> None:
+    queue: FairQueue[int] = FairQueue()
+    queue.add("large", range(4))
+    queue.add("small", [10])
+    queue.add("middle", [20, 21])
+    order = [queue.take() for _ in range(len(queue))]
+    assert [item for _, item in order] == [0, 10, 20, 1, 21, 2, 3]
+    assert [name for name, _ in order[:3]] == ["large", "small", "middle"] and len(queue) == 0
+
+
+def test_sequences_are_removed_while_they_wait() -> None:
+    queue: FairQueue[int] = FairQueue()
+    queue.add("a", range(3))
+    queue.add("b", [7])
+    queue.remove("a", lambda item: item != 1)
+    queue.remove("b", lambda item: True)
+    queue.remove("gone", lambda item: True)
+    assert len(queue) == 1 and queue.take() == ("a", 1)
+    queue.add("none", [])
+    assert len(queue) == 0

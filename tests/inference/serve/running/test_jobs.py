@@ -10,10 +10,10 @@ import pytest
 
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, stopping
 from megatron.inference.serve.running.engine_loop import Add, Cancel, Command, Refused
-from megatron.inference.serve.running.jobs import Job, Jobs
+from megatron.inference.serve.running.jobs import GenerationJob, Jobs
 
 
 def requests(count: int) -> list[Request]:
@@ -27,11 +27,11 @@ def token(place: int, value: int, finish: str | None = None) -> GeneratedToken:
 
 
 def with_jobs(
-    act: Callable[[Jobs, Job], Awaitable[None]], count: int = 2, limits: Limits | None = None
+    act: Callable[[Jobs, GenerationJob], Awaitable[None]], count: int = 2, limits: ServerLimits | None = None
 ) -> list[Command]:
     """The commands that reached the engine's loop while `act` had a request open."""
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    jobs = Jobs(commands, limits or Limits())
+    jobs = Jobs(commands, limits or ServerLimits())
 
     async def whole() -> None:
         with jobs.opened("x", requests(count)) as job:
@@ -49,7 +49,7 @@ def with_jobs(
 
 
 def test_tokens_arrive_with_the_place_of_their_sequence() -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         jobs.arrive([token(0, 7), token(1, 8), GeneratedToken("other/0", 9)])
         jobs.arrive([token(1, 9, "stop"), token(0, 6, "length")])
         assert [(place, one.token) async for place, one in job.tokens()] == [(0, 7), (1, 8), (1, 9), (0, 6)]
@@ -58,7 +58,7 @@ def test_tokens_arrive_with_the_place_of_their_sequence() -> None:
 
 
 def test_a_sequence_that_is_ended_early_is_cancelled_and_its_later_tokens_are_dropped() -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         jobs.arrive([token(0, 7)])
         tokens = job.tokens()
         assert (await anext(tokens))[1].token == 7
@@ -71,7 +71,7 @@ def test_a_sequence_that_is_ended_early_is_cancelled_and_its_later_tokens_are_dr
 
 
 def test_a_sequence_that_failed_fails_the_request() -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         jobs.arrive([token(0, 7), GeneratedToken("x/1", None, finish="failed", failure="why")])
         tokens = job.tokens()
         assert (await anext(tokens))[1].token == 7
@@ -83,7 +83,7 @@ def test_a_sequence_that_failed_fails_the_request() -> None:
 
 
 def test_what_is_left_is_cancelled_when_the_request_is_closed() -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         jobs.arrive([token(0, 7, "stop")])
         assert (await anext(job.tokens()))[0] == 0
 
@@ -91,7 +91,7 @@ def test_what_is_left_is_cancelled_when_the_request_is_closed() -> None:
 
 
 def test_a_sequence_that_the_engine_refuses_refuses_the_request() -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         jobs.arrive([Refused("x/0", "too long for the caches")])
         await anext(job.tokens())
 
@@ -101,27 +101,27 @@ def test_a_sequence_that_the_engine_refuses_refuses_the_request() -> None:
 
 
 def test_a_request_has_its_time() -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         await anext(job.tokens())
 
     with pytest.raises(Refusal, match=r"not complete within 0\.01 s") as caught:
-        with_jobs(act, limits=Limits(request_seconds=0.01))
+        with_jobs(act, limits=ServerLimits(request_seconds=0.01))
     assert (caught.value.status, caught.value.code) == (504, "timeout")
 
 
 def test_too_many_sequences_are_refused() -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         with jobs.opened("y", requests(1)):
             pass
 
     with pytest.raises(Refusal, match="2 answers are being computed or wait, and the server takes at most 2") as caught:
-        with_jobs(act, limits=Limits(queued_sequences=2))
+        with_jobs(act, limits=ServerLimits(queued_sequences=2))
     assert caught.value.status == 503
 
 
 @pytest.mark.parametrize("ends_all", [False, True])
 def test_a_stopping_server_takes_nothing_new_and_may_end_what_runs(ends_all: bool) -> None:
-    async def act(jobs: Jobs, job: Job) -> None:
+    async def act(jobs: Jobs, job: GenerationJob) -> None:
         (jobs.end_all if ends_all else jobs.refuse_new)(stopping())
         with pytest.raises(Refusal, match="The server is stopping"), jobs.opened("y", requests(1)):
             pass

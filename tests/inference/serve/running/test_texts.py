@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from megatron.inference.generation import GeneratedToken
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.texts import AnswerText, Piece
+from megatron.inference.serve.running.texts import AnswerPiece, AnswerText
 
 
-def pushed(served: Served, ids: Sequence[int], finish: str, stop_texts: Sequence[str] = ()) -> list[Piece]:
+def pushed(served: Served, ids: Sequence[int], finish: str, stop_texts: Sequence[str] = ()) -> list[AnswerPiece]:
     """The pieces of an answer of these tokens."""
     text = AnswerText(served.tokenizer, [served.eod_id or 0], stop_texts, served.stop_ids, keeps_tokens=True)
     pieces = []
@@ -55,4 +55,4 @@ def test_half_a_character_at_the_end_is_shown_as_such(served: Served) -> None:
         assert "".join(piece.text for piece in pushed(served, ids[:-1], "length")).strip("\ufffd") == ""
     text = AnswerText(served.tokenizer, [1], (), served.stop_ids)
     piece = text.push(GeneratedToken("x", None, finish="cancelled"))
-    assert piece.text == "" and piece.finish == "cancelled" and text.generated_tokens == 1
+    assert piece.text == "" and piece.finish == "cancelled" and text.generated_tokens == 0

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[4]
 SIMT = Path(__file__).resolve().parents[1]
@@ -38,8 +39,14 @@ CHECKED = (
     "-fsanitize=alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
 )
 PLAIN = ("--coverage", "-DMEGATRON_SIMT_COVERAGE")
+# As nvcc and the host compiler do by default, products and sums are one operation where they can be.
+FUSED = ("-mfma", "-ffp-contract=fast", "-DMEGATRON_SIMT_FUSED")
 # How a build is compiled and how it is linked: the sanitizers' own libraries stay out, the runtime takes their place.
-BUILDS = {"checked": (CHECKED, ("-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset",)), "plain": (PLAIN, ("--coverage",))}
+BUILDS = {
+    "checked": (CHECKED, ("-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset",)),
+    "plain": (PLAIN, ("--coverage",)),
+    "fused": (FUSED, ()),
+}
 
 
 class BuildError(Exception):
@@ -80,14 +87,13 @@ def runtime() -> Path:
 
 @cache
 def kernels(source: Path, build: str) -> Path:
-    """The library of one `.cu` file, in build `checked` or `plain`.
+    """The library of one `.cu` file, in a build of `BUILDS`.
 
     Raises:
         BuildError: it does not compile.
     """
-    operations = source.parents[1] if (source.parents[1] / "common").is_dir() else OPERATIONS
-    folder, common = source.parent, operations / "common"
-    sources = [path for part in (folder, common) for path in part.glob("*") if path.suffix in (".cu", ".h")]
+    operations = source.parents[1] if (source.parents[1] / "base").is_dir() else OPERATIONS
+    sources = [source, *source.parent.glob("*.h"), *operations.rglob("*.h")]
     library = runtime()
     compiled, linked = BUILDS[build]
     command = [compiler(), *LANGUAGE, *KERNEL, *compiled, f"-I{SIMT / 'include'}"]
@@ -101,6 +107,23 @@ def kernels(source: Path, build: str) -> Path:
         _run(["nm", "--print-size", "--defined-only", LIBRARY], target, SYMBOLS)
 
     return _cached(f"{source.stem}-{build}", key, compile_in) / LIBRARY
+
+
+@cache
+def binding(operation: str) -> Path:
+    """The library that torch loads for an operation of `csrc/ops`, with the emulator in place of CUDA."""
+    library, source = kernels(OPERATIONS / operation / f"{operation}.cu", "fused"), OPERATIONS / operation
+    torch_folder = Path(torch.__file__).parent
+    command = [compiler(), "-std=c++20", "-O0", "-fPIC", "-shared", "-DMEGATRON_WITH_CUDA", "-DMEGATRON_SIMT"]
+    command += ["-DMEGATRON_NATIVE", "-DAT_PER_OPERATOR_HEADERS", "-I", str(OPERATIONS)]
+    command += ["-isystem", str(torch_folder / "include"), "-o", LIBRARY, str(source / f"{operation}.cpp")]
+    command += [str(library), f"-Wl,-rpath,{library.parent}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+
+    def compile_in(target: Path) -> None:
+        _run(command, target)
+
+    parts = [source / f"{operation}.cpp", *OPERATIONS.rglob("*.h")]
+    return _cached(f"{operation}-binding", _key([*command, torch.__version__], parts), compile_in) / LIBRARY
 
 
 def changed_operations(file: str, text: str, replacement: str) -> Path:

@@ -131,10 +131,16 @@ static inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z);
 static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
-// The emulator's build contracts nothing to fused multiply-adds, so plain operators round each step.
-static inline float __fmul_rn(float x, float y) { return x * y; }
-static inline float __fadd_rn(float x, float y) { return x + y; }
-static inline float __fsub_rn(float x, float y) { return x - y; }
+// Only the build `fused` contracts products and sums to fused multiply-adds; there these go by way of memory.
+static inline float simt_rounded(float x) {
+#if defined(MEGATRON_SIMT_FUSED)
+  asm volatile("" : "+m"(x));
+#endif
+  return x;
+}
+static inline float __fmul_rn(float x, float y) { return simt_rounded(x * y); }
+static inline float __fadd_rn(float x, float y) { return simt_rounded(x + y); }
+static inline float __fsub_rn(float x, float y) { return simt_rounded(x - y); }
 
 static inline unsigned __float_as_uint(float x) { return simt::bits_as<unsigned>(x); }
 static inline int __float_as_int(float x) { return simt::bits_as<int>(x); }

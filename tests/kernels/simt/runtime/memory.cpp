@@ -20,8 +20,14 @@ bool is_within(const Buffer& buffer, const void* address) {
   return address >= buffer.mapping && address < buffer.mapping + buffer.mapping_bytes;
 }
 
-// What is around a buffer: differs from place to place, so that a copy of one margin to another shows.
-char margin_at(const char* address) { return static_cast<char>(reinterpret_cast<uintptr_t>(address) * 0x9e3779b1u >> 13); }
+// What is around a buffer: differs from place to place, so that a copy of one margin to another shows. Mixed as in
+// splitmix64: with a product alone, bytes at the same distance differ by the same amount, which is 0 for some distances.
+char margin_at(const char* address) {
+  uint64_t bits = reinterpret_cast<uintptr_t>(address);
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
+  return static_cast<char>(bits ^ bits >> 31);
+}
 
 void fill_margin(char* begin, const char* end) {
   for (char* byte = begin; byte < end; ++byte) *byte = margin_at(byte);

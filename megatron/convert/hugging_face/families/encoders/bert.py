@@ -20,7 +20,7 @@ from megatron.convert.hugging_face.table.fields import (
     Same,
 )
 from megatron.convert.hugging_face.table.tensors import (
-    TensorRule,
+    TensorMapping,
     linear,
     matrix,
     norm,
@@ -59,7 +59,7 @@ ENCODER_FIELDS: tuple[FieldRule, ...] = (
 )
 
 
-def encoder_tensors(prefix: str, transform: tuple[str, str], bias: str) -> tuple[TensorRule, ...]:
+def encoder_tensors(prefix: str, transform: tuple[str, str], bias: str) -> tuple[TensorMapping, ...]:
     """The tensors that all of BERT's relatives have, without the positions.
 
     Args:
@@ -98,7 +98,7 @@ def check_masked_head(names: Collection[str], transform: str, architecture: str)
         )
 
 
-def _read_order_head(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_order_head(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"sentence_order_head": _BOTH_HEADS in entries.take("architectures", [])}
 
 

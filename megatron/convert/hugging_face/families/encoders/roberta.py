@@ -9,14 +9,14 @@ from megatron.config import ModelConfig
 from megatron.convert.hugging_face.families.encoders.bert import ENCODER_FIELDS, check_masked_head, encoder_tensors
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import Constant, Entries, Functions, Mapped, Same
-from megatron.convert.hugging_face.table.tensors import Part, TensorRule
+from megatron.convert.hugging_face.table.tensors import MappedPart, TensorMapping
 
 _ARCHITECTURE = "RobertaForMaskedLM"
 _PADDING_ID = 1
 _UNUSED_POSITIONS = _PADDING_ID + 1  # the position of padding is its id, and the first of a text follows it
 
 
-def _read_positions(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_positions(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     entries.check_only("pad_token_id", (_PADDING_ID,))
     stored = entries.take("max_position_embeddings", 512)
     if type(stored) is not int or stored <= _UNUSED_POSITIONS:
@@ -24,7 +24,7 @@ def _read_positions(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any
     return {"max_position_embeddings": stored - _UNUSED_POSITIONS}
 
 
-def _read_token_types(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_token_types(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     entries.check_only("type_vocab_size", (1,), default=2)
     return {"token_types": 1}
 
@@ -41,7 +41,7 @@ ROBERTA = Family(
     fields=(
         *ENCODER_FIELDS,
         Constant({"sentence_order_head": False}),
-        Mapped("activation_function", "hidden_act", (("gelu", "gelu"),), "gelu"),  # that of the head is no other
+        Mapped("activation_function", "hidden_act", (("gelu", "gelu"),), "gelu"),  # the head has the same
         Same("vocab_size", "vocab_size", 50265),
         Functions(
             _read_positions,
@@ -51,9 +51,9 @@ ROBERTA = Family(
     ),
     tensors=(
         *encoder_tensors("roberta.", ("lm_head.dense", "lm_head.layer_norm"), "lm_head.bias"),
-        TensorRule(
+        TensorMapping(
             "embedding.position_embeddings.weight",
-            (Part("roberta.embeddings.position_embeddings.weight", unused_rows=_UNUSED_POSITIONS),),
+            (MappedPart("roberta.embeddings.position_embeddings.weight", unused_rows=_UNUSED_POSITIONS),),
         ),
     ),
     ignored_tensors=("roberta.embeddings.position_ids", "roberta.embeddings.token_type_ids", "roberta.pooler."),

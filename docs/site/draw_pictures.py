@@ -1,0 +1,42 @@
+"""Draws the pictures of the documents as SVG files; what is there already is replaced.
+
+python docs/site/draw_pictures.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
+
+
+@dataclass(frozen=True)
+class DrawFlags(ConfigSection):
+    """Flags of this program."""
+
+    output: str = flag("docs/pictures", "folder of the drawings", path=PathUse.FOLDER)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes all drawings and returns the exit code."""
+    flags = parse_flags(DrawFlags, sys.argv[1:] if argv is None else argv, description=__doc__ or "")
+    from docs.site.drawings.batch import draw_batch
+    from docs.site.drawings.checkpoint import draw_checkpoint
+    from docs.site.drawings.ranks import draw_ranks
+
+    folder = Path(flags.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in (("ranks", draw_ranks), ("checkpoint", draw_checkpoint), ("batch", draw_batch)):
+        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+        print(folder / f"{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

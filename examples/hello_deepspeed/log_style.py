@@ -1,0 +1,28 @@
+"""The lines of HelloDeepSpeed. The loss is the mean since the last line; there it was the mean of all steps so far.
+
+Source: microsoft/DeepSpeedExamples, training/HelloDeepSpeed/train_bert.py.
+"""
+
+from __future__ import annotations
+
+from megatron.checkpoint.manifest import folder_name
+from megatron.checkpoint.saving import SaveLines
+from megatron.observe.console import shown_loss
+from megatron.observe.line_style import Moment
+from megatron.observe.metrics import StepMetrics
+
+SAVE_LINES = SaveLines(
+    before=lambda step, directory: None,
+    after=lambda step, directory: f"Saved model to {directory / folder_name(step)}",
+)
+LOSS_TAGS: tuple[str, str] | None = None
+
+
+def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
+    """The line of a log interval."""
+    return [f"Loss: {shown_loss(metrics.lm_loss, '.4f')}"]
+
+
+def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+    """The result of an evaluation, for which there were no lines."""
+    return [f"{group} loss at {prefix}: {loss:.4f}"]

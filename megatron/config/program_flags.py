@@ -1,0 +1,127 @@
+"""Reading a program's own flags and, on the same line, any of the trainer's.
+
+A program is three lines: `begin_rank()`, `read_program`, and `pretrain_gpt.train` with the words of its own flags
+followed by the trainer's words, which win. What a program merely prefers to the trainer's default belongs in the
+`defaults` of its `Program`, where a preset, a file or a flag wins, and not in `words`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron.config.flags.command_line import CommandLineReading, areas_of, read_command_line
+from megatron.config.flags.fields import flags_of
+from megatron.config.flags.legacy import legacy_flags
+from megatron.config.flags.section import ConfigSection, Instance, build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.shorthands import shorthand_flags
+from megatron.config.parse import field_flags, help_groups
+from megatron.errors import ConfigError
+from megatron.secret_text import reveal
+
+_OWN = "own."
+_GIVEN = "_given"
+
+
+@dataclass(frozen=True)
+class ProgramFlags(ConfigSection, ABC):
+    """A program's own flags."""
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The fields that the command line set; without one, those that differ from their defaults."""
+        read = vars(self).get(_GIVEN)
+        if read is not None:
+            return read  # type: ignore[no-any-return]
+        return frozenset(entry.field for entry in flags_of(type(self)) if getattr(self, entry.field) != entry.default)
+
+    @abstractmethod
+    def words(self) -> list[str]:
+        """The trainer's command line that these flags translate to."""
+
+
+Flags = TypeVar("Flags", bound=ProgramFlags)
+
+
+def read_program(
+    cls: type[Flags], argv: Sequence[str], prog: str, description: str, *, unnamed: str | None = None
+) -> tuple[Flags, list[str]]:
+    """Reads a program's command line; prints the help and exits for `--help`.
+
+    A flag of the trainer is not available under a spelling that the program uses itself.
+
+    Args:
+        unnamed: the flag that words before the first flag belong to.
+
+    Returns:
+        the program's own flags, and the words of the trainer's flags as they were given.
+
+    Raises:
+        ConfigError: with everything that is wrong with the program's own flags and unknown or unreadable flags, at
+            once. The rules of the trainer's flags are checked where its words are parsed.
+    """
+    if unnamed is not None and argv and not argv[0].startswith("-"):
+        argv = [unnamed, *argv]
+    instance, values, reading, problems = read_with_trainer(cls, argv, prog, description, "of the trainer")
+    if problems:
+        raise ConfigError(problems)
+    instance.set_derived(_GIVEN, frozenset(values))
+    words = [_as_written(option, given) for name, option, given in reading.occurrences if not name.startswith(_OWN)]
+    return instance, [word for group in words for word in group]
+
+
+def read_with_trainer(
+    cls: type[Instance], argv: Sequence[str], prog: str, description: str, title: str
+) -> tuple[Instance, dict[str, Any], CommandLineReading, list[str]]:
+    """Reads a program's own flags, a dataclass of `flag()` fields, and the trainer's flags that it does not replace.
+
+    Args:
+        title: what the help writes in front of the areas of the trainer's flags.
+
+    Returns:
+        The program's own flags, unchecked; the values that were given for them; what the whole command line said; and
+        what is wrong with it, but for the rules between the trainer's flags.
+    """
+    own = {_OWN + flag.field: flag for flag in flags_of(cls)}
+    taken = {spelling for flag in own.values() for spelling in flag.spellings}
+    fields, shorthands, legacy = field_flags(), shorthand_flags(), legacy_flags()
+    others = {name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}
+    trainer = {name: flag for name, flag in {**fields, **others}.items() if taken.isdisjoint(flag.spellings)}
+    groups = [
+        *((area, [_OWN + name for name in names]) for area, names in areas_of(cls)),
+        *(
+            (f"{title}: {area}", [name for name in names if name in trainer])
+            for area, names in help_groups(fields, shorthands)
+        ),
+    ]
+    hidden = [name for name in legacy if name in trainer]
+    reading = read_command_line(
+        {**own, **trainer}, argv, prog=prog, description=description, groups=groups, hidden=hidden
+    )
+    values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
+    missing = {flag.field for flag in own.values() if flag.required and flag.field not in values}
+    instance = build_unchecked(cls, values)
+    problems = [
+        *reading.problems,
+        *missing_problems(own.values(), values, reading.broken),
+        *relevant_problems([instance], values, reading.broken | missing),
+    ]
+    return instance, values, reading, problems
+
+
+def words_of(pairs: Mapping[str, Any]) -> list[str]:
+    """Options with their values as words of a command line; an option whose value is None is left out."""
+    given = {option: value for option, value in pairs.items() if value is not None}
+    texts = {option: value if isinstance(value, str) else str(value) for option, value in given.items()}
+    return [word for option, text in texts.items() for word in _as_written(option, [text])]
+
+
+def _as_written(option: str, given: Sequence[str]) -> Iterator[str]:
+    """An option and its values; a single value that looks like an option stays joined to it."""
+    if len(given) == 1 and given[0].startswith("-"):
+        yield f"{option}={reveal(given[0])}"
+    else:
+        yield option
+        yield from given

@@ -1,0 +1,87 @@
+"""What a run reports and where: lines, files, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.paths import PathUse, address_problems
+from megatron.config.flags.program import LOG_STYLES
+from megatron.config.flags.section import ConfigSection
+
+UPSTREAMS_STYLE = "megatron"
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class ReportConfig(ConfigSection):
+    """Log lines, the run folder and other destinations of metrics."""
+
+    log_interval: int = flag(100, "steps between log lines", at_least=1)
+    run_dir: str | None = flag(
+        None,
+        "folder of this run's config.json, logs and metrics; with {run} or {experiment} in it, here and in other "
+        "folders that becomes a new name",
+        path=PathUse.FOLDER,
+    )
+    run_files: str = flag(
+        "megatron",
+        "names of the files that describe the source code and the program's flags in the run folder: git.txt and "
+        "git.diff for megatron, and what the program calls them for a name of its own",
+    )
+    program_flags: str | None = flag(
+        None, "JSON object of the flags of the program that started the run, kept in its folder"
+    )
+    metrics_file: str | None = flag(
+        None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset", path=PathUse.NEW_FILE
+    )
+    log_path: str | None = flag(None, "folder that also gets the printed flags", path=PathUse.FOLDER)
+    log_style: str = flag(
+        UPSTREAMS_STYLE,
+        f"how the lines of steps, evaluations and saves look: {' or '.join(LOG_STYLES)}, or a style of the program; "
+        "files are the same",
+    )
+    log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
+    log_level_replica: str | None = flag(
+        None,
+        "the same for the other ranks",
+        choices=_LEVELS,
+        ignored="the other ranks show only warnings and errors",
+    )
+    tensorboard_dir: str | None = flag(
+        None, "folder for TensorBoard scalars; none are written if unset", path=PathUse.FOLDER
+    )
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard scalars", at_least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events buffered before they are written", at_least=1)
+    log_params_norm: bool = flag(
+        False, "log the L2 norm of the weights", ignored="the norm of the weights is not computed yet"
+    )
+    log_num_zeros_in_grad: bool = flag(
+        False, "log the number of zeros in the gradient", ignored="zeros in the gradient are not counted yet"
+    )
+    log_per_source_loss: bool = flag(False, "log the loss of each source of the training blend as well")
+    log_timers_to_tensorboard: bool = flag(False, "write timers to TensorBoard")
+    log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard")
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, "write the learning rate to TensorBoard", spelled=("--no-log-learnig-rate-to-tensorboard",)
+    )
+    log_loss_scale_to_tensorboard: bool = flag(True, "write the loss scale to TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "write the validation perplexity to TensorBoard")
+    wandb_project: str = flag("", "Weights & Biases project; nothing is sent if empty")
+    wandb_entity: str = flag("", "user or team at Weights & Biases; the default of the account if empty")
+    wandb_exp_name: str = flag("", "name of the run at Weights & Biases")
+    wandb_save_dir: str = flag("", "folder for Weights & Biases files", path=PathUse.FOLDER)
+
+    def problems(self) -> Iterator[str]:
+        yield from address_problems("--run-dir", self.run_dir)
+        if self.program_flags is not None and not _is_json_object(self.program_flags):
+            yield f"--program-flags {self.program_flags[:80]} is not a JSON object, such as '{{\"h_dim\": 256}}'."
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,77 @@
+"""When checkpoints are written and how, which of them are kept, and where copies go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.paths import PathUse, address_problems
+from megatron.config.flags.section import ConfigSection
+
+_LINK = re.compile(r"(?![.-]|iter_)(?=.*\{step\})(?:[\w.-]|\{epoch\}|\{step\})+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SavingConfig(ConfigSection):
+    """Folder and interval, background writing, retention, and the second copy."""
+
+    save: str | None = flag(None, "folder checkpoints are written to", path=PathUse.FOLDER)
+    save_interval: int | None = flag(None, "steps between checkpoints", at_least=1)
+    save_each_epoch: bool = flag(False, "also save at the end of each pass of --epochs")
+    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
+    async_save: bool = flag(
+        True, "write checkpoints in the background while training continues; needs host memory for a copy of the state"
+    )
+    keep_last: int | None = flag(None, "checkpoints to keep; older ones are deleted after each save", at_least=1)
+    keep_every: int | None = flag(
+        None, "with --keep-last: checkpoints whose step is a multiple of this are never deleted", at_least=1
+    )
+    keep_best: bool = flag(False, "with --keep-last: the checkpoint with the lowest validation loss is not deleted")
+    save_secondary: str | None = flag(
+        None,
+        "folder that receives a verified copy of each checkpoint, and is loaded from if --load has none",
+        path=PathUse.FOLDER,
+    )
+
+    max_failed_saves: int = flag(
+        3, "saves in a row that the file system may refuse; with the last of them the run ends with code 74", at_least=1
+    )
+    exit_on_failed_save: bool = flag(False, "end the run with code 74 at the first save that the file system refuses")
+
+    checkpoint_link: str | None = flag(
+        None,
+        "second name of each checkpoint, a link next to it, with {epoch} (from 0) and {step}, such as "
+        "'epoch{epoch}-step{step}'",
+    )
+
+    @property
+    def tolerated_failures(self) -> int:
+        """How many saves in a row may fail without an end of the run."""
+        return 0 if self.exit_on_failed_save else self.max_failed_saves - 1
+
+    def link_name(self, epoch: int, step: int) -> str | None:
+        """The second name of a checkpoint; None if it is to have none."""
+        return None if self.checkpoint_link is None else self.checkpoint_link.format(epoch=epoch, step=step)
+
+    def problems(self) -> Iterator[str]:
+        yield from address_problems("--save", self.save)
+        if self.save is not None and self.save_interval is None:
+            yield (
+                f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "
+                "500."
+            )
+        if self.checkpoint_link is not None and _LINK.fullmatch(self.checkpoint_link) is None:
+            yield (
+                f"--checkpoint-link {self.checkpoint_link} cannot be the name of every checkpoint. Write letters, "
+                "digits and -_. around {step}, with {epoch} if wanted, such as 'epoch{epoch}-step{step}'."
+            )
+        yield from address_problems("--save-secondary", self.save_secondary)
+        if self.keep_last is None:
+            for name, is_set in (("--keep-every", self.keep_every is not None), ("--keep-best", self.keep_best)):
+                if is_set:
+                    yield (
+                        f"{name} says which checkpoints are not deleted, and nothing is deleted without --keep-last. "
+                        f"Give --keep-last, for example --keep-last 3, or drop {name}."
+                    )

@@ -1,0 +1,282 @@
+"""Python's unpickler with every name replaced: what a pickle calls is a function here, made for inert values.
+
+Nothing that a pickle names is looked up: `find_class` gives a class of ours for each admitted name and refuses the
+others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+from megatron.convert.pickles.values import (
+    ITEM_BYTES,
+    NAMESPACES,
+    AdmittedName,
+    InertDict,
+    NumberArray,
+    NumberType,
+    RefusedError,
+    StandIn,
+    StorageBytes,
+    TensorPlace,
+    shown,
+    whole_numbers,
+)
+
+# Classes whose objects are kept as stand-ins: name and content, no behaviour.
+_FOREIGN_PREFIXES = ("megatron.", "deepspeed.", "torch.distributed.checkpoint.", "transformer_engine.")
+_FOREIGN_NAMES = frozenset({*NAMESPACES, "signal.Signals", "_io.BytesIO"})
+# Names that appear as values only, such as the factory of a defaultdict.
+_VALUE_NAMES = frozenset(
+    {
+        *(f"builtins.{name}" for name in ("dict", "list", "int", "float", "str", "tuple", "bool", "set", "long")),
+        "torch.Tensor",
+        "torch.nn.parameter.Parameter",
+    }
+)
+_NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric")
+_LONGEST_PATH = 2**13
+_STORAGE_TYPES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "UntypedStorage": None,
+}
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Unpickles one value after another of a file, each by an unpickler of its own.
+
+    Args:
+        persistent: gives the value of a persistent id, by which torch refers to tensors' bytes.
+    """
+
+    def __init__(self, file: BinaryIO, persistent: Callable[[Any], Any]) -> None:
+        super().__init__(file, encoding="latin-1")
+        self._persistent = persistent
+
+    def find_class(self, module: str, name: str) -> AdmittedName:
+        """The class that takes the place of a name.
+
+        Raises:
+            RefusedError: the name is not admitted.
+        """
+        return _stand_in_class(_admitted_text(module, name))
+
+    def persistent_load(self, identity: Any) -> Any:
+        """The value of a persistent id."""
+        return self._persistent(identity)
+
+
+@functools.cache
+def _stand_in_class(text: str) -> AdmittedName:
+    return AdmittedName("AdmittedName", (), {"text": text, "__new__": _construct})
+
+
+def storage_type(name: Any) -> str | None:
+    """The element type of a storage class; None for one without a type.
+
+    Raises:
+        RefusedError: it is not a storage class.
+    """
+    if isinstance(name, AdmittedName):
+        module, _, last = name.text.rpartition(".")
+        if module in ("torch", "torch.storage", "torch.cuda") and last in _STORAGE_TYPES:
+            return _STORAGE_TYPES[last]
+    raise RefusedError(f"{shown(name)} is not a known kind of tensor storage")
+
+
+def _admitted_text(module: str, name: str) -> str:
+    module = "builtins" if module == "__builtin__" else module  # its name in protocol 2
+    text = f"{module}.{name}"
+    if text in ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"):
+        text = "numpy.scalar"
+    elif module in _NUMPY_MODULES and name in ("_reconstruct", "ndarray", "dtype"):
+        text = f"numpy.{name}"
+    elif module == "numpy.dtypes" and name.endswith("DType"):
+        text = f"numpy.dtypes.{name}"
+    is_known = (
+        text in _CONSTRUCTORS
+        or text in _VALUE_NAMES
+        or text in _FOREIGN_NAMES
+        or text.startswith(_FOREIGN_PREFIXES)
+        or text == "numpy.ndarray"
+        or (module == "torch" and (name in ITEM_BYTES or name == "strided"))
+        or (module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGE_TYPES)
+    )
+    if not is_known:
+        raise RefusedError(f"the file names {shown(text)}, which is not admitted")
+    return text
+
+
+def _construct(called: AdmittedName, *arguments: Any, **keywords: Any) -> Any:
+    """The inert value of a call."""
+    if keywords:
+        raise RefusedError("the pickle makes an object with keyword arguments")
+    make = _CONSTRUCTORS.get(called.text)
+    if make is None:
+        if called.text in _FOREIGN_NAMES or called.text.startswith(_FOREIGN_PREFIXES):
+            return StandIn(called.text, arguments)
+        raise RefusedError(f"the file calls {called.text}, which is not admitted")
+    try:
+        return make(*arguments)
+    except TypeError as failure:  # another number of arguments
+        raise RefusedError(f"the file calls {called.text} with {len(arguments)} arguments") from failure
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorPlace:
+    if not isinstance(storage, StorageBytes) or storage.dtype is None:
+        raise RefusedError(f"a tensor is made of {shown(storage)}, not of a typed storage")
+    return _view(storage, storage.dtype, offset, shape, strides)
+
+
+def _typed_tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+) -> TensorPlace:
+    name = dtype.text.removeprefix("torch.") if isinstance(dtype, AdmittedName) else ""
+    if not isinstance(storage, StorageBytes) or name not in ITEM_BYTES:
+        raise RefusedError(f"a tensor is made of {shown(storage)} with the element type {shown(dtype)}")
+    return _view(storage, name, offset, shape, strides)
+
+
+def _view(storage: StorageBytes, dtype: str, offset: Any, shape: Any, strides: Any) -> TensorPlace:
+    sizes, steps = whole_numbers(shape, "the shape of a tensor"), whole_numbers(strides, "the strides of a tensor")
+    (first,) = whole_numbers((offset,), "the offset of a tensor")
+    if len(sizes) != len(steps):
+        raise RefusedError(f"a tensor has {len(sizes)} dimensions and {len(steps)} strides")
+    width = ITEM_BYTES[dtype]
+    numel = math.prod(sizes)
+    last = first + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if numel else first - 1
+    if (last + 1) * width > storage.size_bytes or numel * width > storage.size_bytes:
+        raise RefusedError(
+            f"a tensor of {numel} elements from element {first} on needs more than the {storage.size_bytes} bytes of "
+            "its storage"
+        )
+    return TensorPlace(storage, dtype, first, sizes, steps)
+
+
+def _subclass(function: Any, owner: Any, arguments: Any, *_: Any) -> TensorPlace:
+    """A tensor with attributes of its own, which are left out."""
+    if (
+        not isinstance(function, AdmittedName)
+        or function.text not in _TENSOR_CALLS
+        or not isinstance(owner, AdmittedName)
+    ):
+        raise RefusedError(f"a tensor is rebuilt by {shown(function)}")
+    if not isinstance(arguments, tuple):
+        raise RefusedError(f"the file calls {function.text} with {shown(arguments)} in place of arguments")
+    return _parameter(_construct(function, *arguments))
+
+
+def _parameter(data: Any, *_: Any) -> TensorPlace:
+    if not isinstance(data, TensorPlace):
+        raise RefusedError(f"a parameter is made of {shown(data)}, not of a tensor")
+    return data
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    return whole_numbers(values, "a torch.Size")
+
+
+def _table(*values: Any) -> InertDict:
+    if any(not isinstance(value, AdmittedName | list | tuple) for value in values):
+        raise RefusedError(f"a dictionary is made of {shown(values[0])}")
+    table = InertDict()
+    for value in values:
+        for pair in () if isinstance(value, AdmittedName) else value:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise RefusedError(f"a dictionary is made of {shown(pair)} in place of a pair")
+            table[pair[0]] = pair[1]
+    return table
+
+
+def _set_of(container: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make(values: Any = ()) -> Any:
+        if not isinstance(values, list | tuple):
+            raise RefusedError(f"a set is made of {shown(values)}")
+        return container(values)
+
+    return make
+
+
+def _text(*parts: Any) -> str:
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise RefusedError("a path or device is not made of texts")
+    if sum(map(len, parts)) > _LONGEST_PATH:  # joined texts could double with every call
+        raise RefusedError(f"a path or device is longer than {_LONGEST_PATH} letters")
+    return "/".join(parts)
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    return _text(kind) if index is None else f"{_text(kind)}:{whole_numbers((index,), 'a device')[0]}"
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise RefusedError(f"bytes are made of {shown(text)} in the encoding {shown(encoding)}")
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError as failure:
+        raise RefusedError("bytes are made of a text that is not latin-1") from failure
+
+
+def _member_of(owner: Any, name: Any) -> StandIn:
+    """The member of an enumeration that is pickled by name."""
+    is_foreign = isinstance(owner, AdmittedName) and owner.text.startswith(_FOREIGN_PREFIXES)
+    if not is_foreign or not isinstance(name, str):
+        raise RefusedError(f"the file calls builtins.getattr on {shown(owner)}")
+    return StandIn(owner.text, (name,))
+
+
+def _number(number_type: Any, content: Any) -> float:
+    if not isinstance(number_type, NumberType) or not isinstance(content, bytes):
+        raise RefusedError("a numpy number is not made of a type and bytes")
+    return number_type.numbers(content, 1)[0]
+
+
+def _empty_array(owner: Any, *_: Any) -> NumberArray:
+    if not isinstance(owner, AdmittedName) or owner.text != "numpy.ndarray":
+        raise RefusedError(f"a numpy array is made of {shown(owner)}")
+    return NumberArray()
+
+
+_TENSOR_CALLS = (
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+)
+_CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
+    "torch._tensor._rebuild_from_type_v2": _subclass,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _typed_tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.serialization._get_layout": _text,
+    "collections.OrderedDict": _table,
+    "collections.defaultdict": _table,
+    "builtins.set": _set_of(set),
+    "builtins.frozenset": _set_of(frozenset),
+    "builtins.getattr": _member_of,
+    "pathlib.PosixPath": _text,
+    "pathlib.PurePosixPath": _text,
+    "pathlib.WindowsPath": _text,
+    "pathlib.Path": _text,
+    "pathlib._local.PosixPath": _text,
+    "_codecs.encode": _encoded,
+    "numpy.dtype": NumberType,
+    "numpy.scalar": _number,
+    "numpy._reconstruct": _empty_array,
+}

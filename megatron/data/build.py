@@ -1,0 +1,414 @@
+"""From the data flags to the training, validation and test data sets of a run, and the plan that fixes their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from megatron import log
+from megatron.config import DataConfig, WeightedGroup
+from megatron.config.flags.blends import read_blend, shown_split
+from megatron.config.objective.loss import CAUSAL
+from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
+from megatron.data.datasets.open_files import allow_open_files, uses_of
+from megatron.data.datasets.sample import SampleDataset, SourceDataset
+from megatron.data.order.blend import blend_order
+from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember, SourcePlan
+from megatron.data.order.resumed_plan import resumed_plan
+from megatron.data.order.splits import fraction_range, split_boundaries
+from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import Source, SourceUse, check_examples
+from megatron.data.sources.source_kinds import source_facts, source_of
+from megatron.errors import ConfigError, DataError, MegatronError, joined
+from megatron.secret_text import masked
+
+_SPLIT_NAMES = ("train", "valid", "test")
+# Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", section 6: data that are repeated up to 4 times
+# are worth almost as much as new ones, and after 16 times further passes are worth little.
+_MOST_USEFUL_PASSES = 16
+
+
+@dataclass(frozen=True)
+class SplitDatasets:
+    """The data sets of a run; a split without samples or without sequences is None or absent.
+
+    Args:
+        valid, test: data set of each named group (`valid`, `test` unless weighted groups have names of their own).
+    """
+
+    train: SampleDataset | None
+    valid: Mapping[str, SampleDataset]
+    test: Mapping[str, SampleDataset]
+
+
+def build_split_datasets(request: DataRequest) -> tuple[SplitDatasets, DataPlan]:
+    """Opens the sources and gives the data sets of all splits.
+
+    Raises:
+        DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
+            the stored plan is of other data.
+        ConfigError: two evaluation groups share a name, or Parquet windows have another length than samples.
+    """
+    data, stored, consumed = request.data, request.stored, request.consumed
+    sources = DataSources(request)
+    fresh = _fresh_plan(sources)
+    current = resumed_plan(fresh, stored, consumed, may_change_blend=data.change_data_blend) if stored else fresh
+    current = current.extended(request.samples, sources.map_rows)
+    if request.samples[0] and current.train is None:
+        raise DataError(_no_training_data_text(data))
+    wanted = [*([current.train] if request.samples[0] and current.train else []), *current.valid, *current.test]
+    built = {id(group): _build_group(group, current, sources) for group in wanted if group.samples}
+    datasets = SplitDatasets(
+        train=built.get(id(current.train)),
+        valid={group.name: built[id(group)] for group in current.valid if group.samples},
+        test={group.name: built[id(group)] for group in current.test if group.samples},
+    )
+    return datasets, current
+
+
+def epoch_samples(request: DataRequest) -> int:
+    """How many samples one pass over the training data makes.
+
+    Of a token file, which is one stream over all passes, the samples that fit into one.
+
+    Raises:
+        ConfigError: several sources are blended, or the data do not fill one sample; or as `build_split_datasets`.
+        DataError: as `build_split_datasets`.
+    """
+    sequence_length = request.sequence_length
+    train = _fresh_plan(DataSources(request)).train
+    if train is None:
+        raise DataError(_no_training_data_text(request.data))
+    counts = [source.pass_samples(sequence_length) for source in train.sources]
+    if len(counts) > 1:
+        raise ConfigError(
+            f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
+            f"passed over as often as its weight says. They have {' + '.join(map(str, counts))} samples; give "
+            f"--train-samples {sum(counts)} for as many as one pass over all."
+        )
+    if counts[0] == 0:
+        raise ConfigError(
+            f"--epochs: the training data {train.sources[0].prefix} have {train.sources[0].tokens} tokens and do not "
+            f"fill one sample of --seq-length {sequence_length}. Use a shorter one."
+        )
+    return counts[0]
+
+
+def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False) -> list[str]:
+    """A sentence for each validation or test split that was asked for and has nothing in it.
+
+    Args:
+        is_evaluated: evaluations were asked for, so that there should be something to validate on at all.
+    """
+    notices = []
+    if is_evaluated and not plan.valid and not data.valid_groups and not (data.data_path and data.split_shares[1]):
+        reason = f"--split {shown_split(data.split)} gives it no share" if data.data_path else "none is named"
+        notices.append(
+            f"there is no validation data ({reason}), so nothing is validated although --eval-interval or --eval-iters "
+            "is given. Give it a share or data of its own (--valid-data-path), or --eval-iters 0 to evaluate nothing."
+        )
+    for name, share, asked, planned in (
+        ("valid", data.split_shares[1], data.valid_groups, plan.valid),
+        ("test", data.split_shares[2], data.test_groups, plan.test),
+    ):
+        advice = f"Give it data of its own (--{name}-data-path), or --eval-iters 0 to evaluate nothing."
+        for group in asked:
+            if group.name not in [one.name for one in planned]:
+                notices.append(
+                    f"the {name} group {group.name} is empty: no sequence lies in the ranges of its sources, so it is "
+                    f"not evaluated. Widen the ranges. {advice}"
+                )
+        if data.data_path and share and not asked and not planned:
+            taken = sum(source.last - source.first for source in plan.train.sources) if plan.train else 0
+            notices.append(
+                f"the {name} split is empty: --split {shown_split(data.split)} gives it none of the sequences of "
+                f"--data-path {' '.join(data.data_path)} ({taken} are for training), so it is not evaluated. Use a "
+                f"larger share or a corpus with more documents. {advice}"
+            )
+    return notices
+
+
+def data_fingerprint(data: DataConfig) -> dict[str, Any]:
+    """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
+    return {masked(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
+
+
+def data_prefixes(data: DataConfig) -> list[str]:
+    """The sources that the data flags name, each once."""
+    prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
+    groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
+    prefixes += [entry.prefix for group in groups for entry in group.entries]
+    return list(dict.fromkeys(prefixes))
+
+
+def token_file_prefixes(data: DataConfig) -> list[str]:
+    """The same with both token files of each source of pairs."""
+    return [part for prefix in data_prefixes(data) for part in source_of(prefix).token_files]
+
+
+def check_sources(
+    data: DataConfig,
+    sequence_length: int | None,
+    objective: str = CAUSAL,
+    needed_by: str = "",
+    excluded_by: str = "",
+) -> None:
+    """Checks that the sources exist, so that wrong ones are refused before anything heavy is imported or built.
+
+    Args:
+        sequence_length: tokens of a sample; None if it is not known.
+        needed_by: a flag that was given and is only for examples; empty if there is none.
+        excluded_by: one that was given and does not go with examples.
+
+    Raises:
+        MegatronError: with all problems at once, see `Source.check`.
+    """
+    use = SourceUse(sequence_length, objective, needed_by, excluded_by)
+    failures: list[MegatronError] = []
+    for prefix in data_prefixes(data):
+        try:
+            source_of(prefix).check(use)
+        except MegatronError as failure:
+            failures.append(failure)
+        except OSError as failure:
+            failures.append(
+                DataError(
+                    f"{masked(prefix)} cannot be read: {failure.strerror} ({failure.filename}). Give data that this "
+                    "user can read."
+                )
+            )
+    if failures:
+        raise joined(failures)
+
+
+def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
+    """One line per source for the log: what the planned order takes from it, in samples, share and epochs."""
+    pairs = [(plan.train, datasets.train)]
+    pairs += [(group, datasets.valid.get(group.name)) for group in plan.valid]
+    pairs += [(group, datasets.test.get(group.name)) for group in plan.test]
+    return [
+        text
+        for group, dataset in pairs
+        if group is not None and dataset is not None
+        for text in _described(group, dataset, plan.sequence_length)
+    ]
+
+
+@dataclass(frozen=True)
+class TakenSource:
+    """What the newest phase of a plan takes from one source.
+
+    Attributes:
+        name: the source's name in the log.
+        weight: the share that was asked for.
+        before: samples that earlier phases took.
+        count: samples that this phase takes.
+        ratio: the share that this is.
+        epochs: passes over the source at the end, earlier phases included.
+    """
+
+    source: SourcePlan
+    name: str
+    weight: float
+    before: int
+    count: int
+    ratio: float
+    epochs: float
+
+
+def taken_sources(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> list[TakenSource]:
+    """What the newest phase of a group takes from each of its sources."""
+    phase = group.phases[-1]
+    newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
+    taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
+    names = group.source_names()
+    taken_of_each = []
+    for member, count in zip(phase.members, taken, strict=True):
+        source, before = group.sources[member.source], phase.consumed_of(member.source)
+        epochs = (before + count) * sequence_length / source.tokens
+        ratio = count / max(sum(taken), 1)
+        taken_of_each.append(TakenSource(source, names[member.source], member.weight, before, count, ratio, epochs))
+    return taken_of_each
+
+
+def repetition_notices(taken: Iterable[TakenSource], sequence_length: int) -> Iterator[str]:
+    """A sentence for each source of the training data that does not fill a sample, or is repeated very often."""
+    for part in taken:
+        source = part.source
+        if part.epochs <= 1:
+            continue
+        shown, advice = f"{part.epochs:,.0f} times", "Use more text or train for fewer samples."
+        if source.pass_samples(sequence_length) < 1:
+            yield (
+                f"the training data {source.prefix} have {source.tokens:,} tokens, which do not fill one sample of "
+                f"--seq-length {sequence_length}: they are repeated {shown}, several times in each sample. {advice} A "
+                "shorter --seq-length fits short texts."
+            )
+        elif part.epochs > _MOST_USEFUL_PASSES:
+            yield (
+                f"the {source.tokens:,} tokens of the training data {source.prefix} are repeated {shown} in this run. "
+                f"After about {_MOST_USEFUL_PASSES} times a network learns little more from a text than to recite it. "
+                f"{advice}"
+            )
+
+
+def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
+    """The lines of a group's last phase."""
+    phase = group.phases[-1]
+    name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
+    for taken in taken_sources(group, dataset, sequence_length):
+        source = taken.source
+        size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
+        if source.is_mapped:
+            size = f"{source.pass_samples(sequence_length):,} samples"
+        yield (
+            f"{name}: {source.prefix}"
+            + (f" (in the log: {taken.name})" if taken.name != PurePath(source.prefix).name else "")
+            + f" [{source.first}, {source.last}): {taken.count:,} samples "
+            f"({taken.ratio:.2%}, asked {taken.weight:.2%})"
+            + (f" after {taken.before:,}" if taken.before else "")
+            + f", {taken.epochs:.2f} epochs of {size}"
+        )
+
+
+class DataSources:
+    """The sources of a run by prefix, each opened once."""
+
+    def __init__(self, request: DataRequest) -> None:
+        allow_open_files(len(data_prefixes(request.data)), uses_of(request.data))
+        self.request = request
+        self._sources: dict[str, Source] = {}
+
+    def __getitem__(self, prefix: str) -> Source:
+        if prefix not in self._sources:
+            source, examples = source_of(prefix, self.request), self.request.examples
+            use = SourceUse(None, needed_by=examples.needed_by, excluded_by=examples.excluded_by)
+            check_examples(prefix, source.holds_examples, use)
+            self._sources[prefix] = self._sources[masked(prefix)] = source
+        return self._sources[prefix]
+
+    def map_rows(self, planned: SourcePlan, samples: int, seed: int) -> int:
+        """The samples that the map of a source of sentences has, see `MapRows`."""
+        return self[planned.prefix].map_rows(planned, samples, seed)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Sequences [first, last) of a token file with a weight that is not normalised yet."""
+
+    prefix: str
+    weight: float
+    first: int
+    last: int
+
+
+def _fresh_plan(sources: DataSources) -> DataPlan:
+    """The plan of a new run, before any samples are asked of it."""
+    data = sources.request.data
+    groups = {
+        "train": _weighted_groups(data.train_groups, sources),
+        "valid": _weighted_groups(data.valid_groups, sources),
+        "test": _weighted_groups(data.test_groups, sources),
+    }
+    if data.data_path:
+        cut = _cut_groups(data, sources)
+        groups = {name: groups[name] or cut[name] for name in _SPLIT_NAMES}
+    train = groups["train"][0] if groups["train"] else None
+    length, seed = sources.request.sequence_length, sources.request.seed
+    return DataPlan(length, seed, data.index_epoch_rule, train, tuple(groups["valid"]), tuple(groups["test"]))
+
+
+def _cut_groups(data: DataConfig, sources: DataSources) -> dict[str, list[GroupPlan]]:
+    """One group per split, each source of `--data-path` cut by `--split`."""
+    pairs = read_blend(data.data_path, "--data-path")
+    ranges: dict[str, list[_Range]] = {name: [] for name in _SPLIT_NAMES}
+    for weight, prefix in pairs:
+        bounds = split_boundaries(data.split_shares, len(sources[prefix]))
+        for number, name in enumerate(_SPLIT_NAMES):
+            ranges[name].append(_Range(prefix, weight, bounds[number], bounds[number + 1]))
+    blended = len(data.data_path) > 1
+    groups = {name: _group(name, blended, ranges[name], sources) for name in _SPLIT_NAMES}
+    return {name: [group] if group else [] for name, group in groups.items()}
+
+
+def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> list[GroupPlan]:
+    plans = []
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"The weighted groups {', '.join(names)} share a name; give each evaluation group a name of its own."
+        )
+    for group in groups:
+        ranges = [
+            _Range(entry.prefix, entry.weight, *fraction_range(entry.start, entry.stop, len(sources[entry.prefix])))
+            for entry in group.entries
+        ]
+        plan = _group(group.name, len(ranges) > 1, ranges, sources)
+        if plan:
+            plans.append(plan)
+    return plans
+
+
+def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSources) -> GroupPlan | None:
+    """A group without its empty sources, the weights of the others summing to 1; None if all are empty."""
+    kept = [part for part in ranges if part.first < part.last]
+    if not kept:
+        return None
+    for part in ranges:
+        if part not in kept:
+            log.warning(
+                f"{name}: {part.prefix} has no sequences in its range [{part.first}, {part.last}); it is left out and "
+                f"its weight {part.weight:g} is shared by the others."
+            )
+    total = sum(part.weight for part in kept)
+    members = tuple(PhaseMember(place, part.weight / total) for place, part in enumerate(kept))
+    planned = tuple(sources[part.prefix].plan(part.first, part.last, name) for part in kept)
+    return GroupPlan(name, planned, (Phase(0, members, blended=blended),))
+
+
+def _no_training_data_text(data: DataConfig) -> str:
+    if not (data.data_path or data.train_groups):
+        return "There is no training data. Name it with --data-path PREFIX."
+    asked = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
+    return (
+        f"No sequences are left for training: {asked} gives the training range none. Use a larger share or a corpus "
+        "with more documents."
+    )
+
+
+def _build_group(group: GroupPlan, plan: DataPlan, sources: DataSources) -> SampleDataset:
+    """The samples of a group; of the phases that were over before the consumed samples, only their places."""
+    firsts = [phase.first for phase in group.phases]
+    last = len(firsts) - 1
+    opened = [number for number in range(last) if firsts[number + 1] > sources.request.consumed]
+    places = sorted({member.source for number in (*opened, last) for member in group.phases[number].members})
+    planned = {place: group.sources[place] for place in places}
+    parts = {place: sources[part.prefix].dataset(part, group, plan) for place, part in planned.items()}
+    newest = _build_phase(group, last, parts, sources)
+    if last == 0:
+        return newest
+    earlier = [_build_phase(group, number, parts, sources) if number in opened else None for number in range(last)]
+    return PhasedDataset(firsts, earlier, newest)
+
+
+def _build_phase(
+    group: GroupPlan, number: int, parts: Mapping[int, SourceDataset], sources: DataSources
+) -> SourceDataset | BlendedDataset:
+    phase, length = group.phases[number], group.length_of(number)
+    members = [parts[member.source] for member in phase.members]
+    if not phase.blended:
+        return members[0]
+
+    def make() -> dict[str, np.ndarray]:
+        chosen, samples = blend_order(phase.weights, length)
+        return {"source": chosen, "sample": samples}
+
+    cache = sources[members[0].prefix].cache
+    arrays = cache.arrays("blend", {"weights": phase.weights, "samples": length}, make)
+    places = [member.source for member in phase.members]
+    firsts = [phase.consumed_of(place) for place in places]
+    return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, places)

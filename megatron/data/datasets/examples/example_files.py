@@ -1,0 +1,127 @@
+"""Files of examples: one JSON record per line, or a list of records; compressed or not."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import gzip
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.data.stores.address import is_store_address
+from megatron.errors import DataError, printable
+from megatron.files.plain import open_plain
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".json.gz")
+_LONGEST_LINE_BYTES = 64 << 20
+_LARGEST_LIST_BYTES = 1 << 30  # a list is parsed as a whole
+_READ_BYTES = 1 << 20
+
+
+def names_example_files(prefix: str) -> bool:
+    """Whether a source is files of examples: by its suffix, unless it is the configuration of a document store."""
+    return prefix.endswith(SUFFIXES) and not is_store_address(prefix)
+
+
+def example_files(prefix: str) -> list[str]:
+    """The files that a path or a pattern names, in the order of their names.
+
+    Raises:
+        DataError: there are none.
+    """
+    paths = [prefix] if os.path.isfile(prefix) else sorted(filter(os.path.isfile, glob.glob(prefix)))
+    if not paths:
+        raise DataError(
+            f"{prefix}: there is no such file. Give the path of a file with examples, or a quoted pattern such as "
+            "'chat/*.jsonl'."
+        )
+    return paths
+
+
+@functools.lru_cache(maxsize=1024)
+def content_hash(path: str, size: int, changed_at: int) -> str:
+    """SHA-256 of a file's bytes.
+
+    Args:
+        size, changed_at: of the file, in bytes and nanoseconds: it is read again if they are others.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open_plain(path) as stream:
+            while chunk := stream.read(_READ_BYTES):
+                digest.update(chunk)
+    except OSError as failure:
+        raise DataError(f"{path} cannot be read: {failure.strerror}. Check the file.") from None
+    return digest.hexdigest()
+
+
+def files_fingerprint(prefix: str) -> str:
+    """SHA-256 over the contents of the files in their order, wherever they lie."""
+    digest = hashlib.sha256()
+    for path in example_files(prefix):
+        state = os.stat(path)
+        digest.update(content_hash(path, state.st_size, state.st_mtime_ns).encode())
+    return digest.hexdigest()
+
+
+def read_records(path: str, *, with_lists: bool = True) -> Iterator[tuple[int, Any]]:
+    """The records of a file, each with the number of its line, or of its place in the list, from 1.
+
+    Args:
+        with_lists: whether a file that holds a list is read, which takes all of it at once.
+
+    Raises:
+        DataError: the file cannot be read, or is not JSON; the text names the line.
+    """
+    try:
+        with open_plain(path) as raw:
+            stream: Any = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
+            yield from _records(stream, path, with_lists)
+    except (OSError, EOFError, zlib.error) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        raise DataError(f"{path} cannot be read: {reason}. Check the file, or fetch it again.") from None
+
+
+def _records(stream: Any, path: str, with_lists: bool) -> Iterator[tuple[int, Any]]:
+    number = 0
+    while line := stream.readline(_LONGEST_LINE_BYTES + 1):
+        number += 1
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.lstrip()[:1] == b"[":
+                if not with_lists:
+                    return
+                yield from enumerate(_list_of(line + stream.read(_LARGEST_LIST_BYTES), path), start=1)
+                return
+        if len(line) > _LONGEST_LINE_BYTES:
+            raise DataError(f"{path}:{number}: the line is longer than {_LONGEST_LINE_BYTES:,} bytes. Divide it.")
+        if not line.isspace() and line:
+            yield number, _parsed(line, f"{path}:{number}", "Write one record as JSON on each line")
+
+
+def _list_of(content: bytes, path: str) -> list[Any]:
+    if len(content) > _LARGEST_LIST_BYTES:
+        raise DataError(
+            f"{path} holds a list of more than {_LARGEST_LIST_BYTES:,} bytes. Write one record a line (.jsonl)."
+        )
+    records = _parsed(content, path, "Write a list of records, or one record a line")
+    return records if isinstance(records, list) else [records]
+
+
+def _parsed(content: bytes, place: str, advice: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as failure:
+        reason = f"byte 0x{content[failure.start]:02x} at {failure.start} is not UTF-8"
+    except RecursionError:
+        reason = "values are nested too deeply"
+    except ValueError as failure:
+        reason = printable(str(failure), quoted=False)
+    raise DataError(f"{place}: not JSON: {reason}. {advice}.")

@@ -1,0 +1,61 @@
+"""How examples become rows, as far as the flags decide it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.config.objective.finetuning import FinetuningConfig
+from megatron.config.objective.loss import CAUSAL, LossConfig
+from megatron.config.sections.curriculum import CurriculumFields
+from megatron.tokenizers.chat import ChatTemplate, load_chat_template, tokenizer_folder
+from megatron.tokenizers.tokenizer import TokenizerFlags
+
+
+@dataclass(frozen=True)
+class ExampleOptions:
+    """What the fine-tuning flags say of examples.
+
+    Args:
+        chat_template: `--chat-template`.
+        pack: several examples in a row (`--pack-examples`).
+        on_targets_only: no loss on prompts (`--loss-on-targets-only`).
+        copy_prompt_probability: share of the training samples whose answers are replaced by their prompts.
+        needed_by: a flag that was given and has a meaning for examples only; empty if there is none.
+        excluded_by: a flag that was given and does not go with examples; empty if there is none.
+        flags: those that choose the tokenizer, whose folder may hold a template.
+    """
+
+    chat_template: str | None = None
+    pack: bool = False
+    on_targets_only: bool = False
+    copy_prompt_probability: float = 0.0
+    needed_by: str = ""
+    excluded_by: str = ""
+    flags: TokenizerFlags | None = None
+
+    @staticmethod
+    def of(
+        finetuning: FinetuningConfig, loss: LossConfig, flags: TokenizerFlags, curriculum: CurriculumFields
+    ) -> ExampleOptions:
+        """The options that flags give; only the causal objective trains on examples."""
+        pack = finetuning.pack_examples and loss.objective == CAUSAL
+        on_targets_only = loss.loss_on_targets_only and loss.objective == CAUSAL
+        copied = finetuning.copy_prompt_probability
+        given = {
+            "--pack-examples": pack,
+            "--loss-on-targets-only": on_targets_only,
+            "--copy-prompt-probability": copied > 0,
+        }
+        needed_by = next((name for name, is_given in given.items() if is_given), "")
+        excluded_by = "--curriculum-learning" if curriculum.curriculum_learning else ""
+        return ExampleOptions(finetuning.chat_template, pack, on_targets_only, copied, needed_by, excluded_by, flags)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template; loaded when it is first needed, since training without examples needs none.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        return load_chat_template(self.chat_template, None if self.flags is None else tokenizer_folder(self.flags))

@@ -1,0 +1,492 @@
+"""Windows of tokens in Parquet files: rows of one length with the columns `input_ids`, `attention_mask`, `labels`.
+
+Any tool may have written them; `labels` repeat `input_ids` where there is something to learn and hold the ignore label
+elsewhere (the shift by one happens in the model). Files of `tools/corpus/featurize.py` also say, in their footer, how
+the windows were cut and where in its document each of them begins, so that the documents can be reassembled.
+
+Source: the columns and the shard names `<path>-00000-of-00003` are from jax-lm-training's `preprocess.py` (Apache
+Beam's `WriteToParquet`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import glob
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.errors import ConfigError, DataError
+from megatron.files.failures import storage_error
+from megatron.files.plain import check_plain
+from megatron.tokenizers.record import TokenizerRecord
+
+COLUMNS = ("input_ids", "attention_mask", "labels")
+LARGEST_ID = 2**31 - 1
+FORMAT_VERSION = 1
+_FACTS_KEY = b"megatron.windows"
+_OFFSETS_KEY = b"megatron.windows.offsets"
+_SHARD_NAME = re.compile(r"(?P<path>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.parquet)?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows of one length.
+
+    Shapes:
+        input_ids: int64 [n, s]; attention_mask: float32 [n, s], 1 for tokens and 0 for padding; labels: int64 [n, s].
+    """
+
+    input_ids: npt.NDArray[np.int64]
+    attention_mask: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WindowFacts:
+    """How the windows of a file were made; the same in all shards.
+
+    Args:
+        sequence_length: positions of every window.
+        special_tokens: ids put around the tokens of a window: 2 is `bos_id` and `eos_id`, 1 is `eos_id`, 0 none.
+        stride: tokens from the start of a window to the start of the next one of the document.
+        pad_id: fills short windows; `attention_mask` and `labels` mark padding, never this id.
+        mask_overlap: tokens that the window before holds too have the ignore label.
+        document_begin, document_end: ids that began and ended every document and were taken off, as `bos_id` and
+            `eos_id` say the same; None where none was.
+        tokenizer: that made the ids, None when unknown.
+    """
+
+    sequence_length: int
+    special_tokens: int
+    stride: int
+    ignore_label: int
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int
+    mask_overlap: bool = False
+    document_begin: int | None = None
+    document_end: int | None = None
+    tokenizer: TokenizerRecord | None = None
+
+    @property
+    def tokens_per_window(self) -> int:
+        """Most tokens of a document in one window."""
+        return self.sequence_length - self.special_tokens
+
+    @property
+    def before(self) -> int:
+        """Ids before the tokens of a document in a window."""
+        return 1 if self.special_tokens == 2 else 0
+
+    def to_json(self) -> str:
+        """What the footer holds."""
+        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, sort_keys=True)
+
+    @staticmethod
+    def of_json(text: bytes, path: str) -> WindowFacts:
+        """Reads what `to_json` gave.
+
+        Raises:
+            DataError: it is damaged or of a later version.
+        """
+        try:
+            content = json.loads(text)
+            version = content.pop("format_version")
+            if version == FORMAT_VERSION:
+                tokenizer = content.pop("tokenizer")
+                for name in ("sequence_length", "special_tokens", "stride", "ignore_label", "pad_id"):
+                    if type(content[name]) is not int:
+                        raise TypeError(f"{name} is {content[name]!r}, not a whole number")
+                record = None if tokenizer is None else TokenizerRecord.from_json(tokenizer)
+                return WindowFacts(**content, tokenizer=record)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
+            raise DataError(
+                f"{path}: the description in its footer is damaged ({type(failure).__name__}: {failure}). Make the "
+                "file again with tools/corpus/featurize.py."
+            ) from failure
+        raise DataError(
+            f"{path}: its windows are described in version {version!r}; version {FORMAT_VERSION} is read. Use the "
+            "release that wrote them."
+        )
+
+
+class WindowFile:
+    """Reads the windows of one Parquet file by row groups; its form is checked when it is opened.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigError: pyarrow is missing.
+        DataError: there is no such file, it is damaged, or it holds something else than windows.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self._arrow = load_arrow(self.path)
+        parquet = self._arrow.parquet
+        try:
+            check_plain(self.path)
+            self._file = parquet.ParquetFile(self.path, page_checksum_verification=True)
+            self._check_schema(self._file.schema_arrow)
+            footer = self._file.metadata
+            self.rows: int = footer.num_rows
+            self.group_rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+        except (OSError, ValueError, self._arrow.ArrowException) as failure:
+            raise DataError(f"{self.path} is not a Parquet file that can be read: {failure}.") from failure
+        if sum(self.group_rows) != self.rows or min(self.group_rows, default=0) < 0:
+            raise DataError(
+                f"{self.path}: its footer counts {self.rows} rows, but its row groups hold {sum(self.group_rows)}. The "
+                "file is damaged; fetch or make it again."
+            )
+        self._notes: Mapping[bytes, bytes] = footer.metadata or {}
+        text = self._notes.get(_FACTS_KEY)
+        self.facts = None if text is None else WindowFacts.of_json(text, self.path)
+
+    def __reduce__(self) -> tuple[type[WindowFile], tuple[str]]:
+        return WindowFile, (self.path,)
+
+    def __enter__(self) -> WindowFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    @cached_property
+    def sequence_length(self) -> int:
+        """Positions of every window, by the footer; 0 when there is none.
+
+        Raises:
+            DataError: the values it counts do not make up rows of one length.
+        """
+        if self.facts is not None:
+            return self.facts.sequence_length
+        footer = self._file.metadata
+        leaves = [footer.schema.column(place).path.split(".")[0] for place in range(footer.num_columns)]
+        place = leaves.index(COLUMNS[0])
+        length = 0
+        for group, rows in enumerate(self.group_rows):
+            values = footer.row_group(group).column(place).num_values if rows else 0
+            length = length or values // max(rows, 1)
+            if values != rows * length:
+                raise DataError(
+                    f"{self.path}: row group {group} counts {values} input_ids in {rows} rows, which others say have "
+                    f"{length} each. Windows have one length: pad them when they are made."
+                )
+        return int(length)
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.int64] | None:
+        """Where in its document each window begins, in tokens; None where another tool wrote the file.
+
+        Shapes:
+            int64 [rows]; 0 begins a document.
+
+        Raises:
+            DataError: they are damaged.
+        """
+        text = self._notes.get(_OFFSETS_KEY)
+        if text is None:
+            return None
+        size = 8 * self.rows
+        try:
+            data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
+        except (binascii.Error, zlib.error) as failure:
+            raise DataError(f"{self.path}: the places of its windows are damaged ({failure}).") from failure
+        if len(data) != size:
+            raise DataError(
+                f"{self.path}: the places of its windows are damaged: {len(data)} bytes, {size} expected for "
+                f"{self.rows} rows. Make the file again with tools/corpus/featurize.py."
+            )
+        return np.frombuffer(data, "<i8")
+
+    def read(self, group: int, vocab_size: int | None = None) -> Windows:
+        """The windows of one row group.
+
+        Args:
+            vocab_size: ids must be below it; they are never negative.
+
+        Raises:
+            DataError: the group is damaged, or holds nulls, rows of several lengths, or ids outside the vocabulary.
+        """
+        first = sum(self.group_rows[:group])
+        try:
+            table = self._file.read_row_group(group, columns=list(COLUMNS), use_threads=False)
+        except (OSError, self._arrow.ArrowException) as failure:
+            raise self._unreadable(first, failure) from failure
+        return self._windows(table, first, vocab_size)
+
+    def batches(self, rows: int, vocab_size: int | None = None, group: int | None = None) -> Iterator[Windows]:
+        """All windows, or one row group's, at most `rows` rows at once, however large it is; see `read`."""
+        first = sum(self.group_rows[:group]) if group is not None else 0
+        groups = None if group is None else [group]
+        source = self._file.iter_batches(
+            batch_size=rows, row_groups=groups, columns=list(COLUMNS), use_threads=group is not None
+        )
+        while True:
+            try:
+                batch = next(source, None)
+            except (OSError, self._arrow.ArrowException) as failure:
+                raise self._unreadable(first, failure) from failure
+            if batch is None:
+                return
+            yield self._windows(self._arrow.Table.from_batches([batch]), first, vocab_size)
+            first += batch.num_rows
+
+    def _unreadable(self, first: int, failure: Exception) -> DataError:
+        return DataError(
+            f"{self.path}: rows from {first} on cannot be read: {failure}. The file is damaged; fetch or make it again."
+        )
+
+    def _windows(self, table: Any, first: int, vocab_size: int | None) -> Windows:
+        ids, mask, labels = (self._matrix(table.column(name), name, first) for name in COLUMNS)
+        for name, values in (("attention_mask", mask), ("labels", labels)):
+            if values.shape != ids.shape:
+                raise DataError(
+                    f"{self.path}: rows from {first} on have {ids.shape[1]} input_ids and {values.shape[1]} {name}; "
+                    "each position needs one of each."
+                )
+        self._check_length(ids.shape[1], first)
+        last = LARGEST_ID if vocab_size is None else vocab_size - 1
+        self._check_values(first, ids, (ids < 0) | (ids > last), f"input_ids outside of 0 to {last}")
+        self._check_values(first, mask, (mask != 0) & (mask != 1), "an attention_mask that is neither 0 nor 1")
+        return Windows(
+            ids.astype(np.int64, copy=False),
+            mask.astype(np.float32, copy=False),
+            labels.astype(np.int64, copy=False),
+        )
+
+    def _check_schema(self, schema: Any) -> None:
+        types = self._arrow.types
+        for name in COLUMNS:
+            if name not in schema.names:
+                columns = ", ".join(map(repr, schema.names[:8])) or "none"
+                raise DataError(f"{self.path} holds no windows: there is no column {name!r}; it has {columns}.")
+            kind = schema.field(name).type
+            is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+            numbers = is_list and (
+                types.is_integer(kind.value_type) or (name == "attention_mask" and types.is_floating(kind.value_type))
+            )
+            if not numbers:
+                wanted = "numbers" if name == "attention_mask" else "whole numbers"
+                raise DataError(f"{self.path} holds no windows: column {name!r} is {kind}, not a list of {wanted}.")
+
+    def _matrix(self, column: Any, name: str, first: int) -> npt.NDArray[Any]:
+        """The values of a list column as rows of one length."""
+        rows = len(column)
+        if column.null_count:
+            place = first + int(np.flatnonzero(column.is_null().to_numpy())[0])
+            raise DataError(f"{self.path}: row {place} of column {name!r} is null; every row must hold a list.")
+        parts = [chunk.flatten() for chunk in column.chunks]
+        if any(part.null_count for part in parts):
+            raise DataError(f"{self.path}: rows from {first} on hold a null inside of column {name!r}.")
+        compute = self._arrow.compute
+        lengths = compute.list_value_length(column).to_numpy()
+        if rows and (lengths != lengths[0]).any():
+            other = int(np.flatnonzero(lengths != lengths[0])[0])
+            raise DataError(
+                f"{self.path}: row {first + other} has {lengths[other]} {name} and row {first} has {lengths[0]}. "
+                "Windows have one length: pad them when they are made."
+            )
+        values = np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts]) if parts else np.empty(0)
+        return values.reshape(rows, int(lengths[0]) if rows else 0)
+
+    def _check_length(self, length: int, first: int) -> None:
+        expected = length if self.facts is None else self.facts.sequence_length
+        if length != expected:
+            raise DataError(
+                f"{self.path}: rows from {first} on have {length} positions; its footer says {expected}. The file is "
+                "damaged; make it again."
+            )
+
+    def _check_values(self, first: int, values: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) -> None:
+        if wrong.any():
+            row, position = (int(place[0]) for place in np.nonzero(wrong))
+            raise DataError(
+                f"{self.path}: row {first + row} has {what}: {values[row, position]} at position {position}. The file "
+                "is damaged, or was made with another tokenizer."
+            )
+
+
+class WindowWriter:
+    """Writes windows into a Parquet file that the caller opened and will name; use as a context manager.
+
+    Args:
+        stream: open for writing bytes.
+        path: the file's name, for errors.
+    """
+
+    def __init__(self, stream: IO[bytes], path: str, facts: WindowFacts) -> None:
+        self._arrow = arrow = load_arrow(path)
+        self._parquet = arrow.parquet
+        self._path = path
+        self._facts = facts
+        self._offsets: list[npt.NDArray[np.int64]] = []
+        kinds = (arrow.int64(), arrow.float32(), arrow.int64())
+        self._schema = arrow.schema([(name, arrow.list_(kind)) for name, kind in zip(COLUMNS, kinds, strict=True)])
+        self._writer = self._parquet.ParquetWriter(
+            stream,
+            self._schema,
+            compression="zstd",
+            compression_level=1,
+            write_statistics=False,  # the smallest and the largest id of a page are of no use
+            write_page_checksum=True,
+        )
+
+    def __enter__(self) -> WindowWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._quietly_close()
+            return
+        data = np.concatenate([*self._offsets, np.empty(0, np.int64)]).astype("<i8").tobytes()
+        notes = {
+            _FACTS_KEY: self._facts.to_json().encode(),
+            _OFFSETS_KEY: base64.b64encode(zlib.compress(data, 6)),
+        }
+        try:
+            self._writer.add_key_value_metadata(notes)
+            self._writer.close()
+        except OSError as problem:
+            raise storage_error(Path(self._path), problem) from problem
+
+    def write(self, windows: Windows, offsets: npt.NDArray[np.int64]) -> None:
+        """Appends a row group.
+
+        Shapes:
+            offsets: int64 [n], where in its document each window begins.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        arrow = self._arrow
+        rows, length = windows.input_ids.shape
+        bounds = arrow.array(np.arange(rows + 1, dtype=np.int32) * np.int32(length))
+        columns = [
+            arrow.ListArray.from_arrays(bounds, arrow.array(np.ascontiguousarray(values).reshape(-1)))
+            for values in (windows.input_ids, windows.attention_mask, windows.labels)
+        ]
+        try:
+            self._writer.write_table(arrow.Table.from_arrays(columns, schema=self._schema), row_group_size=max(1, rows))
+        except OSError as failure:
+            raise storage_error(Path(self._path), failure) from failure
+        self._offsets.append(offsets)
+
+    def _quietly_close(self) -> None:
+        try:
+            self._writer.close()
+        except (OSError, ValueError):  # the failure that ended the work is the one to report
+            return
+
+
+def shard_name(path: str, number: int, count: int) -> str:
+    """The name of one of `count` shards, counted from 0."""
+    return f"{path}-{number:05d}-of-{count:05d}"
+
+
+def is_shard_of(path: str, candidate: str) -> bool:
+    """Whether a file is named as a shard of an output path, of however many."""
+    shard = _SHARD_NAME.fullmatch(candidate)
+    return shard is not None and shard["path"] == path
+
+
+def names_windows(value: str) -> bool:
+    """Whether a value of `--data-path` means Parquet windows: a Parquet file, a pattern that gives some, or the path
+    before the shards' numbers.
+    """
+    if os.path.exists(f"{value}.idx"):
+        return False
+    if value.endswith(".parquet"):
+        return True
+    return any(_SHARD_NAME.fullmatch(path) or path.endswith(".parquet") for path in _matches(value))
+
+
+def expand_windows(values: Sequence[str]) -> tuple[str, ...]:
+    """The files that values of `--data-path` or `--windows` name, in the order of their rows.
+
+    A value is a file, a pattern, or the path before the shards' numbers (`out/wt.train`).
+
+    Raises:
+        DataError: a value names nothing; shards are missing, or there are shards of two runs.
+    """
+    paths: list[str] = []
+    for value in values:
+        matches = _matches(value)
+        if not matches:
+            raise DataError(
+                f"{value} names no Parquet file: there is no such file, none matches it, and there is no "
+                f"{shard_name(value, 0, 1)[:-5]}NNNNN. Give a file, a pattern, or the --output-path of "
+                "tools/corpus/featurize.py."
+            )
+        if matches != [value]:
+            _check_complete(value, matches)
+        paths.extend(sorted(matches, key=_shard_order))
+    return tuple(paths)
+
+
+def load_arrow(path: str) -> Any:
+    """The optional package pyarrow, with its parts for Parquet and computing.
+
+    Raises:
+        ConfigError: it is missing.
+    """
+    try:
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.parquet
+    except ImportError as failure:
+        raise ConfigError(f"{path} needs the pyarrow package for Parquet: pip install pyarrow.") from failure
+    return pyarrow
+
+
+def _matches(value: str) -> list[str]:
+    if os.path.isfile(value):
+        return [value]
+    if glob.has_magic(value):
+        return [path for path in glob.glob(value) if os.path.isfile(path)]
+    pattern = f"{glob.escape(value)}-[0-9]*-of-[0-9]*"
+    return [path for path in glob.glob(pattern) if is_shard_of(value, path)]
+
+
+def _shard_order(path: str) -> tuple[str, int]:
+    shard = _SHARD_NAME.fullmatch(path)
+    return (path, 0) if shard is None else (shard["path"], int(shard["number"]))
+
+
+def _check_complete(value: str, paths: list[str]) -> None:
+    """Checks that the shards among the files are all shards of their runs."""
+    numbers: dict[str, dict[int, set[int]]] = {}
+    for path in paths:
+        shard = _SHARD_NAME.fullmatch(path)
+        if shard is not None:
+            numbers.setdefault(shard["path"], {}).setdefault(int(shard["count"]), set()).add(int(shard["number"]))
+    for path, counts in numbers.items():
+        if len(counts) > 1:
+            raise DataError(
+                f"{value} names shards of {len(counts)} runs: {path} in {' and in '.join(map(str, sorted(counts)))} "
+                "shards. Remove those that are not meant, or name the files of one run."
+            )
+        for count, present in counts.items():
+            missing = next((number for number in range(count) if number not in present), None)
+            if missing is not None:
+                raise DataError(
+                    f"{shard_name(path, missing, count)} is missing: {len(present)} of {count} shards are there. "
+                    "Fetch it, or make the windows again; name single files to read only those."
+                )

@@ -1,0 +1,244 @@
+"""Windows of tokens in Parquet files as rows of training.
+
+A label counts where it is not the ignored one and the attention mask is 1 at its place. `labels` repeat `input_ids`;
+in files that do not describe themselves a label may also be at the place of the input that it follows, as in
+jax-lm-training's files; the rows show which of the two it is.
+
+A row group is the smallest part of a Parquet file that can be decoded. So rows are read a chunk of the order at a time,
+every group once, and only that chunk is held in memory. Groups of half a million tokens, as tools/corpus/featurize.py
+makes them, are decoded once in an epoch; a larger one once for every half million tokens in it.
+
+Source: codertimo/jax-lm-training `jax_lm/preprocess.py` (`PaddingAndPackagingDoFN`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron import log
+from megatron.data.formats.parquet_windows import LARGEST_ID, WindowFacts, WindowFile, Windows, expand_windows
+from megatron.errors import ConfigError, DataError
+from megatron.files.plain import open_plain
+from megatron.tokenizers.record import TokenizerRecord
+
+_IGNORED_LABEL = -100
+_CHUNK_TOKENS = 1 << 24
+_BLOCK_TOKENS = 1 << 19
+_LARGE_GROUP_TOKENS = 8 * _BLOCK_TOKENS
+_BATCH_ROWS = 1024
+_FOOTER_END_BYTES = 8  # its length (4 bytes, little-endian) and the format's name
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One Parquet file.
+
+    Args:
+        starts: first row of each of its groups in the file; then the number of its rows.
+        facts: what it says of its windows, None where another tool wrote it.
+    """
+
+    path: str
+    starts: tuple[int, ...]
+    facts: WindowFacts | None
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+
+class ParquetRows:
+    """The windows of Parquet files, one file after the other.
+
+    Args:
+        prefix: a file, a pattern, or the path before the shards' numbers.
+
+    Raises:
+        ConfigError: pyarrow is missing.
+        DataError: files are missing or hold no windows, there are no rows, or they differ in length.
+    """
+
+    reads_chunks = True
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.row_length = 0
+        self._shards: list[_Shard] = []
+        for path in expand_windows([prefix]):
+            with WindowFile(path) as file:
+                shard = _Shard(path, (0, *accumulate(file.group_rows)), file.facts)
+                if len(shard):
+                    self._check_length(path, file.sequence_length)
+                    self._shards.append(shard)
+        if not self._shards:
+            raise DataError(f"{prefix}: its Parquet files hold no windows. Featurize a corpus that is not empty.")
+        self._starts = [0, *accumulate(map(len, self._shards))]
+        self._warn_of_large_groups()
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of about 16 million tokens."""
+        return max(1, _CHUNK_TOKENS // self.row_length)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the footers, which hold the sizes, places and extremes of every column of every group."""
+        digest = hashlib.sha256()
+        for shard in self._shards:
+            digest.update(_footer_digest(shard.path))
+        return digest.hexdigest()
+
+    @property
+    def tokenizers(self) -> tuple[TokenizerRecord, ...]:
+        """The tokenizers that the files say made their ids, each once."""
+        records = [shard.facts.tokenizer for shard in self._shards if shard.facts and shard.facts.tokenizer]
+        return tuple(dict.fromkeys(records))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """The groups of rows, larger ones in equal pieces of at most half a million tokens.
+
+        Shapes:
+            result: [blocks + 1], the first row of each, then `last`.
+        """
+        edges = [np.array([first, last])]
+        for shard, start in zip(self._shards, self._starts, strict=False):
+            for begin, end in pairwise(shard.starts):
+                pieces = -(-(end - begin) * self.row_length // _BLOCK_TOKENS)
+                edges.append(start + np.linspace(begin, end, pieces + 1).astype(np.int64))
+        starts = np.unique(np.concatenate(edges))
+        return starts[(starts >= first) & (starts <= last)]
+
+    def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Reads rows, every group they lie in once.
+
+        Shapes:
+            rows: [n]; result: token ids [n, s + 1] and for each label whether it counts [n, s].
+
+        Raises:
+            DataError: a group of rows is damaged.
+        """
+        tokens = np.empty((len(rows), self.row_length + 1), np.int32)
+        mask = np.empty((len(rows), self.row_length), np.bool_)
+        order = np.argsort(rows)
+        bounds = np.searchsorted(rows[order], self._starts)
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            places = order[bounds[number] : bounds[number + 1]]
+            _read_shard(self._shards[number], rows[places] - self._starts[number], places, tokens, mask)
+        return tokens, mask
+
+    def locate(self, row: int, position: int) -> str:
+        """Describes where a token of a row is stored."""
+        number = bisect_right(self._starts, row) - 1
+        return f"{self._shards[number].path}: position {position} of row {row - self._starts[number]}"
+
+    def _warn_of_large_groups(self) -> None:
+        rows, path = max((int(np.diff(shard.starts).max()), shard.path) for shard in self._shards)
+        if rows * self.row_length > _LARGE_GROUP_TOKENS and len(self) > rows:
+            fitting = max(1, _BLOCK_TOKENS // self.row_length)
+            log.shared_warning(
+                f"{path} has {rows} rows in one row group, all of which must be decoded to read one: reading "
+                f"in random order is slow. Write the files with smaller ones (pyarrow: row_group_size={fitting})."
+            )
+
+    def _check_length(self, path: str, length: int) -> None:
+        self.row_length = self.row_length or length
+        if length != self.row_length:
+            raise DataError(
+                f"{path} has windows of {length} tokens, the files of {self.prefix} before it of {self.row_length}. "
+                "Name files of one length, or featurize them again with one --max-sequence-length."
+            )
+
+
+def check_window_length(prefix: str, length: int, sequence_length: int) -> None:
+    """Checks that windows are as long as the samples of a run; files without windows have length 0 and pass.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if length not in (0, sequence_length):
+        raise ConfigError(
+            f"--seq-length {sequence_length} does not fit the windows of {prefix}, which have {length} tokens. Give "
+            f"--seq-length {length}, or featurize the corpus again with --max-sequence-length {sequence_length}."
+        )
+
+
+def _read_shard(
+    shard: _Shard,
+    rows: npt.NDArray[np.int64],
+    places: npt.NDArray[np.intp],
+    tokens: npt.NDArray[np.int32],
+    mask: npt.NDArray[np.bool_],
+) -> None:
+    """Reads sorted rows of one file to their places of the result.
+
+    Shapes:
+        rows, places: [n]; tokens: [m, s + 1], mask: [m, s].
+    """
+    bounds = np.searchsorted(rows, shard.starts)
+    with WindowFile(shard.path) as file:
+        if (0, *accumulate(file.group_rows)) != shard.starts:
+            raise DataError(f"{shard.path} has other groups of rows than when the run began. Restore the file.")
+        for group in np.flatnonzero(np.diff(bounds)).tolist():
+            first = shard.starts[group]
+            for windows in file.batches(_BATCH_ROWS, group=group):
+                begin, end = np.searchsorted(rows, (first, first + len(windows.input_ids)))
+                if begin < end:
+                    samples = _samples(shard, windows, first, rows[begin:end] - first)
+                    tokens[places[begin:end]], mask[places[begin:end]] = samples
+                first += len(windows.input_ids)
+
+
+def _samples(
+    shard: _Shard, windows: Windows, first: int, chosen: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Turns some of the windows from row `first` on into tokens [n, s + 1] and masks [n, s]."""
+    ignored = _IGNORED_LABEL if shard.facts is None else shard.facts.ignore_label
+    is_ahead = shard.facts is None and _labels_are_ahead(windows, ignored)
+    ids, attention = windows.input_ids[chosen], windows.attention_mask[chosen] != 0
+    labels = np.full((ids.shape[0], ids.shape[1] + 1), ignored)  # [n, s + 1]
+    (labels[:, 1:] if is_ahead else labels[:, :-1])[:] = windows.labels[chosen]
+    counts = labels != ignored
+    last = np.where(counts[:, -1], labels[:, -1], ids[:, -1])
+    tokens = np.concatenate([ids, last[:, None]], axis=1)  # [n, s + 1]
+    _refuse(shard, first + chosen, counts & (labels != tokens), "a label that is neither its input_id nor the next one")
+    _refuse(shard, first + chosen, tokens > LARGEST_ID, f"a label beyond {LARGEST_ID}")
+    begins_late = ~attention[:, :1] & attention.any(axis=1, keepdims=True)
+    _refuse(shard, first + chosen, begins_late, "padding before its tokens, which the model would read as text")
+    attention = np.concatenate([attention, attention[:, -1:]], axis=1)
+    return tokens, (counts & attention)[:, 1:]
+
+
+def _labels_are_ahead(windows: Windows, ignored: int) -> bool:
+    """Whether labels are at the place of the input that they follow, not at the place of the input that they repeat."""
+    free = windows.labels == ignored
+    if ((windows.labels == windows.input_ids) | free).all():
+        return False
+    return bool(((windows.labels[:, :-1] == windows.input_ids[:, 1:]) | free[:, :-1]).all())
+
+
+def _refuse(shard: _Shard, rows: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_], what: str) -> None:
+    """Raises DataError for the first place where rows are wrong."""
+    if wrong.any():
+        row, position = np.argwhere(wrong)[0].tolist()
+        raise DataError(
+            f"{shard.path}: row {rows[row]} has {what}, at position {position}. Make the windows again "
+            "(tools/corpus/featurize.py) or repair them."
+        )
+
+
+def _footer_digest(path: str) -> bytes:
+    with open_plain(path) as stream:
+        stream.seek(-_FOOTER_END_BYTES, os.SEEK_END)
+        length = int.from_bytes(stream.read(4), "little")
+        stream.seek(-_FOOTER_END_BYTES - length, os.SEEK_END)
+        return hashlib.sha256(stream.read(length)).digest()

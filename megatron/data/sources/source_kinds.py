@@ -1,0 +1,446 @@
+"""The kinds of data sources. A new one is a class here, or in a file of its own, with a line in `source_of`."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from megatron.config import DataConfig
+from megatron.config.objective.masking import SENTENCES, STREAM
+from megatron.data.datasets.copied_prompts import CopiedPrompts
+from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, names_example_files
+from megatron.data.datasets.examples.rows import ExampleRows
+from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples, check_first_records
+from megatron.data.datasets.gpt import GPTDataset
+from megatron.data.datasets.masked.masked_options import MaskedOptions
+from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
+from megatron.data.datasets.masked.texts import MaskedRows, TextRows
+from megatron.data.datasets.rows import RowDataset, RowSource
+from megatron.data.datasets.sample import SourceDataset
+from megatron.data.formats.indexed import IndexedDataset, check_pair
+from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows
+from megatron.data.order.index_cache import IndexCache
+from megatron.data.order.index_map import Indices, build_indices
+from megatron.data.order.old_index import read_old_index
+from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
+from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
+from megatron.data.sources.parquet_rows import ParquetRows, check_window_length
+from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import Facts, PrefixSource, Source, SourceUse, check_examples, other_rows
+from megatron.data.sources.store_rows import StoreRows, store_fingerprint
+from megatron.data.stores.address import StoreAddress, is_store_address
+from megatron.data.stores.document_store import open_store
+from megatron.data.stores.record_store import PairStore, holds_pairs
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import check_same_tokenizer
+
+_ADVICE = ", or preprocess the corpus again"
+_NOTHING_ASKED = DataRequest(DataConfig(seq_length=1), 1, 0)
+
+
+def source_of(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
+    """The source that a prefix names."""
+    if is_store_address(prefix):
+        return _StoreSource(prefix, request)
+    if names_example_files(prefix):
+        return _ExampleSource(prefix, request)
+    if names_windows(prefix) or (glob.has_magic(prefix) and not os.path.exists(f"{prefix}.idx")):
+        return _WindowSource(prefix, request)  # a pattern is never a pair of token files
+    if names_pairs(prefix):
+        return _PairSource(prefix, request)
+    if request.masked is None:
+        return _TokenSource(prefix, request)
+    kind = _SentenceSource if request.masked.masking.masked_samples == SENTENCES else _TextSource
+    return kind(prefix, request, request.masked)
+
+
+@functools.lru_cache(maxsize=1024)
+def source_facts(prefix: str) -> Facts:
+    """Facts that identify the data of a prefix; cached, since every save asks for them and a run's data do not
+    change.
+    """
+    return source_of(prefix).facts()
+
+
+class _TokenSource(PrefixSource):
+    """A token file: one stream of tokens that is cut into samples."""
+
+    is_token_file = True
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        check_pair(self.prefix)
+
+    def facts(self) -> Facts:
+        return (
+            ("sequences", len(self._indexed)),
+            ("tokens", self._indexed.tokens),
+            ("dtype", self._indexed.dtype.name),
+            ("sha256", self._indexed.fingerprint),
+        )
+
+    def __len__(self) -> int:
+        return len(self._indexed)
+
+    def plan(self, first: int, last: int, split: str) -> SourcePlan:
+        tokens = int(self._indexed.lengths[first:last].sum(dtype=np.int64))
+        if tokens == 0:
+            raise DataError(
+                f"{split}: the sequences [{first}, {last}) of {self.prefix} hold no tokens. "
+                "Preprocess a corpus that is not empty, or change the split."
+            )
+        return SourcePlan(self.prefix, self._indexed.fingerprint, first, last, tokens)
+
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+        stem = f"{planned.prefix}_{group.name}"
+        segments = [self._segment(stem, planned, segment, plan) for segment in planned.segments]
+        return GPTDataset(self._indexed, plan.sequence_length, segments)
+
+    @cached_property
+    def _indexed(self) -> IndexedDataset:
+        return _open_token_file(self.prefix, self._request.data.data_impl)
+
+    def _segment(self, stem: str, source: SourcePlan, segment: Segment, plan: DataPlan) -> Indices:
+        """The index arrays of a segment: our own if there are, else upstream's if they fit, else new ones."""
+        description = {
+            "idx_sha256": source.fingerprint,
+            "first": source.first,
+            "last": source.last,
+            "sequence_length": plan.sequence_length,
+            "samples": segment.samples,
+            "seed": segment.seed,
+            "epoch_rule": plan.epoch_rule,
+        }
+
+        def make() -> dict[str, np.ndarray]:
+            lengths, length, samples, seed = self._indexed.lengths, plan.sequence_length, segment.samples, segment.seed
+            if segment is source.segments[0] and plan.epoch_rule == "bigscience":
+                old = read_old_index(stem, lengths, source.first, source.last, length, samples, seed)
+                if old is not None:
+                    return old._asdict()
+            wide = source.last > np.iinfo(np.int32).max
+            documents = np.arange(source.first, source.last, dtype=np.int64 if wide else np.int32)
+            return build_indices(lengths, documents, length, samples, seed, plan.epoch_rule, source.tokens)._asdict()
+
+        arrays = self.cache.arrays("gpt", description, make)
+        return Indices(arrays["document"], arrays["sample"], arrays["shuffle"])
+
+
+class _SentenceSource(_TokenSource):
+    """A token file whose sequences are sentences, for masked samples of sentence pairs; split by documents."""
+
+    def __init__(self, prefix: str, request: DataRequest, options: MaskedOptions) -> None:
+        super().__init__(prefix, request)
+        self._options = options
+        self._vocabulary = request.masked_vocabulary
+        options.predictions(request.sequence_length)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def plan(self, first: int, last: int, split: str) -> SourcePlan:
+        request = self._request
+        tokens = len(self._file.table(first, last, 1, request.seed)) * request.sequence_length
+        return SourcePlan(self.prefix, self._file.fingerprint, first, last, tokens, is_mapped=True)
+
+    def map_rows(self, planned: SourcePlan, samples: int, seed: int) -> int:
+        return len(self._file.table(planned.first, planned.last, samples, seed))
+
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+        return SentenceDataset(self._file, planned.first, planned.last, planned.segments)
+
+    @cached_property
+    def _file(self) -> SentenceFile:
+        indexed = self._indexed
+        if self._options.pairs and int(np.diff(indexed.documents).max(initial=0)) < 2:
+            raise DataError(
+                f"{indexed.prefix} has no document of two sentences, so no sentence pairs can be made of it. If it "
+                "was not split into sentences, preprocess it with --split-sentences and name the files that end in "
+                "_sentence; otherwise give --bert-no-binary-head, or --masked-samples stream."
+            )
+        return SentenceFile(indexed, self._request.sequence_length, self._options, self._vocabulary, self.cache)
+
+
+class _RowsSource(PrefixSource):
+    """A source whose rows are samples as they are."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def plan(self, first: int, last: int, split: str) -> SourcePlan:
+        tokens = (last - first) * self._request.sequence_length
+        return SourcePlan(self._rows.prefix, self._rows.fingerprint, first, last, tokens, is_rows=True)
+
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+        return RowDataset(self._rows, planned.first, planned.last, planned.segments)
+
+    @cached_property
+    def _rows(self) -> RowSource:
+        raise NotImplementedError
+
+
+class _WindowSource(_RowsSource):
+    """Windows of tokens in Parquet files."""
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        with WindowFile(expand_windows([self.prefix])[0]) as file:
+            check_window_length(self.prefix, file.sequence_length, sequence_length or file.sequence_length)
+
+    def facts(self) -> Facts:
+        rows = ParquetRows(self.prefix)
+        return ("windows", len(rows)), ("tokens_per_window", rows.row_length), ("sha256", rows.fingerprint)
+
+    @property
+    def folder(self) -> Path:
+        return Path(expand_windows([self.prefix])[0]).parent
+
+    @cached_property
+    def _rows(self) -> RowSource:
+        rows = ParquetRows(self.prefix)
+        check_window_length(self.prefix, rows.row_length, self._request.sequence_length)
+        if self._request.tokenizer is not None:
+            for record in rows.tokenizers:
+                check_same_tokenizer(
+                    f"the data {self.prefix} was made", record, self._request.tokenizer, advice=_ADVICE
+                )
+        return rows
+
+
+class _StoreSource(_RowsSource):
+    """A document store: its documents are rows, or examples where it has columns of prompts and answers."""
+
+    def check(self, use: SourceUse) -> None:
+        self._check_objective(use.objective)
+        self._address.check_password()
+        if self._address.kind == "sqlite" and not os.path.isfile(self._address.place):
+            open_store(self._address)  # raises the error
+        if self._address.kind == "sqlite":  # no server is asked before the run has its ranks
+            check_examples(self.prefix, self.holds_examples, use)
+
+    def facts(self) -> Facts:
+        if self.holds_examples:
+            pairs = PairStore(self._address)
+            return ("examples", len(pairs)), ("sha256", pairs.fingerprint())
+        store = open_store(self.prefix)
+        return ("documents", len(store)), ("sha256", store_fingerprint(store))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self._address.place).parent if self._address.kind == "sqlite" else Path()
+
+    @property
+    def holds_examples(self) -> bool:  # type: ignore[override]
+        return holds_pairs(self._address)
+
+    def __len__(self) -> int:
+        return len(self._rows if self._examples is None else self._examples)
+
+    def plan(self, first: int, last: int, split: str) -> SourcePlan:
+        if self._examples is not None:
+            return self._examples.plan(first, last, split)
+        return super().plan(first, last, split)
+
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+        if self._examples is not None:
+            return self._examples.dataset(planned, group, plan)
+        return super().dataset(planned, group, plan)
+
+    @property
+    def _address(self) -> StoreAddress:
+        return StoreAddress.of(self.prefix)
+
+    @cached_property
+    def _examples(self) -> _ExampleSource | None:
+        return _ExampleSource(self.prefix, self._request, self.cache) if self.holds_examples else None
+
+    @cached_property
+    def _rows(self) -> RowSource:
+        return StoreRows(self.prefix, self._request.encoder)
+
+
+_Rows = TypeVar("_Rows", bound=RowSource)
+
+
+class _PackedSource(PrefixSource, Generic[_Rows]):
+    """A source that is packed into rows, other ones for every range of it."""
+
+    def __init__(self, prefix: str, request: DataRequest) -> None:
+        super().__init__(prefix, request)
+        self._packed: dict[str, _Rows] = {}
+
+    def plan(self, first: int, last: int, split: str) -> SourcePlan:
+        rows = self._pack(first, last)
+        if rows.fingerprint not in self._packed:
+            self._report(rows, split)
+        self._packed.setdefault(rows.fingerprint, rows)
+        tokens = len(rows) * self._request.sequence_length
+        return SourcePlan(rows.prefix, rows.fingerprint, 0, len(rows), tokens, is_rows=True)
+
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+        return RowDataset(self._planned_rows(planned), planned.first, planned.last, planned.segments)
+
+    def _planned_rows(self, planned: SourcePlan) -> _Rows:
+        if planned.fingerprint not in self._packed:
+            raise other_rows(planned.prefix)
+        return self._packed[planned.fingerprint]
+
+    def _pack(self, first: int, last: int) -> _Rows:
+        raise NotImplementedError
+
+    def _report(self, rows: _Rows, split: str) -> None:
+        """Says in the log how new rows were packed."""
+
+
+class _PairSource(_PackedSource[PackedPairs]):
+    """Inputs and targets in two token files."""
+
+    is_pairs = True
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        TokenPairs(self.prefix)
+
+    def facts(self) -> Facts:
+        tokens = self._pairs.inputs.tokens + self._pairs.targets.tokens
+        return ("pairs", len(self._pairs)), ("tokens", tokens), ("sha256", self._pairs.fingerprint)
+
+    @property
+    def token_files(self) -> tuple[str, ...]:
+        return pair_prefixes(self.prefix)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @cached_property
+    def _pairs(self) -> TokenPairs:
+        pairs = TokenPairs(self.prefix)
+        _check_layout(pairs.inputs, self._request.data.data_impl)
+        _check_layout(pairs.targets, self._request.data.data_impl)
+        return pairs
+
+    def _pack(self, first: int, last: int) -> PackedPairs:
+        request = self._request
+        padding_id = (request.tokenizer.eod_id if request.tokenizer else None) or 0
+        return PackedPairs(self._pairs, first, last, request.sequence_length, request.seed, padding_id, self.cache)
+
+
+class _TextSource(_PackedSource[TextRows]):
+    """A token file as plain text for masked samples, whatever sequences it consists of; split by documents."""
+
+    is_token_file = True
+
+    def __init__(self, prefix: str, request: DataRequest, options: MaskedOptions) -> None:
+        super().__init__(prefix, request)
+        self._options = options
+        self._vocabulary = request.masked_vocabulary
+        options.predictions(request.sequence_length)
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        check_pair(self.prefix)
+
+    def facts(self) -> Facts:
+        return _TokenSource(self.prefix, self._request).facts()
+
+    def __len__(self) -> int:
+        return len(self._indexed.documents) - 1
+
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+        rows, request = super().dataset(planned, group, plan), self._request
+        return MaskedRows(rows, request.seed, request.sequence_length, self._options, self._vocabulary)
+
+    @cached_property
+    def _indexed(self) -> IndexedDataset:
+        return _open_token_file(self.prefix, self._request.data.data_impl)
+
+    def _pack(self, first: int, last: int) -> TextRows:
+        runs_on = self._options.masking.masked_samples == STREAM
+        make = TextRows.of_stream if runs_on else TextRows.of_documents
+        return make(self._indexed, first, last, self._request.sequence_length, self._vocabulary)
+
+
+class _ExampleSource(_PackedSource[ExampleRows]):
+    """Examples with answers, in files or in a document store.
+
+    Args:
+        cache: where index arrays are kept; next to the first file unless given.
+    """
+
+    holds_examples = True
+
+    def __init__(self, prefix: str, request: DataRequest, cache: IndexCache | None = None) -> None:
+        super().__init__(prefix, request)
+        self._cache = cache
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        check_first_records(self.prefix)
+
+    def facts(self) -> Facts:
+        return ("files", len(example_files(self.prefix))), ("sha256", files_fingerprint(self.prefix))
+
+    @property
+    def folder(self) -> Path:
+        return Path(example_files(self.prefix)[0]).parent
+
+    @property
+    def cache(self) -> IndexCache:
+        return self._cache or super().cache
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+        """Its samples; in training, some of them with prompts as answers, if that is asked for."""
+        dataset, probability = super().dataset(planned, group, plan), self._request.examples.copy_prompt_probability
+        if not probability or group is not plan.train:
+            return dataset
+        copies = self._planned_rows(planned).of(self._tokenized(copies_prompts=True), self.cache)
+        return CopiedPrompts(dataset, copies, probability, plan.seed)
+
+    @cached_property
+    def _examples(self) -> TokenizedExamples:
+        return self._tokenized()
+
+    def _tokenized(self, *, copies_prompts: bool = False) -> TokenizedExamples:
+        request, prefix = self._request, self.prefix
+        if request.tokenizer is None:
+            raise ConfigError("Examples are encoded while they are read, which needs a tokenizer (--tokenizer-type).")
+        records = FileRecords(prefix) if names_example_files(prefix) else StoreRecords(prefix)
+        template = request.examples.template
+        return TokenizedExamples(
+            prefix, records, template, request.tokenizer, self.cache, copies_prompts=copies_prompts
+        )
+
+    def _pack(self, first: int, last: int) -> ExampleRows:
+        pack, on_targets_only = self._request.examples.pack, self._request.examples.on_targets_only
+        length = self._request.sequence_length
+        return ExampleRows(
+            self._examples, first, last, length, pack=pack, on_targets_only=on_targets_only, cache=self.cache
+        )
+
+    def _report(self, rows: ExampleRows, split: str) -> None:
+        rows.report(split)
+
+
+def _open_token_file(prefix: str, data_impl: str) -> IndexedDataset:
+    indexed = IndexedDataset(prefix)
+    _check_layout(indexed, data_impl)
+    return indexed
+
+
+def _check_layout(indexed: IndexedDataset, data_impl: str) -> None:
+    """Checks that a token file has the layout that `--data-impl` names; cached and lazy are one layout.
+
+    Raises:
+        DataError: it has the other one.
+    """
+    wanted = {"mmap": "mmap", "cached": "cached", "lazy": "cached"}.get(data_impl, indexed.layout)
+    if indexed.layout != wanted:
+        names = {"mmap": "mmap", "cached": "cached or lazy"}
+        raise DataError(
+            f"--data-impl {data_impl} was given, but {indexed.idx_path} has the layout {names[indexed.layout]}. Drop "
+            f"--data-impl (the layout is then read from the file) or give --data-impl {names[indexed.layout]}."
+        )

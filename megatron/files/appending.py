@@ -1,0 +1,66 @@
+"""Adding to the end of a file that a crash may have left with half a line: the next one begins on a line of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from megatron.files.exact import write_all
+from megatron.files.replacing import sync_file
+
+_FLAGS = os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+def append_line(path: Path, line: str, *, durable: bool = False, mode: int = 0o666) -> None:
+    """Adds a line to a plain file, which is made if it is missing; a link is not followed.
+
+    Args:
+        line: without its end.
+        durable: waits until it is on the disk.
+        mode: the permissions of a new file, before the umask.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | _FLAGS, mode)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = "\n" * is_torn + line + "\n"
+        write_all(lambda rest, _: os.write(descriptor, rest), content.encode(errors="replace"))
+        if durable:
+            sync_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class LogCopy:
+    """A file that messages are appended to; none of its failures is raised."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.lost = 0
+        self.reason = ""
+        self._is_torn = False
+        self._descriptor = os.open(path, os.O_WRONLY | _FLAGS, 0o644)
+
+    def append(self, text: str) -> bool:
+        """Appends a message, on a line of its own after one that was written in part; whether it was written."""
+        data = ("\n" * self._is_torn + text).encode(errors="backslashreplace")
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError as failure:
+            self._is_torn |= written > 0
+            self.lost += 1
+            self.reason = failure.strerror or str(failure)
+            return False
+        self._is_torn = False
+        return True
+
+    def close(self) -> None:
+        """Ends the copy."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)

@@ -1,0 +1,232 @@
+"""Reading a small file of settings, whoever wrote it: bounded in size, depth, elements and time.
+
+All files of flags go through here. What is no plain file, a file that expands to more than it holds, and text that no
+path or record can hold are refused before anything is built from them; every refusal is a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from megatron.errors import ConfigError
+from megatron.files.plain import read_plain
+from megatron.secret_text import masked
+
+MOST_BYTES = 4 << 20
+MOST_YAML_BYTES = 512 << 10  # PyYAML reads about 300 KB a second
+MOST_VALUES = 100_000
+MOST_YAML_VALUES = 20_000
+MOST_LEVELS = 32
+_LONGEST_NUMBER = 400  # characters of a number in YAML; longer ones take time that grows with their square
+_LONGEST_REASON = 300
+_LONGEST_SHOWN = 60
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+_NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+
+
+def read_text(path: str, name: str, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a plain file.
+
+    Args:
+        path: of the file.
+        name: what the file is called in errors: the flag and the path.
+        most_bytes: a larger file is refused without reading it.
+
+    Raises:
+        ConfigError: it cannot be read, is not a plain file, is too large, or is not UTF-8.
+    """
+    try:
+        content = read_plain(path, most_bytes)
+    except (OSError, ValueError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        raise ConfigError(f"{name} cannot be read: {reason}. Give a readable file.") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as failure:
+        raise ConfigError(f"{name} is not UTF-8 text: {failure.reason} at byte {failure.start}.") from None
+    if "\0" in text:
+        raise ConfigError(
+            f"{name} contains a NUL character at position {text.index(chr(0))}. It is damaged, or not a text: write it "
+            "again."
+        )
+    return text
+
+
+def read_json(path: str, name: str, most_bytes: int = MOST_BYTES) -> Any:
+    """The contents of a JSON file.
+
+    Raises:
+        ConfigError: as `read_text`; or it is not JSON, holds a key twice, too many values, too deep or unusable ones.
+    """
+    text = read_text(path, name, most_bytes)
+    values = sum(map(text.count, "[{,"))
+    if values > MOST_VALUES:
+        raise ConfigError(f"{name} holds about {values:,} values; such a file may hold {MOST_VALUES:,}.")
+    try:
+        tree = json.loads(text, object_pairs_hook=without_repeats(lambda key: _repeated_key(name, key)))
+    except RecursionError:
+        raise ConfigError(_depth_text(name)) from None
+    except ValueError as failure:
+        raise ConfigError(f"{name} is not JSON: {failure}. Fix the file.") from None
+    check_values(tree, name)
+    return tree
+
+
+def without_repeats(refuse: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Makes the objects of a JSON parser (its `object_pairs_hook`), each of whose keys may occur once.
+
+    Args:
+        refuse: makes the error about a key that occurs twice.
+    """
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise refuse(key)
+            values[key] = value
+        return values
+
+    return made
+
+
+def read_yaml(path: str, name: str) -> Any:
+    """The contents of a YAML file.
+
+    Raises:
+        ConfigError: as `read_json`; what an alias refers to counts each time it is used. Or PyYAML is missing.
+    """
+    text = read_text(path, name, MOST_YAML_BYTES)
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{name}: YAML needs PyYAML. Run pip install pyyaml, or write the file as .json.") from None
+
+    class BoundedLoader(yaml.SafeLoader):
+        """Refuses a document while its nodes are made, before a value is built from them."""
+
+        nodes = 0
+        level = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.nodes += 1
+            self.level += 1
+            if self.nodes > MOST_YAML_VALUES:
+                raise ConfigError(f"{name} holds more than {MOST_YAML_VALUES:,} values.")
+            if self.level > MOST_LEVELS:
+                raise ConfigError(_depth_text(name))
+            try:
+                return super().compose_node(parent, index)
+            finally:
+                self.level -= 1
+
+    try:
+        loader = BoundedLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_expansion(node, name)
+        tree = loader.construct_document(node)
+    except RecursionError:
+        raise ConfigError(_depth_text(name)) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as failure:
+        raise ConfigError(f"{name} is not YAML: {_reason(failure)}. Fix the file.") from None
+    check_values(tree, name)
+    return tree
+
+
+def _reason(failure: Exception) -> str:
+    """What is wrong with a YAML file, without the piece of it that PyYAML shows: there may be a password in it."""
+    problem, mark = getattr(failure, "problem", None), getattr(failure, "problem_mark", None)
+    if problem is None:
+        return " ".join(str(failure).split()).partition(": '")[0][:_LONGEST_REASON]
+    context = getattr(failure, "context", None)
+    place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return masked(f"{context + ', ' if context else ''}{problem}{place}"[:_LONGEST_REASON])
+
+
+def check_values(tree: Any, name: str) -> None:
+    """Checks that the values of a file can be written into records and paths.
+
+    Raises:
+        ConfigError: a text in it holds a NUL or half of a surrogate pair, or values lie too deep.
+    """
+    waiting = [(tree, 1)]
+    while waiting:
+        value, level = waiting.pop()
+        if isinstance(value, str) and (unusable := _UNUSABLE.search(value)):
+            letter = "a NUL" if unusable.group() == "\0" else f"U+{ord(unusable.group()):04X}, half of a surrogate pair"
+            raise ConfigError(
+                f'{name}: the text "{_shown(value)}" contains {letter}, which no path and no record can contain. Write '
+                "it again."
+            )
+        inner: Iterable[Any] = ()
+        if isinstance(value, dict):
+            inner = (*value.keys(), *value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inner = value
+        if inner and level > MOST_LEVELS:
+            raise ConfigError(_depth_text(name))
+        waiting += [(item, level + 1) for item in inner]
+
+
+def _check_expansion(root: Any, name: str) -> None:
+    """Checks the nodes of a YAML document: how many values they expand to, their keys and their numbers."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        node, is_over = waiting.pop()
+        key, inner = id(node), list(_inner(node))
+        if is_over:
+            open_nodes.discard(key)
+            sizes[key] = 1 + sum(sizes[id(one)] for one in inner)
+            if sizes[key] > MOST_YAML_VALUES:
+                raise ConfigError(
+                    f"{name} expands to more than {MOST_YAML_VALUES:,} values once its aliases (*name) are written "
+                    "out. Write out what is needed."
+                )
+            continue
+        if key in open_nodes:
+            raise ConfigError(f"{name} has an alias (*name) inside its own definition, which has no end.")
+        if key in sizes:
+            continue
+        _check_node(node, name)
+        open_nodes.add(key)
+        waiting.append((node, True))
+        waiting += [(one, False) for one in inner]
+
+
+def _inner(node: Any) -> Iterator[Any]:
+    for item in node.value if isinstance(node.value, list) else ():
+        yield from item if isinstance(item, tuple) else (item,)
+
+
+def _check_node(node: Any, name: str) -> None:
+    if isinstance(node.value, str):
+        if node.tag in _NUMBER_TAGS and len(node.value) > _LONGEST_NUMBER:
+            raise ConfigError(f"{name} holds a number of {len(node.value):,} letters: {_shown(node.value)}")
+        return
+    keys: set[str] = set()
+    for item in node.value:
+        if isinstance(item, tuple) and isinstance(item[0].value, str) and item[0].tag != _MERGE_TAG:
+            if item[0].value in keys:
+                raise _repeated_key(name, item[0].value)
+            keys.add(item[0].value)
+
+
+def _repeated_key(name: str, key: str) -> ConfigError:
+    return ConfigError(f'{name} has the key "{_shown(key)}" twice. Keep one of them.')
+
+
+def _depth_text(name: str) -> str:
+    return f"{name} holds values more than {MOST_LEVELS} levels deep. Is it the right file?"
+
+
+def _shown(text: str) -> str:
+    text = masked(text)
+    return ascii(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")[1:-1]

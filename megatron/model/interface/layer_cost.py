@@ -1,0 +1,20 @@
+"""What a layer costs: parameters and operations, known without building it and without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of a layer, over all ranks that share it.
+
+    Attributes:
+        parameters: number of parameters.
+        flops_per_token: forward FLOPs per token, without attention scores.
+        flops_per_token_pair: forward FLOPs per (query, key) pair.
+    """
+
+    parameters: int
+    flops_per_token: int = 0
+    flops_per_token_pair: int = 0

@@ -1,1 +1,0 @@
-"""Names that new runs get: pure functions, and how one rank reserves a name for all."""

@@ -1,0 +1,40 @@
+"""Lines that fit a terminal of 120 columns, for people who watch their first runs: `train_on_text.py` prefers them.
+
+What a run does not have, and what is as it should be, is left out; metrics.jsonl has everything.
+"""
+
+from __future__ import annotations
+
+from megatron.checkpoint.manifest import folder_name
+from megatron.checkpoint.saving import SaveLines
+from megatron.observe.console import perplexity, shown_loss
+from megatron.observe.line_style import Moment
+from megatron.observe.metrics import StepMetrics
+from megatron.observe.start_up.quantities import duration, short_count
+
+SAVE_LINES = SaveLines(
+    before=lambda step, directory: None,
+    after=lambda step, directory: f"saved {directory / folder_name(step)}",
+)
+LOSS_TAGS: tuple[str, str] | None = None
+
+
+def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
+    """The line of a log interval."""
+    fields = [f"step {metrics.iteration}/{metrics.train_iterations}", f"loss {shown_loss(metrics.lm_loss, '.4f')}"]
+    if metrics.distillation_loss is not None:
+        fields.append(f"kd {metrics.distillation_loss:.4f}")
+    if metrics.gradient_norm is not None:
+        fields.append(f"gradient {metrics.gradient_norm:.3f}")
+    fields += [f"rate {metrics.learning_rate:.2e}", f"{short_count(metrics.tokens_per_second)} tokens/s"]
+    if metrics.skipped_iterations:
+        fields.append(f"{metrics.skipped_iterations} skipped")
+    if moment.seconds_left is not None:
+        fields.append(f"{duration(moment.seconds_left)} left")
+    return [" | ".join(fields)]
+
+
+def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+    """The result of one evaluation."""
+    place = f"step {moment.step}/{moment.train_iterations}"
+    return [f"{place} | {group} loss {loss:.4f} | perplexity {perplexity(loss):.2f}"]

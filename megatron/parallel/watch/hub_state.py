@@ -1,0 +1,391 @@
+"""The rank that all others report to: it knows where each of them is, and decides when and why the run ends.
+
+There are two hubs, so that the end of the first is noticed by the second, which acts only where the first does not.
+Pure state: time is an argument, and sockets are only read and written when the thread says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.errors import ExitCode
+from megatron.parallel.processes import ProcessIdentity
+from megatron.parallel.watch.limits import PING_SECONDS, WIND_DOWN_SECONDS, WatchLimits
+from megatron.parallel.watch.position import END, Heartbeat
+from megatron.parallel.watch.verdict import Account, RunEnd, find_culprit, hang_verdict, lost_verdict
+from megatron.parallel.watch.wire import MESSAGE_BYTES, Connection, MessageFields
+
+HELLO_BYTES = 256
+_HELLO_SECONDS = 10.0
+_MOST_UNKNOWN = 64
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error with which a rank ends.
+
+    Attributes:
+        is_ready: whether the rank has closed what it had open, so that it may be ended.
+    """
+
+    code: int
+    text: str
+    is_ready: bool = False
+
+
+@dataclass
+class RankState:
+    """What a hub knows of a rank.
+
+    Attributes:
+        connection: None for the hub's own rank, and before a rank has connected.
+        has_left: it said that it ends as planned.
+        lost_at: when its connection ended without that.
+        report: whether it waits for others, and its stacks; None until it has answered.
+    """
+
+    rank: int
+    heard_at: float
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    connection: Connection | None = None
+    has_left: bool = False
+    lost_at: float | None = None
+    failure: Failure | None = None
+    failed_at: float = 0.0
+    report: tuple[bool, str] | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it takes part in the run."""
+        return not self.has_left and self.lost_at is None and self.failure is None
+
+
+class Hub:
+    """A hub's state.
+
+    Args:
+        rank: the rank it runs on.
+        first: the rank of the hub that acts before this one; None if this is the first.
+        processes: of all ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        first: int | None,
+        processes: Sequence[ProcessIdentity],
+        token: str,
+        limits: WatchLimits,
+        now: float,
+    ) -> None:
+        self.rank = rank
+        self.members = [RankState(number, now) for number in range(len(processes))]
+        self.is_urgent = False
+        self._first = first
+        self._processes = processes
+        self._token = token
+        self._limits = limits
+        self._unknown: dict[Connection, float] = {}
+        self._of: dict[Connection, RankState] = {}
+        self._asked_at: float | None = None
+        self._unheard: set[int] = set()
+        self._look_at = now
+        self._first_cause_at: float | None = None
+        self._pinged_at: float | None = None
+        self._questions: list[Callable[[int], None]] = []
+
+    def admit(self, connection: Connection, now: float) -> bool:
+        """Takes a new connection, whose first message must be the token; False if too many have not sent it yet."""
+        if len(self._unknown) >= _MOST_UNKNOWN + len(self.members):
+            connection.close()
+            return False
+        connection.limit_bytes = HELLO_BYTES
+        self._unknown[connection] = now + _HELLO_SECONDS
+        return True
+
+    def hear(self, connection: Connection, now: float) -> None:
+        """Reads what has arrived; the caller forgets the connection if it is lost afterwards."""
+        for message in connection.receive():
+            try:
+                if connection in self._unknown:
+                    self._greet(connection, message, now)
+                elif connection in self._of:
+                    self._on_message(self._of[connection], message, now)
+            except ValueError:
+                connection.is_lost = True
+        if connection.is_lost:
+            self._unknown.pop(connection, None)
+            member = self._of.pop(connection, None)
+            if member is not None:
+                self._on_lost(member, now)
+            connection.close()
+
+    def note(self, heartbeat: Heartbeat, now: float) -> None:
+        """The position of the hub's own rank."""
+        member = self.members[self.rank]
+        member.heartbeat, member.heard_at = heartbeat, now
+
+    def note_report(self, waits: bool, stacks: str) -> None:
+        """The stacks of the hub's own rank."""
+        self._on_report(self.members[self.rank], waits, stacks)
+
+    def note_failure(self, failure: Failure, now: float) -> None:
+        """The error of the hub's own rank."""
+        self._on_failure(self.members[self.rank], failure, now)
+
+    def say_goodbye(self) -> None:
+        """Tells all ranks that the hub's own rank ends as planned."""
+        self.members[self.rank].has_left = True
+        self._send({"kind": "bye"})
+
+    def sleep(self, seconds: float) -> None:
+        """Leaves a time in which this process did not run out of all counts."""
+        for member in self.members:
+            member.heard_at += seconds
+
+    def ask_for_life(self, answer: Callable[[int], None], now: float) -> None:
+        """Asks all ranks for a sign of life; `answer` is given the number of those that gave none."""
+        self._questions.append(answer)
+        if self._pinged_at is None:
+            self._pinged_at = now
+            self._send({"kind": "ping"})
+
+    def beat(self) -> None:
+        """Gives all ranks a sign of life."""
+        self._send({"kind": "beat"})
+
+    def tell_end(self, verdict: RunEnd) -> None:
+        """Tells all ranks to end."""
+        message = {"code": verdict.code, "rank": verdict.rank, "silent": list(verdict.silent)[:1024]}
+        self._send({"kind": "end", **message, "text": verdict.text[: MESSAGE_BYTES // 8]})
+
+    def ranks(self, now: float) -> list[dict[str, Any]]:
+        """Where each rank was when it last sent a message, for people: reads only, so that any thread may call it."""
+        return [
+            {
+                "rank": member.rank,
+                "state": "here" if member.is_present else "left" if member.has_left else "lost",
+                "phase": member.heartbeat.phase,
+                "step": member.heartbeat.step,
+                "idle_seconds": member.heartbeat.idle_seconds,
+                "heard_seconds": round(max(0.0, now - member.heard_at), 3),
+            }
+            for member in self.members
+        ]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it waits for something that is due within seconds."""
+        return self._asked_at is not None or bool(self._questions) or self._first_cause_at is not None
+
+    @property
+    def wants_report(self) -> bool:
+        """Whether the stacks of the hub's own rank are missing."""
+        return self._asked_at is not None and self.rank in self._unheard
+
+    def tick(self, now: float) -> RunEnd | None:
+        """Looks at all ranks; returns why the run ends, if it does."""
+        self.is_urgent = False
+        for connection, until in list(self._unknown.items()):
+            if now > until:
+                del self._unknown[connection]
+                connection.close()
+        self._answer_questions(now)
+        if not self._acts(now):
+            return None
+        causes = [member for member in self.members if member.lost_at is not None or member.failure is not None]
+        if causes:
+            return self._judge_causes(causes, now)
+        if self._asked_at is None:
+            if now >= self._look_at and any(self._is_suspect(member, now) for member in self.members):
+                self._ask_for_stacks(now)
+            return None
+        return self._judge_hang(now, self._limit()) if self._has_all_reports(now) else None
+
+    def _acts(self, now: float) -> bool:
+        """Whether this hub decides: the first one, or the second where the first is gone or does not act."""
+        if self._first is None:
+            return True
+        first = self.members[self._first]
+        if first.has_left or first.lost_at is not None:
+            return True
+        if self._first_cause_at is not None:  # all were asked for a sign of life then
+            return first.heard_at < self._first_cause_at and self._oldest_cause(now) > WIND_DOWN_SECONDS
+        return self._is_silent(first, now)
+
+    def _oldest_cause(self, now: float) -> float:
+        """Seconds since the first error or loss of a rank."""
+        return 0.0 if self._first_cause_at is None else now - self._first_cause_at
+
+    def _limit(self) -> float:
+        if not self._limits.hang_seconds:
+            return 0.0
+        # One rank that has finished a step shows that all have; what the others said of it may be older.
+        starting = all(member.heartbeat.is_starting for member in self.members if member.is_present)
+        return self._limits.start_seconds if starting else self._limits.hang_seconds
+
+    def _is_suspect(self, member: RankState, now: float) -> bool:
+        limit = self._limit()
+        if not limit or not member.is_present or member.heartbeat.phase == END:
+            return False
+        return self._is_silent(member, now) or member.heartbeat.idle_seconds + now - member.heard_at >= limit
+
+    def _is_silent(self, member: RankState, now: float) -> bool:
+        """Whether a rank gives no sign of life, which no work explains, however long start-up may take."""
+        limit = self._limits.hang_seconds
+        return limit > 0 and now - member.heard_at >= limit
+
+    def _ask_for_stacks(self, now: float) -> None:
+        self._asked_at = now
+        self._unheard = {member.rank for member in self.members if member.is_present}
+        for member in self.members:
+            member.report = None
+        self._send({"kind": "report"})
+
+    def _has_all_reports(self, now: float) -> bool:
+        return not self._unheard or (self._asked_at is not None and now - self._asked_at >= self._limits.answer_seconds)
+
+    def _judge_hang(self, now: float, limit: float) -> RunEnd | None:
+        self._asked_at, self._look_at = None, now + max(self._limits.beat_seconds, limit / 10)
+        watched = [member for member in self.members if member.is_present and member.heartbeat.phase != END]
+        accounts = [self._account(member, now, limit) for member in watched]
+        culprit = find_culprit(accounts, limit)
+        return None if culprit is None else hang_verdict(culprit, accounts)
+
+    def _account(self, member: RankState, now: float, limit: float) -> Account:
+        silent_seconds = now - member.heard_at
+        least_seconds = max(min(limit, self._limits.hang_seconds) / 2, self._limits.answer_seconds)
+        is_silent = member.report is None and silent_seconds >= least_seconds
+        waits, stacks = member.report or (False, "")
+        process = self._processes[member.rank]
+        return Account(member.rank, process, member.heartbeat, silent_seconds if is_silent else None, waits, stacks)
+
+    def _judge_causes(self, causes: Sequence[RankState], now: float) -> RunEnd | None:
+        """The first error or loss, once all others have ended or had time to; errors that only say that another rank
+        is lost come last, and if there is nothing else, a rank that hangs may be the cause of them.
+        """
+        if self._asked_at is not None and self._has_all_reports(now):
+            hang = self._judge_hang(now, max(self._limits.hang_seconds, 2 * self._limits.answer_seconds) / 2)
+            return hang or self._verdict_on(self._earliest(causes))
+        cause, waited_seconds = self._earliest(causes), self._oldest_cause(now)
+        is_unclear = cause.failure is not None and cause.failure.code == ExitCode.REQUEUE
+        present = any(member.is_present for member in self.members)
+        # Only the first rank has files of the run open, and it learns of another one's end where they communicate.
+        if (present if is_unclear else self.members[0].is_present) and waited_seconds < WIND_DOWN_SECONDS:
+            return None
+        if waited_seconds < PING_SECONDS and self._mute():
+            return None  # all were asked for a sign of life
+        is_lost = any(member.lost_at is not None and member.failure is None for member in causes)
+        if waited_seconds < (WIND_DOWN_SECONDS if is_lost else self._limits.closing_seconds) and any(
+            member.failure is not None and not member.failure.is_ready and member.lost_at is None for member in causes
+        ):
+            return None
+        if present and is_unclear:
+            if self._asked_at is None:
+                self._ask_for_stacks(now)
+            return None
+        return self._verdict_on(cause)
+
+    def _earliest(self, causes: Sequence[RankState]) -> RankState:
+        def order(member: RankState) -> tuple[bool, float]:
+            if member.failure is None:
+                return False, member.lost_at or 0.0
+            return member.failure.code == ExitCode.REQUEUE, member.failed_at
+
+        return min(causes, key=order)
+
+    def _verdict_on(self, cause: RankState) -> RunEnd:
+        silent = self._mute()
+        if cause.failure is not None:
+            return RunEnd(cause.failure.code, cause.rank, cause.failure.text, silent)
+        others = [member.heartbeat for member in self.members if member is not cause]
+        furthest = max(others, key=Heartbeat.place, default=cause.heartbeat)
+        verdict = lost_verdict(cause.rank, self._processes[cause.rank], furthest)
+        return RunEnd(verdict.code, verdict.rank, verdict.text, silent)
+
+    def _mute(self) -> tuple[int, ...]:
+        """The ranks that have given no sign of life since the run must end."""
+        since = self._first_cause_at or 0.0
+        return tuple(
+            member.rank
+            for member in self.members
+            if member.is_present and member.rank != self.rank and member.heard_at < since
+        )
+
+    def _greet(self, connection: Connection, message: MessageFields, now: float) -> None:
+        if message.kind != "hello" or not hmac.compare_digest(message.text("token", 64), self._token):
+            raise ValueError("the token is wrong")
+        member = self.members[message.whole("rank", len(self.members) - 1)]
+        if member.connection is not None or member.rank == self.rank:
+            raise ValueError("a rank that is connected already")
+        del self._unknown[connection]
+        connection.limit_bytes = MESSAGE_BYTES
+        member.connection, member.heard_at = connection, now
+        self._of[connection] = member
+
+    def _on_message(self, member: RankState, message: MessageFields, now: float) -> None:
+        kind = message.kind
+        member.heard_at = now
+        if kind == "beat":
+            member.heartbeat = Heartbeat.read(message)
+        elif kind == "report":
+            member.heartbeat = Heartbeat.read(message)
+            self._on_report(member, message.flag("waits"), message.text("stacks"))
+        elif kind == "failure":
+            failure = Failure(message.whole("code", 255), message.text("text"), message.flag("ready"))
+            self._on_failure(member, failure, now)
+        elif kind == "bye":
+            member.has_left = True
+        elif kind == "ask":
+            connection = member.connection
+            if connection is not None:
+                self.ask_for_life(lambda count: connection.send({"kind": "life", "silent": count}), now)
+        else:
+            raise ValueError(f"an unknown kind of message: {kind}")
+
+    def _on_report(self, member: RankState, waits: bool, stacks: str) -> None:
+        member.report = (waits, stacks)
+        self._unheard.discard(member.rank)
+        self.is_urgent = self.is_urgent or not self._unheard
+
+    def _on_failure(self, member: RankState, failure: Failure, now: float) -> None:
+        if member.failure is None:
+            member.failed_at = now
+        member.failure = dataclasses.replace(member.failure or failure, is_ready=failure.is_ready)
+        self._on_cause(now)
+
+    def _on_lost(self, member: RankState, now: float) -> None:
+        if not member.has_left and member.lost_at is None:
+            member.lost_at = now
+            self._on_cause(now)
+
+    def _on_cause(self, now: float) -> None:
+        """Notes that the run must end, and finds out who still answers."""
+        self.is_urgent = True
+        if self._first_cause_at is None:
+            self._first_cause_at = now
+            self.ask_for_life(lambda count: None, now)
+
+    def _answer_questions(self, now: float) -> None:
+        if self._pinged_at is None:
+            return
+        silent = [
+            member
+            for member in self.members
+            if not member.has_left
+            and member.rank != self.rank
+            and (member.lost_at is not None or member.heard_at < self._pinged_at)
+        ]
+        if silent and now - self._pinged_at < PING_SECONDS:
+            return
+        for answer in self._questions:
+            answer(len(silent))
+        self._questions, self._pinged_at = [], None
+
+    def _send(self, message: dict[str, object]) -> None:
+        for connection in self._of:
+            connection.send(message)

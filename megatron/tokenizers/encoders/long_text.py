@@ -1,0 +1,118 @@
+"""Texts of many megabytes, encoded piece by piece: a `str` may take four times the bytes of its UTF-8 form, and the
+ids of a whole text four more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_PIECE_BYTES = 4 << 20
+_MARK_OF_A_SPACE = "\u2581"  # is one to SentencePiece
+# Split patterns in which a space that follows anything but white space always begins a new match, and which
+# look only forward: GPT-2's own (in `ByteLevel`), and those of Llama 3 and Qwen 2 as their tokenizer.json has them.
+_CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS_SPLIT_BEFORE_SPACES = frozenset(
+    _CONTRACTIONS_AND_WORDS + digits + _SIGNS_AND_SPACES for digits in (r"\p{N}{1,3}", r"\p{N}")
+)
+
+
+class LongText:
+    """A text held as UTF-8, consumed once and freed as it is.
+
+    Args:
+        utf8: its bytes, valid UTF-8; owned by this object from now on.
+    """
+
+    def __init__(self, utf8: bytearray) -> None:
+        self._utf8 = utf8
+
+    def __len__(self) -> int:
+        """Bytes that have not been consumed."""
+        return len(self._utf8)
+
+    def whole(self) -> str:
+        """The whole text."""
+        text = self._utf8.decode()
+        self._utf8 = bytearray()
+        return text
+
+    def pieces(self, piece_bytes: int = _PIECE_BYTES) -> Iterator[str]:
+        """The text, cut before spaces that follow anything but white space."""
+        while (cut := self._next_cut(piece_bytes)) is not None:
+            piece = self._utf8[:cut].decode()
+            del self._utf8[:cut]  # cheap: only the beginning moves, and memory is given back now and then
+            yield piece
+        yield self.whole()
+
+    def _next_cut(self, position: int) -> int | None:
+        while (position := self._utf8.find(b" ", position)) >= 0:
+            before = self._utf8[max(0, position - 4) : position].decode(errors="ignore")[-1:]
+            if before and not before.isspace() and before != _MARK_OF_A_SPACE:
+                return position
+            position += 1
+        return None
+
+
+def encode_long(tokenizer: Any, text: LongText, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The ids of a long text, those that `tokenizer.encode_flat` gives for the whole.
+
+    Where it is certain that the ids of the pieces are the ids of the whole (see `can_cut_before_spaces`), only the
+    ids and one piece are held in memory.
+
+    Args:
+        tokenizer: a `LibraryTokenizer`.
+        dtype: of the result.
+    """
+    if not tokenizer.can_cut_before_spaces:
+        return np.asarray(tokenizer.encode_flat([text.whole()])[0].astype(dtype))
+    ids = bytearray()  # grows in place, where an array would be copied
+    pieces = text.pieces()
+    ids += tokenizer.encode_flat([next(pieces)])[0].astype(dtype).data
+    for piece in pieces:
+        ids += tokenizer.encode_rest(piece).astype(dtype).data
+    return np.frombuffer(ids, dtype)
+
+
+def can_cut_before_spaces(reference: Any) -> bool:
+    """Whether every space after anything but white space is sure to separate the ids before and after it.
+
+    It does where the text is not changed before it is split, the split is known to begin a new piece at such a
+    space, nothing is added at the ends, and no added token holds or swallows a space.
+
+    Args:
+        reference: a `tokenizers.Tokenizer`.
+    """
+    if reference.normalizer is not None or reference.pre_tokenizer is None:
+        return False
+    added = reference.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip or " " in token.content for token in added):
+        return False
+    if reference.encode("a", add_special_tokens=True).ids != reference.encode("a", add_special_tokens=False).ids:
+        return False
+    try:
+        return _splits_at_spaces(json.loads(reference.pre_tokenizer.__getstate__()))
+    except (AttributeError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _splits_at_spaces(rule: dict[str, Any]) -> bool:
+    if rule["type"] == "ByteLevel":
+        return bool(rule["use_regex"]) and not rule["add_prefix_space"]
+    if rule["type"] != "Sequence" or len(rule["pretokenizers"]) != 2:
+        return False
+    split, byte_level = rule["pretokenizers"]
+    return (
+        split["type"] == "Split"
+        and split["pattern"].get("Regex") in _PATTERNS_SPLIT_BEFORE_SPACES
+        and split["behavior"] == "Isolated"
+        and not split["invert"]
+        and byte_level["type"] == "ByteLevel"
+        and not byte_level["use_regex"]
+        and not byte_level["add_prefix_space"]
+    )

@@ -1,0 +1,129 @@
+"""Learning from a teacher: opened from a checkpoint of any layout, and released after --kd-iters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint import load_newest, newest_record
+from megatron.checkpoint.record import Progress, Record
+from megatron.config import ModelConfig, RunConfig
+from megatron.config.architecture.positions import LEARNED
+from megatron.config.layout import heads_problems, widths_problems
+from megatron.engine.engine import Engine
+from megatron.errors import CheckpointError, ConfigError
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import Recompute, StepSettings
+from megatron.model.networks import network_layers
+from megatron.objective.distillation import DistillationObjective, Teacher
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import filling_weights
+from megatron.tokenizers.record import check_same_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer
+from megatron.train.part import Part, PartSetup
+from megatron.train.run import Run
+
+
+class Distillation(Part):
+    """Adds the teacher that the flags name to what the engine learns, until --kd-iters are trained."""
+
+    def __init__(self, setup: PartSetup) -> None:
+        self._setup = setup
+        self._student: LanguageModelObjective | None = None
+
+    @classmethod
+    def of(cls, setup: PartSetup) -> Part | None:
+        is_on = setup.config.distillation.is_on and not setup.config.evaluation.eval_only
+        return cls(setup) if is_on else None
+
+    def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
+        """Opens the teacher, unless the distillation is over; collective over the mesh.
+
+        Raises:
+            CheckpointError: there is no checkpoint of the teacher, or it was trained with another tokenizer.
+            ConfigError: the teacher does not fit the run, its layout or what the flags say of it.
+        """
+        how, student = self._setup.config.distillation, engine.objective
+        if how.is_over(progress.step) or not isinstance(student, LanguageModelObjective):
+            return
+        teacher = open_teacher(self._setup.config, engine.steps, engine.mesh, self._setup.tokenizer)
+        engine.objective = DistillationObjective(student, teacher, how.kd_alpha_ce, how.kd_beta_ce, how.kd_temp)
+        self._student = student
+
+    def before_step(self, run: Run) -> None:
+        """Goes on without the teacher, which is freed, once its steps are trained."""
+        if self._student is not None and run.config.distillation.is_over(run.progress.step):
+            log.info(f"the distillation ends after iteration {run.progress.step}: the labels alone are trained on")
+            run.engine.objective, self._student = self._student, None
+
+
+def open_teacher(config: RunConfig, steps: StepSettings, mesh: ParallelMesh, tokenizer: Tokenizer) -> Teacher | None:
+    """The teacher, whole but for the split over the tensor-parallel ranks; None on all stages but the last.
+
+    Raises:
+        CheckpointError, ConfigError: as `Distillation.restore`.
+    """
+    source = Path(str(config.distillation.load_teacher))
+    newest = newest_record(source, mesh)
+    if newest is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {source} (--load-teacher {source}). Give the folder to which the teacher's run "
+            "saved its checkpoints, or one of them."
+        )
+    record = Record.from_json(newest.record, newest.path)
+    made = f"the teacher {newest.path} was trained"
+    check_same_tokenizer(made, record.tokenizer, tokenizer, CheckpointError, ends_matter=False)
+    model = RunConfig.from_json(record.config).model
+    problems = list(teacher_problems(model, config, newest.path))
+    if problems:
+        raise ConfigError(problems)
+    model = dataclasses.replace(model, padded_vocab_size=config.model.padded_vocab_size)
+    network = LayerStack(network_layers(model, mesh) if mesh.is_last_stage else [])
+    loaded = load_newest(source, lambda: filling_weights(network.parameters()), mesh, known=newest, announce=log.info)
+    if loaded is None:
+        raise CheckpointError(f"the checkpoint in {source} disappeared while it was being loaded. Start again.")
+    log.info(f"teacher: {loaded.path}, {model.num_layers} layers of width {model.hidden_size}")
+    if not mesh.is_last_stage:
+        return None
+    steps = dataclasses.replace(steps, recompute=Recompute.NONE, factored_logits=False)
+    return Teacher(network.eval().requires_grad_(False).to(steps.dtype), steps)
+
+
+def _shown(value: int | tuple[int, ...]) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def teacher_problems(model: ModelConfig, config: RunConfig, path: Path) -> Iterator[str]:
+    """One sentence for everything that keeps a network from teaching another.
+
+    Args:
+        model: the architecture of the teacher, as its checkpoint has it.
+        config: the configuration of the run.
+        path: of the checkpoint.
+    """
+    at = f"the teacher {path}"
+    if model.bidirectional:
+        yield f"{at} is an encoder, which predicts no next tokens. Give a GPT with --load-teacher."
+    if model.vocab_size != config.model.vocab_size:
+        yield (
+            f"{at} has a vocabulary of {model.vocab_size} and this network one of {config.model.vocab_size}: their "
+            f"predictions cannot be compared. Train with --vocab-size {model.vocab_size}, or take another teacher."
+        )
+    for field, given in config.distillation.teacher_shape.items():
+        held = getattr(model, field)
+        if held != given:
+            name = f"--{field.replace('_', '-')}-teacher"
+            shown, other = _shown(given), _shown(held)
+            yield f"{name} is {shown}, and {at} has {other}. Drop {name}, or give the checkpoint that was meant."
+    length = config.data.seq_length
+    if model.position_embedding_type == LEARNED and model.max_position_embeddings < length:
+        yield (
+            f"{at} has {model.max_position_embeddings} positions, which is less than --seq-length {length}. Use "
+            f"--seq-length {model.max_position_embeddings}, or a teacher with longer texts."
+        )
+    size = config.parallel.tensor_model_parallel_size
+    for problem in (*heads_problems(model.num_attention_heads, size), *widths_problems(model.widths, size)):
+        yield f"{at} cannot be split as this run is: {problem}"

@@ -1,0 +1,108 @@
+"""Networks that certainly do not fit into the memory of the machine, by arithmetic: before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from megatron import log
+from megatron.config import ModelConfig
+from megatron.config.files.deepspeed_file import read_settings
+from megatron.config.flags.fields import Unset
+from megatron.config.run import RunRequest
+from megatron.cuda_driver import largest_gpu_memory_bytes, why_no_cuda
+from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
+from megatron.host_memory import available_memory_bytes, total_memory_bytes
+from megatron.model.costs import block_cost
+from megatron.parallel.launchers import Ranks
+
+# Activations, buffers and the libraries come on top of weights, gradients and optimizer.
+_COMFORTABLE_SHARE = 0.8
+_GIB = 2**30
+_WAY_OUT = "Take a smaller network, or more ranks on more machines, with tensor or pipeline parallelism or ZeRO."
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory that some ranks share.
+
+    Attributes:
+        name: what it is called in messages.
+        ranks: how many share it, as far as this rank knows.
+        total_bytes: all of it.
+        free_bytes: what can be taken now.
+    """
+
+    name: str
+    ranks: int
+    total_bytes: int
+    free_bytes: int
+
+
+def memory_problems(request: RunRequest, ranks: Ranks) -> Iterator[str]:
+    """Says that weights, gradients and optimizer are larger than the memory; warns where little would be left.
+
+    Args:
+        request: flags without a problem, whose batch sizes and layout fit the ranks.
+    """
+    room = _room(ranks)
+    needed = least_bytes(request, ranks.world_size) if room is not None else None
+    if room is None or needed is None:
+        return
+    model = _sizes(request)
+    parameters = sum(block_cost(model, index).parameters for index in range(model.num_layers))
+    network = (
+        f"the {parameters / 1e9:,.1f}B parameters of --num-layers {model.num_layers} --hidden-size {model.hidden_size}"
+    )
+    where = room.name if room.ranks == 1 else f"{room.name}, which {room.ranks} ranks share,"
+    gib = room.ranks * needed / _GIB
+    if room.ranks * needed > room.total_bytes:
+        yield (
+            f"{network} need at least {gib:,.1f} GiB for weights, gradients and optimizer, without activations, and "
+            f"{where} has {room.total_bytes / _GIB:,.1f} GiB. {_WAY_OUT}"
+        )
+    elif room.ranks * needed > _COMFORTABLE_SHARE * room.free_bytes and log.is_first_rank():
+        log.warning(
+            f"{network} need at least {gib:,.1f} GiB for weights, gradients and optimizer, and activations come on "
+            f"top; {where} has {room.free_bytes / _GIB:,.1f} GiB left. {_WAY_OUT}"
+        )
+
+
+def least_bytes(request: RunRequest, world_size: int) -> int | None:
+    """The least that a rank holds in its device's memory while it trains; None where the closed form does not know.
+
+    Counts the blocks alone, divided evenly: embeddings depend on the tokenizer.
+    """
+    model, parallel, optim = _sizes(request), request.parallel, request.optim
+    settings = {} if parallel.deepspeed_config is None else read_settings(parallel.deepspeed_config)
+    zero = settings.get("zero_optimization", {})
+    is_other = optim.optimizer != "adam" or optim.use_bnb_optimizer or parallel.cpu_optimizer
+    is_partial = bool(request.finetuning.freeze) or request.evaluation.eval_only
+    is_offloaded = isinstance(zero, dict) and any(name.startswith("offload") for name in zero)
+    if is_other or is_partial or is_offloaded or parallel.elastic or Unset.COMPUTED in vars(model).values():
+        return None
+    blocks = [block_cost(model, index).parameters for index in range(model.num_layers)]
+    share = sum(blocks) // parallel.model_parallel_size
+    replicas = max(1, world_size // parallel.model_parallel_size)
+    is_half = request.precision.dtype_name != "float32"
+    stage = max(parallel.zero_stage, 1) if is_half else parallel.zero_stage
+    how = Partitioning(stage, replicas, weight_bytes=2 if is_half else 4)
+    return predicted_bytes([[share]], how).on_device
+
+
+def _sizes(request: RunRequest) -> ModelConfig:
+    """The architecture; the vocabulary, which the tokenizer will tell, plays no part in the cost of a block."""
+    return cast(ModelConfig, request.model)
+
+
+def _room(ranks: Ranks) -> _Room | None:
+    """The memory of this rank's device; on a CPU all ranks that are known to be here share it."""
+    if not why_no_cuda():
+        total = largest_gpu_memory_bytes()
+        return None if total is None else _Room("the largest GPU here", 1, total, total)
+    total, free = total_memory_bytes(), available_memory_bytes()
+    if total is None:
+        return None
+    here = ranks.world_size if ranks.is_one_node else 1
+    return _Room("this machine", here, total, total if free is None else free)

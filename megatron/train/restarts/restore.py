@@ -1,0 +1,369 @@
+"""Restores a run from a checkpoint: finds it, checks that it fits, and loads its tensors into the engine.
+
+Which run that is, and whether --save is its folder, is settled before anything is loaded (see restarts/identity.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest_record
+from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from megatron.checkpoint.record import Progress, Record
+from megatron.config import LoadingConfig, OptimConfig, RunConfig
+from megatron.config.running.report import UPSTREAMS_STYLE
+from megatron.config.schedule import is_done
+from megatron.engine.engine import Engine
+from megatron.engine.state import refresh_weights, wanted_pieces
+from megatron.errors import CheckpointError, ConfigError
+from megatron.parallel.agreement import run_on_first
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.record import check_same_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer
+from megatron.train.restarts.identity import (
+    RunIdentity,
+    base_of,
+    base_text,
+    checkpoints_in,
+    identity_of,
+    is_same_base,
+    only_of_run,
+    read_identity,
+    write_identity,
+)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The checkpoint that a run continues from: its record and location. Its tensors are not verified yet.
+
+    Attributes:
+        folder_run_id: the run that the folder it was found in belongs to; empty if that does not matter.
+        secondary: the folder of copies that is looked at as well.
+    """
+
+    record: Record
+    found: Found
+    folder_run_id: str = ""
+    secondary: Path | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        config: what was asked for; where a fine-tuning continues, changed to a resume from its own folder.
+        saved: the checkpoint it continues from, or takes its weights from; None for a new run.
+        identity: which run it is.
+        is_restart: whether the run has been started before, be it that it saved nothing.
+    """
+
+    config: RunConfig
+    saved: SavedRun | None
+    identity: RunIdentity
+    is_restart: bool = False
+
+
+def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
+    """What the run continues from and which run it is, written into its --save folder; collective over the mesh.
+
+    Raises:
+        CheckpointError: as `find_saved_run`; the --save or --save-secondary folder belongs to another run.
+    """
+    copies = config.saving.save_secondary
+    secondary = None if copies is None else Path(copies)
+    saved = find_saved_run(config, mesh, None if config.loading.finetune else secondary)
+    if config.loading.finetune and saved is not None:
+        base = saved
+        own = run_on_first(mesh, lambda: _own_finetuning(config, base, secondary))
+        if own["continues"]:
+            config = dataclasses.replace(config, loading=_resuming_itself(config.loading, config.saving.save))
+            saved = find_saved_run(config, mesh, secondary)
+        identity = own["identity"]
+    else:
+        identity = run_on_first(mesh, lambda: _identity(config, saved).to_json())
+    settled = RunIdentity.from_json(identity) or RunIdentity()
+    if secondary is not None and not config.evaluation.eval_only:
+        run_on_first(mesh, lambda: _settle_secondary(secondary, settled, config))
+
+    def write() -> bool:
+        if config.saving.save is None:
+            return False
+        is_known = read_identity(Path(config.saving.save)) == settled
+        if not is_known:
+            write_identity(Path(config.saving.save), settled)
+        return is_known
+
+    return Start(config, saved, settled, not config.evaluation.eval_only and run_on_first(mesh, write))
+
+
+def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None = None) -> SavedRun | None:
+    """The checkpoint this run continues from, None for a new run; collective over the mesh.
+
+    Args:
+        secondary: a folder of copies; looked at as well unless --load names a single checkpoint.
+
+    Raises:
+        CheckpointError: `--load` holds no usable checkpoint although one is required, or `--save` holds another run's
+            checkpoints.
+    """
+    loading, saving = config.loading, config.saving
+    if loading.from_scratch:
+        return None
+    if loading.load is None:
+        if saving.save is not None:
+            run_on_first(mesh, lambda: _reject_foreign_save(str(saving.save)))
+        return None
+    source = _source(config, mesh)
+    if loading.load_step is not None or (source / MANIFEST_NAME).exists():
+        secondary = None
+    also = () if secondary is None else (secondary,)
+    folder_run_id = run_on_first(mesh, lambda: next(filter(None, map(_run_id_of_folder, (source, *also))), ""))
+    newest = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
+    if newest is not None:
+        if newest.path.parent == secondary and mesh.world.rank == 0:
+            log.warning(
+                f"continuing from the copy {newest.path}: --load {loading.load} holds no checkpoint that is newer"
+            )
+        return SavedRun(Record.from_json(newest.record, newest.path), newest, folder_run_id, secondary)
+    for flag, is_set in (("--eval-only", config.evaluation.eval_only), ("--finetune", loading.finetune)):
+        if is_set:
+            raise CheckpointError(
+                f"--load {loading.load} holds no checkpoint, and {flag} needs the weights of one. Give the folder of "
+                "an earlier run's checkpoints."
+            )
+    if loading.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"--load {loading.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an "
+            "earlier run."
+        )
+    if mesh.world.rank == 0:
+        _say_what_is_missing(config, Path(loading.load).absolute())
+    return None
+
+
+def _say_what_is_missing(config: RunConfig, folder: Path) -> None:
+    """Says that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
+    loading, saving = config.loading, config.saving
+    is_upstreams = config.report.log_style == UPSTREAMS_STYLE  # then scripts look for upstream's words
+    upstream = f" (Unable to find latest file at {folder / 'latest'})" if is_upstreams else ""
+    if saving.save is not None and Path(saving.save).absolute() == folder:
+        log.info(f"no checkpoint in {loading.load} yet: starting at iteration 0{upstream}")
+        return
+    there = next((parent for parent in folder.parents if parent.is_dir()), folder.parent)
+    state = "exists but holds no checkpoint" if folder.is_dir() else f"does not exist; the nearest that does is {there}"
+    log.warning(
+        f"--load {loading.load}: the folder {folder} {state}. The run starts at iteration 0{upstream}. If it was to "
+        "continue from a checkpoint, stop it and correct the path; --exit-on-missing-checkpoint makes this an error."
+    )
+
+
+def check_tokenizer(loading: LoadingConfig, record: Record, tokenizer: Tokenizer) -> None:
+    """Checks that the tokenizer is the one the checkpoint was trained with.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    check_same_tokenizer(f"the checkpoint in {loading.load} was trained", record.tokenizer, tokenizer, CheckpointError)
+
+
+def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> tuple[Record | None, Progress]:
+    """Loads weights and optimizer state of the newest checkpoint that verifies; collective over the mesh.
+
+    Returns:
+        the record of the loaded checkpoint (an older one if `saved` is damaged) and the progress at which training
+        starts; None and iteration 0 without a checkpoint.
+
+    Raises:
+        CheckpointError: it holds no optimizer state although that is required, does not fit, or has disappeared.
+    """
+    loading = config.loading
+    if saved is None:
+        return None, Progress()
+    with_optimizer = loading.takes_optimizer_state
+    if with_optimizer and not saved.record.has_optimizer_state:
+        raise CheckpointError(
+            f"the checkpoint in {loading.load} was saved with --no-save-optim and holds no optimizer state. Resume "
+            "with --no-load-optim (the moments start from zero) or with --finetune."
+        )
+    source = _source(config, engine.mesh)
+    loaded = load_newest(
+        source,
+        lambda: wanted_pieces(engine, with_optimizer=with_optimizer),
+        engine.mesh,
+        known=saved.found,
+        check=only_of_run(saved.folder_run_id, source),
+        also=() if saved.secondary is None else (saved.secondary,),
+    )
+    if loaded is None:
+        raise CheckpointError(f"the checkpoint in {loading.load} disappeared while it was being loaded. Start again.")
+    record = Record.from_json(loaded.record, loaded.path)
+    refresh_weights(engine, record.optimizer_updates if with_optimizer else None)
+    if with_optimizer:
+        engine.restore_loss_scale(record.loss_scale)
+    if loading.finetune:
+        what = "weights and optimizer state" if with_optimizer else "weights"
+        log.info(f"finetuning the {what} of {loaded.path} from iteration 0")
+        return record, Progress()
+    progress = record.progress
+    log.info(
+        f"resumed {loaded.path}: iteration {progress.step}, {progress.consumed_samples} samples, "
+        f"{progress.consumed_tokens} tokens consumed"
+    )
+    return record, progress
+
+
+def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
+    """Warns that a resumed run has nothing left to train."""
+    if is_done(optim, progress.step, progress.consumed_samples, (), progress.consumed_tokens):
+        log.shared_warning(
+            f"the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
+            f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters, "
+            f"--train-samples or --train-tokens to continue."
+        )
+
+
+def _source(config: RunConfig, mesh: ParallelMesh) -> Path:
+    """The folder to look for checkpoints in: the --load folder, or one step in it; collective over the mesh.
+
+    Raises:
+        CheckpointError: there is no checkpoint of the step, or --save holds later ones, from which the next run would
+            continue.
+    """
+    loading, saving = config.loading, config.saving
+    directory, step = Path(str(loading.load)), loading.load_step
+    if step is None:
+        return directory
+
+    def chosen() -> str:
+        folder = folder_of_step(directory, step)
+        later = [candidate.step for candidate in find(Path(saving.save))] if saving.save else []
+        if later and later[0] > step:
+            raise CheckpointError(
+                f"--ckpt-step {step} is older than the checkpoint of step {later[0]} in --save {saving.save}, which "
+                "the next run would continue from. Save to another folder."
+            )
+        return str(folder)
+
+    return Path(run_on_first(mesh, chosen))
+
+
+def _run_id_of_folder(source: Path) -> str:
+    """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, which is meant."""
+    identity = None if (source / MANIFEST_NAME).exists() else identity_of(source)
+    return "" if identity is None else identity.run_id
+
+
+def _settle_secondary(folder: Path, own: RunIdentity, config: RunConfig) -> None:
+    """Marks the folder of copies as this run's.
+
+    Raises:
+        ConfigError: it is the --save folder.
+        CheckpointError: it holds checkpoints of another run.
+    """
+    saving = config.saving
+    if saving.save is not None and os.path.realpath(folder) == os.path.realpath(saving.save):
+        raise ConfigError(
+            f"--save-secondary {folder} is the folder of --save {saving.save}, so there would be no second copy. Give "
+            "another folder, best on another disk."
+        )
+    candidates, held = checkpoints_in(folder), identity_of(folder)
+    if candidates and held is not None and held.run_id != own.run_id and not config.loading.from_scratch:
+        raise CheckpointError(
+            f"--save-secondary {folder} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and this "
+            f"is {own}: their steps would be mixed in one folder. Give --save-secondary another folder."
+        )
+    if read_identity(folder) != own:
+        write_identity(folder, own)
+
+
+def _identity(config: RunConfig, saved: SavedRun | None) -> RunIdentity:
+    """The identity of a run that begins anew or continues from `saved`.
+
+    Raises:
+        CheckpointError: --save holds the checkpoints of another run.
+    """
+    loading, saving = config.loading, config.saving
+    save = None if saving.save is None else Path(saving.save)
+    if saved is None:
+        # A run that has not saved yet is still the same one: its earlier starts count.
+        held = None if save is None or loading.from_scratch else read_identity(save)
+        if save is not None and loading.load is not None and not loading.from_scratch:
+            _reject_foreign_save(str(save), f"--load {loading.load} holds none")
+        return RunIdentity.new() if held is None or held.finetuned_from else held
+    record = saved.record
+    if save is None or config.evaluation.eval_only:
+        return RunIdentity(record.run_id, record.finetuned_from) if record.run_id else RunIdentity.new()
+    candidates, held = checkpoints_in(save), identity_of(save)
+    if held is not None and candidates and record.run_id and record.run_id != held.run_id:
+        own = RunIdentity(record.run_id, record.finetuned_from)
+        raise CheckpointError(
+            f"--save {save} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and --load "
+            f"{loading.load} continues {own}: their steps would be mixed in one folder. Give --save another folder."
+        )
+    if record.run_id:
+        return RunIdentity(record.run_id, record.finetuned_from)
+    return held or RunIdentity.new()
+
+
+def _own_finetuning(config: RunConfig, base: SavedRun, secondary: Path | None) -> dict[str, Any]:
+    """The identity of a fine-tuning of `base`, and whether --save or else --save-secondary holds its own progress, as
+    JSON.
+
+    Raises:
+        CheckpointError: --save is the folder of the base, or holds checkpoints of something else.
+    """
+    loading, saving = config.loading, config.saving
+    taken = base_of(base.record, base.found.manifest or read_manifest(base.found.path))
+    if saving.save is None or config.evaluation.eval_only:
+        return {"identity": RunIdentity.new(taken).to_json(), "continues": False}
+    save = Path(saving.save)
+    if any(os.path.realpath(save) == os.path.realpath(place) for place in (str(loading.load), base.found.path.parent)):
+        raise CheckpointError(
+            f"--finetune with --load {loading.load} and --save {save}: the steps of the fine-tuning would be mixed "
+            "with the steps of the run it begins with. Give --save another folder; to continue the run itself, drop "
+            "--finetune."
+        )
+    of_any_step = loading.load_step is None and base.found.path != Path(str(loading.load))
+
+    def is_own(held: RunIdentity | None) -> bool:
+        return held is not None and is_same_base(held.finetuned_from, taken, at_any_step=of_any_step)
+
+    candidates, held = checkpoints_in(save), identity_of(save)
+    if candidates and not is_own(held):
+        raise CheckpointError(
+            f"--save {save} holds checkpoints of {held or RunIdentity()} (newest: iteration {candidates[0].step}), and "
+            f"this is a fine-tuning of {base_text(taken)} (--load {loading.load}): their steps would be mixed in one "
+            f"folder. Give --save another folder, or continue what is there with --load {save} and without --finetune."
+        )
+    if not candidates and secondary is not None:  # the --save folder may be lost
+        copied = identity_of(secondary)
+        if is_own(copied):
+            candidates, held = checkpoints_in(secondary), copied
+    if held is None or not is_own(held):
+        held = RunIdentity.new(taken)
+    return {"identity": held.to_json(), "continues": bool(candidates)}
+
+
+def _resuming_itself(loading: LoadingConfig, save: str | None) -> LoadingConfig:
+    """The flags with which a fine-tuning that has saved before resumes; flags that named the base do not apply."""
+    log.info(f"this fine-tuning has saved before (--save {save}) and continues from there")
+    switches = dict.fromkeys(("finetune", "reset_iteration", "no_load_optim"), False)
+    changes: Mapping[str, Any] = {**switches, "ckpt_step": None, "load_tag": None}
+    return dataclasses.replace(loading, load=save, **changes)
+
+
+def _reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
+    candidates = find(Path(directory))
+    if candidates:
+        raise CheckpointError(
+            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and {reason}. Add "
+            f"--load {directory} to continue from there, --from-scratch to overwrite them, or choose another folder."
+        )

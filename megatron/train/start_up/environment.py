@@ -1,0 +1,146 @@
+"""What a run is built in: the ranks, connected and watched, and the folder that nobody else may write to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import __version__, device, log
+from megatron.checkpoint import CheckpointLock
+from megatron.checkpoint.publish import sweep_at_start
+from megatron.config import Machine, ReportConfig, RunConfig, RunRequest, TokenizerFacts, resolve
+from megatron.data.build import token_file_prefixes
+from megatron.data.formats.sidecar import check_tokenizer_fits
+from megatron.errors import PeerLostError
+from megatron.observe.profiling.step_profiler import check_profile_ranks
+from megatron.observe.report import check_packages
+from megatron.observe.run_names import with_run_name
+from megatron.parallel.agreement import run_on_first
+from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
+from megatron.parallel.kernels import agreed_kernels
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import is_lost_peer
+from megatron.parallel.watch.limits import WatchLimits
+from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.train.restarts.freezing import check_patterns
+from megatron.train.restarts.history import RestartHistory
+from megatron.train.run_data import show_notices, with_epochs
+from megatron.train.signals import StopSignals
+from megatron.train.stop import StopRules
+from megatron.train.watchdog import Watch
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """What a run is built in.
+
+    Attributes:
+        config: resolved, with the name of the run.
+        lock: on the --save folder; None without one.
+        rules: when the run ends.
+        history: of the starts of the run; not open yet.
+    """
+
+    config: RunConfig
+    mesh: ParallelMesh
+    tokenizer: Tokenizer
+    lock: CheckpointLock | None
+    rules: StopRules
+    history: RestartHistory
+    watch: Watch
+
+    def explaining_failures(self) -> contextlib.AbstractContextManager[None]:
+        """Explains, records and shows an error that leaves the block, and tells the other ranks: all that before what
+        encloses the block is closed, which may wait for them.
+        """
+        return _explaining_failures(self.history)
+
+
+@contextlib.contextmanager
+def open_environment(request: RunRequest, signals: StopSignals | None = None) -> Iterator[RunEnvironment]:
+    """Resolves the flags, connects the ranks and locks the folder; whatever ends the run in between is recorded.
+
+    Args:
+        signals: where stop signals are noted, if the caller has installed that; else it is done here.
+
+    Raises:
+        MegatronError: anything that is wrong with the flags, the machine, the tokenizer or the folder.
+    """
+    started_at = time.monotonic()
+    log.make_optional()
+    _set_log_level(request.report)
+    tokenizer = build_tokenizer(request.data)
+    world_size = count_ranks(request.parallel)
+    machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
+    config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
+    check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
+    check_patterns(config.finetuning, config.model)
+    history = RestartHistory()
+    with contextlib.ExitStack() as closing, _explaining_failures(history):
+        if signals is None:
+            signals = StopSignals()
+            if config.stopping.exit_on_signal:
+                closing.enter_context(signals.installed())
+        watch = closing.enter_context(Watch())
+        mesh = open_mesh(config.parallel)
+        closing.callback(close_mesh, mesh)
+        watch.open(mesh, rendezvous(), _time_limits(config))
+        mesh = dataclasses.replace(mesh, kernels=agreed_kernels(config.requested_kernels, mesh))
+        mesh = mesh if mesh.world.size == 1 else mesh.timed_by(device.Stopwatch())
+        check_profile_ranks(config.watching, mesh.world.size)
+        run_on_first(mesh, lambda: check_packages(config.report))
+        config = dataclasses.replace(with_epochs(config, mesh, tokenizer), **_named_sections(config, mesh))
+        show_notices(config.notices, mesh)
+        save = None if config.saving.save is None else Path(config.saving.save)
+        watch.report_folder = save
+        lock = closing.enter_context(CheckpointLock(save, mesh)) if save else None
+        if save is not None:
+            sweep_at_start(save, mesh)
+        rules = StopRules(config.stopping, signals, started_at=started_at, watches_file=mesh.world.rank == 0)
+        yield RunEnvironment(config, mesh, tokenizer, lock, rules, history, watch)
+
+
+@contextlib.contextmanager
+def _explaining_failures(history: RestartHistory) -> Iterator[None]:
+    with log.showing_failures(), history.recording(), _explain_lost_peers():
+        yield
+
+
+@contextlib.contextmanager
+def _explain_lost_peers() -> Iterator[None]:
+    """Replaces the traceback that a dead rank causes on other ranks by a one-sentence error."""
+    try:
+        yield
+    except RuntimeError as failure:
+        if not is_lost_peer(failure):
+            raise
+        # gloo puts the place in its source code first, and advice about bugs after the first sentence
+        reason = re.sub(r"^\[[^\]]*\]\s*", "", str(failure).strip().splitlines()[0]).partition(". ")[0]
+        raise PeerLostError(
+            f"another rank of this run ended or stopped answering, so this one cannot continue ({reason}). See that "
+            f"rank's own message for the cause; saved checkpoints are intact: run the same command again."
+        ) from failure
+
+
+def _time_limits(config: RunConfig) -> WatchLimits:
+    """When a run hangs. Start-up, with its indices to build, may take as long as a collective may."""
+    hang_seconds = config.safety.hang_timeout_seconds
+    return WatchLimits(hang_seconds, max(hang_seconds, 60.0 * config.parallel.distributed_timeout_minutes))
+
+
+def _named_sections(config: RunConfig, mesh: ParallelMesh) -> dict[str, Any]:
+    """The sections whose folders may have a new run's name in them, with that name; collective over the mesh."""
+    names = ("loading", "saving", "evaluation", "stopping", "report")
+    return with_run_name({name: getattr(config, name) for name in names}, config.report.run_dir, mesh)
+
+
+def _set_log_level(report: ReportConfig) -> None:
+    if report.log_level:
+        log.set_level(report.log_level)
+    log.debug(f"megatron {__version__}")

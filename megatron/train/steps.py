@@ -1,0 +1,169 @@
+"""The steps of a run: trained, reported in order, and ended if their numbers can no longer be trusted."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from megatron import log
+from megatron.checkpoint.record import Progress
+from megatron.config.schedule import learning_rate, weight_decay
+from megatron.device import Elapsed, peak_memory_bytes
+from megatron.engine.deepspeed_setup import TRANSFER
+from megatron.engine.totals import StepResult
+from megatron.errors import DataError, NumericsError
+from megatron.observe.metrics import Waits
+from megatron.train.run import Run
+
+EMPTY_ADVICE = (
+    "See what the samples hold (tools/sample_idxs_to_text.py), and which labels --loss-on-targets-only and "
+    "--eod-mask-loss leave of them."
+)
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A trained step; its metrics may still be on the device.
+
+    Attributes:
+        progress: after the step.
+        learning_rate: the learning rate that was used.
+        seconds: wall time of the step.
+        data_seconds: of these, until its batch was read.
+        messages: what its messages took; None with one rank, which sends none.
+    """
+
+    progress: Progress
+    result: StepResult
+    learning_rate: float
+    seconds: float
+    data_seconds: float
+    messages: Elapsed | None
+
+
+def train_step(run: Run) -> TrainedStep:
+    """Trains on the next global batch; the progress of the run is left to the caller."""
+    started_at = time.monotonic()
+    optim, before, length, stopwatch = run.config.optim, run.progress, run.next_length, run.mesh.stopwatch
+    rate = learning_rate(optim, before.consumed_samples, before.consumed_tokens)
+    decay = weight_decay(optim, before.consumed_samples, before.consumed_tokens)
+    log.doing(f"step {before.step + 1} of {optim.train_iters}")
+    batches = run.train_batches()
+    data_seconds = time.monotonic() - started_at
+    if stopwatch is not None:
+        stopwatch.start()
+    run.engine.expect_length(length)
+    result = run.engine.train_batch(batches, rate, decay)
+    progress = before.after(result.sample_count, result.sample_count * length, result.skipped, result.bad_in_a_row > 0)
+    seconds = time.monotonic() - started_at
+    messages = None if stopwatch is None else stopwatch.take()
+    return TrainedStep(progress, result, rate, seconds, data_seconds, messages)
+
+
+class StepReports:
+    """Reports and checks the trained steps of a run, in order.
+
+    Args:
+        in_flight: number of steps whose metrics may still be pending while the next step is trained: one on a GPU, so
+            that the host does not wait for the device, and none on a CPU, where it would not help.
+    """
+
+    def __init__(self, run: Run, in_flight: int) -> None:
+        self._run = run
+        self._in_flight = in_flight
+        self._trained: deque[TrainedStep] = deque()
+        self._reported = 0
+        self._empty = 0
+
+    def add(self, step: TrainedStep) -> None:
+        """Takes a step, and reports those before it whose metrics have arrived.
+
+        Raises:
+            NumericsError: as `flush`.
+        """
+        self._trained.append(step)
+        self._report(self._in_flight)
+
+    def flush(self) -> None:
+        """Reports all steps.
+
+        Raises:
+            NumericsError: more than --max-bad-steps consecutive steps were not applied.
+        """
+        self._report(0)
+
+    def check_trained(self) -> None:
+        """Checks, at the end of a run, that its weights were updated if no token counted in any step of this start.
+
+        Raises:
+            DataError: they were not.
+        """
+        if self._reported and self._empty == self._reported and self._run.engine.update_count == 0:
+            raise DataError(
+                f"nothing was trained: in none of the {self._empty} steps does a token count in the loss. "
+                f"{EMPTY_ADVICE}"
+            )
+
+    def _report(self, keep: int) -> None:
+        run = self._run
+        while len(self._trained) > keep:
+            step = self._trained.popleft()
+            waits = _waits_of(step, has_stages=run.mesh.pp.size > 1)
+            run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits)
+            check_numbers(run, step.progress, step.result)
+            self._count(step.progress, step.result)
+
+    def _count(self, progress: Progress, result: StepResult) -> None:
+        """Counts the steps, and the steps of which no token counts in the loss; warns of the first of the latter."""
+        self._reported += 1
+        if result.loss is not None:
+            return
+        self._empty += 1
+        if self._empty == 1 and self._run.mesh.control.rank == 0:
+            first, last = progress.consumed_samples - result.sample_count, progress.consumed_samples - 1
+            log.warning(
+                f"iteration {progress.step} has no loss and changed no weight: none of the tokens of its batch "
+                f"(samples {first} to {last}) counts. Further such steps are only counted. {EMPTY_ADVICE}"
+            )
+
+
+def check_numbers(run: Run, progress: Progress, step: StepResult) -> None:
+    """Warns of a step whose update was not applied because of its loss or gradient, and ends the run if there were too
+    many in a row.
+
+    Args:
+        progress: after the step.
+
+    Raises:
+        NumericsError: more than --max-bad-steps consecutive steps were not applied.
+    """
+    if step.bad_in_a_row == 0:
+        return
+    safety = run.config.safety
+    wrong = f"iteration {progress.step}: loss {step.loss}, gradient norm {step.gradient_norm}"
+    if step.is_spike:
+        wrong += f", more than {safety.skip_spikes:g} standard deviations above the recent mean (--skip-spikes)"
+    first = progress.consumed_samples - step.sample_count
+    wrong += f". The update was not applied (samples {first} to {progress.consumed_samples - 1})"
+    if step.bad_in_a_row <= safety.max_bad_steps:
+        if run.mesh.control.rank == 0:
+            log.warning(f"{wrong}; {step.bad_in_a_row} of at most {safety.max_bad_steps} consecutive such steps.")
+        return
+    raise NumericsError(
+        f"{wrong}, and --max-bad-steps {safety.max_bad_steps} allows no more such steps in a row. The last checkpoint "
+        "is intact. Resume from it with a higher --max-bad-steps if single batches are bad, else with a lower --lr, a "
+        "longer warm-up or --skip-train-iteration-range.",
+        step=progress.step,
+    )
+
+
+def _waits_of(step: TrainedStep, *, has_stages: bool) -> Waits:
+    """What a step waited for; its metrics have arrived, so nothing waits for a GPU any more."""
+    messages = step.messages
+    return Waits(
+        data_seconds=step.data_seconds,
+        communication_seconds=None if messages is None else messages.seconds(),
+        transfer_seconds=messages.seconds(TRANSFER) if messages is not None and has_stages else None,
+        memory_bytes=peak_memory_bytes(),
+    )

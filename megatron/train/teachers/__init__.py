@@ -1,1 +1,0 @@
-"""The networks that a run learns from beside its data."""

@@ -1,0 +1,132 @@
+"""The page of GPU measurements: its parts run on a CPU with tiny sizes, and its records become tables."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import programs, trace, wheels
+from benchmarks.gpu.context import TINY, Context
+from benchmarks.gpu.machine import describe, peak_of
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.records import RESULTS, Recorder, Target, page, read_records
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.trace import Span
+from megatron.errors import ConfigError
+
+# What needs neither a process of its own nor the compiled operations, with which tests/kernels runs more.
+TINY_PARTS = ("build", "ops", "llama1b-4096", "345m-fp16", "zero", "sanitizer")
+
+
+def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
+    monkeypatch.setenv("PATH", "")  # without compute-sanitizer and nvcc, wherever this runs
+    for name in TINY_PARTS:
+        PARTS[name].run(Context(name, tmp_path, torch.device("cpu"), TINY, seconds=100, scratch=tmp_path / "scratch"))
+    records = read_records([tmp_path / RESULTS])
+    assert {record["part"] for record in records} == set(TINY_PARTS)
+    assert not [record for record in records if record["figure"] == "failed"]
+    rates = {record["details"]["of"] for record in records if record["figure"] == "tokens per second"}
+    assert rates >= {"ours", "plain PyTorch, torch.compile"}
+    figures = {(record["part"], record["figure"]): record for record in records}
+    assert figures["345m-fp16", "steps"]["value"] == 2
+    assert figures["ops", "not measured"]["text"].startswith("no library of compiled operations")
+    assert figures["sanitizer", "not run"]["text"] == "compute-sanitizer is not installed"
+    text = "\n".join(page(records))
+    assert "### llama1b-4096" in text and "targets met." in text
+    assert "| ours in times of the best of the others |" in text
+
+
+def test_parts_follow_each_other_until_the_time_is_up(tmp_path: Path) -> None:
+    begun = []
+
+    def run(name: str, seconds: float) -> int:
+        begun.append((name, seconds))
+        return 7 if name == "124m" else 0
+
+    flags = program.PageFlags(output=str(tmp_path), minutes=1.0)
+    program.run_parts(flags, ["head", "124m", "sanitizer", "zero"], run)
+    assert [name for name, _ in begun] == ["head", "124m"]
+    assert all(0 < seconds <= 60 for _, seconds in begun)
+    records = read_records([tmp_path / RESULTS])
+    assert "exit status 7; see 124m.log" in [record.get("text") for record in records]
+    assert records[-1]["text"] == "time was up; go on with --parts sanitizer,zero"
+    assert program.chosen_parts("zero, ops") == ["ops", "zero"] and program.chosen_parts("all") == list(PARTS)
+    with pytest.raises(ConfigError, match="there is no part warp, bends. Use build, tests"):
+        program.chosen_parts("warp,ops,bends")
+
+
+def test_a_part_is_a_process_whose_end_is_known(tmp_path: Path) -> None:
+    words = ["--parts", "build", "--scale", "tiny", "--device", "cpu", "--output", str(tmp_path), "--commit", "abc"]
+    assert program.main(words) == 0
+    records = read_records([tmp_path / RESULTS])
+    assert {"part": "machine", "figure": "commit", "text": "abc", "details": {}} in records
+    assert [record["figure"] for record in records if record["part"] == "build"] == ["not built", "time of the part"]
+    assert "commit abc" in (tmp_path / "results.md").read_text("utf-8")
+
+
+def test_records_become_a_table_with_verdicts(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "head")
+    recorder.figure("time", 1.234567, "ms", target=Target(at_most=1.5), of="a | b")
+    recorder.figure("share", 0.5, "", target=Target(at_least=0.85))
+    recorder.note("not measured", "out of time")
+    with (tmp_path / RESULTS).open("a") as file:
+        file.write('{"part": "head", "fig')  # killed while it wrote
+    lines = list(page(read_records([tmp_path / RESULTS])))
+    assert "| a \\| b | time | 1.2346 ms | ≤ 1.5 | met |" in lines
+    assert "|  | share | 0.5 | ≥ 0.85 | missed |" in lines
+    assert lines[-1] == "1 of 2 targets met."
+    assert json.loads((tmp_path / RESULTS).read_text().splitlines()[1])["met"] is False
+
+
+def test_peaks_shapes_and_the_machine() -> None:
+    peak = peak_of("NVIDIA H200")
+    assert peak is not None and peak.bf16_teraflops == 989.4 and peak.terabytes_per_second == 4.8
+    assert peak_of("NVIDIA H100 PCIe") != peak_of("NVIDIA H100 80GB HBM3") and peak_of("Abacus") is None
+    billions = {name: shape.multiplied_parameters() / 1e9 for name, shape in SHAPES.items()}
+    assert billions == pytest.approx({"124m": 0.1236, "355m": 0.3535, "1.3b": 1.311, "llama1b": 1.034}, rel=1e-3)
+    assert SHAPES["124m"].flops_per_token(1024) == pytest.approx(6 * 0.1236e9 + 12 * 12 * 768 * 1024, rel=1e-3)
+    found = describe(torch.device("cpu"))
+    assert found["device"] == "CPU" and found["torch"] == torch.__version__
+
+
+def test_words_of_programs_are_understood(tmp_path: Path) -> None:
+    assert programs.test_counts("= 2 failed, 31 passed, 4 skipped, 1 error in 3.2s =") == {
+        **{"passed": 31, "failed": 2},
+        **{"skipped": 4, "error": 1},
+    }
+    assert programs.test_counts("Segmentation fault")["error"] == 1
+    files = programs.files_of_gpu_tests(programs.ROOT / "tests")
+    assert "tests/seeds/test_001_9.py" in files and "tests/test_errors.py" not in files
+    context = Context("tests", tmp_path, torch.device("cpu"), TINY, seconds=100)
+    done = programs.run(context, "-c", "print('one passed'); raise SystemExit(3)")
+    assert done.returncode == 3 and "one passed" in (tmp_path / "tests.log").read_text()
+    began_at = time.monotonic()
+    programs.run(context, "-c", "import time; print('begun', flush=True); time.sleep(60)", seconds=0.5)
+    assert time.monotonic() - began_at < 30
+    assert read_records([tmp_path / RESULTS])[-1]["figure"] == "stopped"
+
+
+def test_gaps_and_kernels_of_a_trace() -> None:
+    spans = [Span("a", 0, 10), Span("b", 5, 12), Span("a", 20, 30), Span("c", 22, 25)]
+    assert trace.busy_and_gaps(spans) == (22.0, [8])
+    assert trace.largest(spans)[0] == ("a", (20.0, 2))
+
+
+def test_wheels_are_named_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wheels.pinned("torch").startswith("torch==")
+    with pytest.raises(ConfigError, match="no-such-package is not installed here"):
+        wheels.pinned("no-such-package")
+    download, build = wheels.commands(tmp_path, "3.12", ["hjson==3"], "deepspeed==0.19")
+    assert "--no-deps" in download and "3.12" in download and download[-1] == "hjson==3"
+    assert "wheel" in build and build[-1] == "deepspeed==0.19"
+    (tmp_path / "a.whl").write_bytes(b"1234")
+    wheels.check_size(tmp_path)
+    monkeypatch.setattr(wheels, "MAXIMUM_BYTES", 3)
+    with pytest.raises(ConfigError, match="Remove what the machine has"):
+        wheels.check_size(tmp_path)

@@ -1,0 +1,231 @@
+"""What nobody vouches for is bounded, well-formed and finite before anything is made of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megatron.checkpoint import checks
+from megatron.checkpoint.checks import (
+    LARGEST_BYTES,
+    HeaderEntry,
+    check_extent,
+    first_not_finite,
+    header_problem,
+    longest_header_bytes,
+    parse_bounded,
+)
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
+from tests.checkpoint.saved_state import save_state
+
+MOST_RECORD_VALUES = 2**20
+
+
+def test_what_json_writes_is_read() -> None:
+    value = {"a": [1, -2.5, 1e-300, True, None, '"{[\\', "é\n\x1b", "0" * 64, {}, []], "b": {"c": [[2**62]]}}
+    assert parse_bounded(json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b'"\xc3\xa9"', "has bytes that are not ASCII"),
+        (b'{"a": 1, "a": 2}', "a name appears twice in one object"),
+        (b"[NaN]", "NaN is not JSON"),
+        (b"[-Infinity]", "-Infinity is not JSON"),
+        (b"[1e999]", "the number 1e999 is too large"),
+        (b"[" + b"9" * 5000 + b"]", "99999999999999999999... is not a whole number in range"),
+        (b"[" * 65 + b"]" * 65, "nested 65 levels deep or deeper; 64 are allowed"),
+        (b"[" * 900_000, r"nested \d+ levels deep"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, r"nested \d+ levels deep"),
+        (b"[1,", "Expecting value"),
+        (b'"open', "Unterminated string"),
+        (b"", "Expecting value"),
+    ],
+)
+def test_what_this_program_never_writes_is_refused(text: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_bounded(text)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b"[]",
+        b"{}",
+        b'{"a":1}',
+        b"1",
+        b"1.5",
+        b'"ab"',
+        b'"' + b"0" * 64 + b'"',
+        b'"\\ud83d\\ude00' + b"a" * 60000 + b'"',
+    ],
+    ids=["lists", "objects", "entries", "numbers", "fractions", "texts", "digests", "letters"],
+)
+def test_the_estimate_covers_what_the_objects_take(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is accepted takes no more than the bound says, and what is refused is refused before it is parsed."""
+    monkeypatch.setattr(checks, "LARGEST_BYTES", 2**23)
+    count, taken = 1, 0
+    while True:
+        text = b"[" + b",".join([piece] * count) + b"]"
+        tracemalloc.start()
+        try:
+            assert len(parse_bounded(text)) == count
+        except ValueError as failure:
+            refused = str(failure)
+            break
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        taken, count = peak, count + count // 2 + 1
+    assert "would take about" in refused and "more than the 8388608 that are allowed" in refused
+    assert 2**23 / 5 < taken < 1.1 * 2**23
+    assert peak < 3 * len(text) + 2**22
+
+
+def test_a_caller_may_know_a_reason_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "LARGEST_BYTES", 2**23)
+    text = b"[" + b",".join([b"[]"] * 200_000) + b"]"
+    with pytest.raises(ValueError, match="would take about"):
+        parse_bounded(text)
+    assert len(parse_bounded(text, lambda: LARGEST_BYTES)) == 200_000
+
+
+def test_texts_do_not_count_as_structure() -> None:
+    names = ["[" * 70, "{[,", '"', "\\", "1" * 30, "\\\\" + '"[']
+    assert parse_bounded(json.dumps(names).encode()) == names
+
+
+def test_the_extent_of_a_record_is_bounded() -> None:
+    check_extent({"a": [1] * 1000, "b": {"c": "x" * 1000}})
+    wide: Any = [0] * MOST_RECORD_VALUES
+    for value in (wide, {"a": {str(number): 0 for number in range(MOST_RECORD_VALUES // 2 + 1)}}, "x" * (2**24 + 1)):
+        with pytest.raises(ValueError, match=r"more than \d+ values or \d+ letters, which no run needs"):
+            check_extent(value)
+
+
+def test_any_bytes_are_parsed_or_refused() -> None:
+    draw = random.Random(0)
+    text = json.dumps({"a": [1, 2.5, "x\\", {"b": None}], "c": "é"}).encode()
+    for _ in range(3000):
+        changed = bytearray(text)
+        for _ in range(draw.randint(1, 3)):
+            changed[draw.randrange(len(changed))] = draw.choice(b'[]{},:"\\019eE.-nu \x00\xff')
+        try:
+            value = parse_bounded(changed)
+        except ValueError:
+            continue
+        assert value == json.loads(changed)
+
+
+Header = dict[str, Any]
+
+
+def header_of(path: Path) -> Header:
+    content = path.read_bytes()
+    return dict(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]))
+
+
+def expected_of(folder: Path) -> dict[str, HeaderEntry]:
+    return {
+        piece_name(piece.key): HeaderEntry(piece.dtype, piece.key.numel, piece.begin_bytes, piece.end_bytes)
+        for piece in read_manifest(folder).pieces
+    }
+
+
+def changed(header: Header, change: Callable[[Header], object], size: int) -> bytes:
+    change(header)
+    return json.dumps(header, separators=(",", ":")).encode().ljust(size)
+
+
+def first(header: Header) -> str:
+    return next(name for name in header if name != "__metadata__")
+
+
+def rename(header: Header) -> None:
+    header["other"] = header.pop(first(header))
+
+
+CHANGES: list[tuple[Callable[[Header], object], str]] = [
+    (lambda header: header.pop(first(header)), r"its header lists \d+ pieces, and the manifest has \d+ in it"),
+    (lambda header: header.update(more=header[first(header)]), r"its header lists \d+ pieces"),
+    (rename, r"its header says otherwise than the manifest of piece .*\|"),
+    (lambda header: header[first(header)].update(dtype="F16"), "its header says otherwise"),
+    (lambda header: header[first(header)].update(shape=[2**63]), "its header says otherwise"),
+    (lambda header: header[first(header)].update(data_offsets=[-4, 0]), "its header says otherwise"),
+    (lambda header: header.update({first(header): []}), "its header says otherwise"),
+]
+
+
+def test_the_header_of_a_save_agrees_and_other_programs_read_the_file(tmp_path: Path) -> None:
+    folder = save_state(tmp_path)
+    expected = expected_of(folder)
+    path = folder / "pieces_00000.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    assert header_problem(content[8 : 8 + size], expected) is None
+    assert size < longest_header_bytes(expected)
+    with safe_open(path, "pt") as file:
+        assert len(file.keys()) == len(expected)
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=range(len(CHANGES)))
+def test_a_header_that_differs_is_described(tmp_path: Path, change: Callable[[Header], object], said: str) -> None:
+    folder = save_state(tmp_path)
+    path = folder / "pieces_00000.safetensors"
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    problem = header_problem(changed(header_of(path), change, size), expected_of(folder))
+    assert problem is not None
+    with pytest.raises(ValueError, match=said):
+        raise ValueError(problem)
+
+
+def test_a_header_that_is_no_object_is_described() -> None:
+    assert "its header is not an object" in str(header_problem(b"[]", {}))
+    assert "not that of a safetensors file: Expecting value" in str(header_problem(b"", {}))
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def content(values: torch.Tensor) -> memoryview:
+    return values.view(torch.uint8).numpy().data
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_the_first_is_found_wherever_it_is(dtype: str, value: float) -> None:
+    for place in (0, 1, 131_071, 131_072, 299_999):
+        values = torch.zeros(300_000, dtype=TORCH_TYPES[dtype])
+        values[place:] = value
+        assert first_not_finite(content(values), dtype) == place
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_finite_values_of_every_size_pass(dtype: str) -> None:
+    limits = torch.finfo(TORCH_TYPES[dtype])
+    values = torch.tensor(
+        [0.0, -0.0, limits.max, limits.min, limits.tiny, limits.smallest_normal / 2], dtype=TORCH_TYPES[dtype]
+    )
+    assert values.isfinite().all()
+    assert first_not_finite(content(values), dtype) is None
+
+
+def test_whole_numbers_and_nothing_are_finite() -> None:
+    assert first_not_finite(content(torch.full((9,), -1, dtype=torch.int64)), "I64") is None
+    assert first_not_finite(memoryview(b""), "F32") is None
+
+
+def test_bytes_at_any_place_are_read() -> None:
+    held = bytearray(3) + torch.tensor([1.0, math.inf]).numpy().tobytes()
+    assert first_not_finite(memoryview(held)[3:], "F32") == 1

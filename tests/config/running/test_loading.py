@@ -1,0 +1,35 @@
+"""Which checkpoint a run starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config import LoadingConfig
+from megatron.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [
+        ({}, None),
+        ({"ckpt_step": 0}, 0),
+        ({"load_tag": "global_step500"}, 500),
+        ({"load_tag": "iter_0000020"}, 20),
+        ({"load_tag": "iter_0000000", "ckpt_step": 0}, 0),
+    ],
+)
+def test_the_step_to_load(flags: dict[str, Any], step: int | None) -> None:
+    assert LoadingConfig(load="x", **flags).load_step == step
+
+
+def test_what_contradicts_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="--from-scratch and --finetune contradict each other"):
+        LoadingConfig(from_scratch=True, finetune=True)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket", "file:/tmp/run", "hdfs://node:8020/run"])
+def test_an_address_is_no_folder(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"--load {address} is an address, and a folder is needed"):
+        LoadingConfig(load=address)

@@ -1,0 +1,39 @@
+"""Second names of checkpoints, and what retention asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import SavingConfig
+from megatron.errors import ConfigError
+
+
+def test_a_second_name_has_the_step_and_may_have_the_epoch() -> None:
+    assert SavingConfig().link_name(2, 500) is None
+    assert SavingConfig(checkpoint_link="epoch{epoch}-step{step}").link_name(2, 500) == "epoch2-step500"
+    assert SavingConfig(checkpoint_link="step_{step}.ckpt").link_name(2, 500) == "step_500.ckpt"
+
+
+@pytest.mark.parametrize("name", ["epoch{epoch}", "iter_{step}", "../{step}", "a/{step}", "{step:d}", "{rank}-{step}"])
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"--checkpoint-link .* cannot be the name of every checkpoint") as failure:
+        SavingConfig(checkpoint_link=name)
+    assert name in str(failure.value)
+
+
+def test_nothing_is_kept_where_nothing_is_deleted() -> None:
+    with pytest.raises(ConfigError, match="--keep-every says which checkpoints are not deleted"):
+        SavingConfig(keep_every=5)
+
+
+def test_a_folder_needs_an_interval() -> None:
+    with pytest.raises(ConfigError, match="--save out needs --save-interval"):
+        SavingConfig(save="out")
+
+
+def test_an_address_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="--save s3://bucket/run is an address, and a folder is needed"):
+        SavingConfig(save="s3://bucket/run", save_interval=1)
+    with pytest.raises(ConfigError, match="--save-secondary s3://bucket/run is an address"):
+        SavingConfig(save_secondary="s3://bucket/run")
+    assert SavingConfig(save_secondary="C-drive/run:1").save_secondary == "C-drive/run:1"

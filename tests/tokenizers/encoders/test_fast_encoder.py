@@ -1,0 +1,92 @@
+"""The fast encoder: the same ids as the reference, or it is not used; its cache is bounded."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.tokenizers.encoders import fast_encoder as fast_module
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, fast_encoder, resident_bytes
+from megatron.tokenizers.tokenizer import build_tokenizer
+from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.tokenizers.references import reference_of
+
+
+def test_without_the_fast_library_the_ids_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = write_vocabulary(tmp_path)
+    fast = build_tokenizer(choice)
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    slow = build_tokenizer(choice)
+    assert (fast.library, slow.library) == ("gigatoken", "tokenizers")
+    for left, right in zip(fast.encode_batch(hard_documents()), slow.encode_batch(hard_documents()), strict=True):
+        assert left.tolist() == right.tolist() and left.dtype == right.dtype
+
+
+def test_a_disagreeing_fast_library_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = FastEncoder.encode_flat
+
+    def wrong(self: FastEncoder, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = honest(self, texts)
+        return (ids ^ 1 if len(ids) else ids), lengths
+
+    monkeypatch.setattr(FastEncoder, "encode_flat", wrong)
+    tokenizer = build_tokenizer(write_vocabulary(tmp_path))
+    assert tokenizer.library == "tokenizers"
+    assert "gigatoken gives other ids" in capsys.readouterr().err
+
+
+def test_the_cache_of_the_fast_library_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = reference_of(write_vocabulary(tmp_path))
+    encoder = FastEncoder(reference.to_str(), cache_bytes=8 << 20)
+    drawn = random.Random(1)
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    words = [" ".join("".join(drawn.choices(alphabet, k=9)) for _ in range(50_000)) for _ in range(12)]
+    expected = encoder.encode_flat(["end of it"])[0].tolist()
+    before = resident_bytes()
+    for text in words:
+        encoder.encode_flat([text])
+    after = resident_bytes()
+    assert before is not None and after is not None
+    assert after - before < 60 << 20  # 6 MB of distinct words would otherwise leave about 45 MB and keep growing
+    monkeypatch.setattr(fast_module, "_MEMORY_FILE", str(tmp_path / "none"))
+    assert resident_bytes() is None
+    encoder.encode_flat(words[:3])
+    assert encoder.encode_flat(["end of it"])[0].tolist() == expected
+
+
+def test_a_post_processor_that_does_more_is_left_to_the_reference(tmp_path: Path) -> None:
+    class Odd:
+        """A reference whose post-processor repeats the text."""
+
+        post_processor = "repeats"
+
+        def __init__(self) -> None:
+            self._inner = reference_of(write_vocabulary(tmp_path))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._inner, name)
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> object:
+            return self._inner.encode(text + text if add_special_tokens and len(text) > 1 else text)
+
+    encoder, reason = fast_encoder(Odd())
+    assert encoder is None and "does more than add fixed tokens" in reason
+
+
+@pytest.mark.parametrize("count", [1, 20_000])
+def test_many_short_texts_in_one_call_get_the_ids_of_one_call_each(tmp_path: Path, count: int) -> None:
+    texts = [text[:50] for text in hard_documents(300)] * (count // 300) + ["one more"]
+    tokenizer = build_tokenizer(write_vocabulary(tmp_path))
+    encoder = tokenizer._fast
+    assert isinstance(encoder, FastEncoder)
+    ids, lengths = encoder.encode_flat(texts)
+    other_ids, other_lengths = encoder._encode_each(texts)
+    np.testing.assert_array_equal(ids, other_ids)
+    np.testing.assert_array_equal(lengths, other_lengths)
+    assert (ids.dtype, lengths.dtype) == (np.uint32, np.int64)

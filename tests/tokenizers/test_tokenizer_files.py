@@ -1,0 +1,50 @@
+"""Tokenizer files that cannot be read."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizers import tokenizer_files
+from megatron.tokenizers.tokenizer import build_tokenizer
+from megatron.tokenizers.tokenizer_files import check_tokenizer_file
+from tests.helpers.vocabulary import write_vocabulary
+
+
+def test_a_vocabulary_that_is_not_utf8(tmp_path: Path) -> None:
+    choice = write_vocabulary(tmp_path)
+    Path(choice.vocab_file or "").write_bytes(b'{"\xff": 1}')
+    with pytest.raises(DataError, match="demo-vocab.json .* cannot be read as UTF-8"):
+        build_tokenizer(choice)
+
+
+def test_a_vocabulary_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = write_vocabulary(tmp_path)
+
+    def broken_disk(path: Path, *options: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tokenizer_files, "read_plain", broken_disk)
+    with pytest.raises(DataError, match=r"demo-vocab.json \(--vocab-file\) cannot be read: Input/output error"):
+        build_tokenizer(choice)
+
+
+def test_the_beginning_of_a_file_tells_its_format(tmp_path: Path) -> None:
+    vocabulary = tmp_path / "vocab.json"
+    vocabulary.write_text(' \n{"a": 0}')
+    check_tokenizer_file(vocabulary, "--vocab-file", b"{")
+    vocabulary.write_text("a\nb\n")
+    check_tokenizer_file(vocabulary, "--vocab-file")
+    with pytest.raises(DataError, match=r"vocab.json \(--vocab-file\) begins with 'a.nb.n'; it must begin with \{"):
+        check_tokenizer_file(vocabulary, "--vocab-file", b"{")
+    vocabulary.write_text("")
+    with pytest.raises(DataError, match=r"vocab.json \(--vocab-file\) is empty; it must begin with \{"):
+        check_tokenizer_file(vocabulary, "--vocab-file", b"{")
+    with pytest.raises(ConfigError, match=f"--vocab-file {tmp_path}/none is not a file"):
+        check_tokenizer_file(tmp_path / "none", "--vocab-file")
+    with pytest.raises(DataError, match=r"\(--vocab-file\) cannot be read: it is a folder"):
+        check_tokenizer_file(tmp_path, "--vocab-file")

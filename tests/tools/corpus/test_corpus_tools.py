@@ -1,0 +1,136 @@
+"""The embedded corpus and the vocabulary trained on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron.corpus.inputs import demo as demo_module
+from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, texts_of, train_byte_level
+from megatron.errors import ConfigError, DataError, StorageError
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.helpers.vocabulary import hard_documents
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+
+def run(tool: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOLS / tool), *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("demo") / "demo.jsonl"
+    done = run("corpus/build_demo_corpus.py", "--output", str(path))
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.mark.slow
+def test_the_demo_corpus_is_large_and_reproducible(demo: Path, tmp_path: Path) -> None:
+    assert demo.stat().st_size >= 10_000_000
+    documents = [json.loads(line) for line in demo.read_bytes().splitlines()]
+    assert len(documents) > 100 and all(set(entry) == {"text", "src"} and entry["text"].strip() for entry in documents)
+    assert len({entry["src"] for entry in documents}) == len(documents)
+    again = tmp_path / "folder" / "again.jsonl"
+    assert run("corpus/build_demo_corpus.py", "--output", str(again)).returncode == 0
+    assert again.read_bytes() == demo.read_bytes()
+
+
+def test_the_demo_corpus_rejects_an_unwritable_path_and_a_small_size(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "file" / "demo.jsonl"))
+    assert done.returncode == 74 and "Cannot write" in done.stderr and "Traceback" not in done.stderr
+    done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path))
+    assert done.returncode == 64 and f"--output {tmp_path} is a folder. Give the path" in done.stderr
+    done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "demo.jsonl"), "--megabytes", "3")
+    assert done.returncode == 64 and "--megabytes 3" in done.stderr
+
+
+def test_an_unwritable_output_is_reported_before_the_corpus_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_module, "corpus_documents", lambda: pytest.fail("read before the place was checked"))
+    with pytest.raises(StorageError, match="Is a directory"):
+        demo_module.write_demo_corpus(tmp_path, 10_000_000)
+
+
+def test_a_python_without_enough_text_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "corpus_documents", lambda: iter([("a", "b" * 300)]))
+    with pytest.raises(DataError, match=r"carries only 3\d\d bytes of source text; 10000000 are needed"):
+        demo_module.write_demo_corpus(tmp_path / "demo.jsonl", 10_000_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trained_tokenizer_round_trips_everything(demo: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "out" / "demo"
+    words = ["--input", str(demo), "--vocab-size", "2000", "--output-prefix", str(prefix), "--megabytes", "3"]
+    done = run("train_tokenizer.py", *words)
+    assert done.returncode == 0, done.stderr
+    vocabulary = json.loads(Path(f"{prefix}-vocab.json").read_text(encoding="utf-8"))
+    merges = Path(f"{prefix}-merges.txt").read_text(encoding="utf-8").splitlines()
+    assert len(vocabulary) == 2000 and sorted(vocabulary.values()) == list(range(2000))
+    assert vocabulary["<|endoftext|>"] == 1999 and merges[0] == "#version: 0.2" and len(merges) == 2000 - 257 + 1
+    tokenizer = build_tokenizer(TokenizerChoice("GPT2BPETokenizer", f"{prefix}-vocab.json", f"{prefix}-merges.txt"))
+    assert tokenizer.vocab_size == 2000 and tokenizer.eod_id == 1999
+    first = json.loads(demo.read_bytes().splitlines()[5])["text"]
+    for text in [*hard_documents(), first]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and tokenizer.eod_id not in ids
+    assert len(tokenizer.encode(first)) < len(first.encode()) / 2
+    again = run("train_tokenizer.py", *[*words[:5], str(tmp_path / "again"), *words[6:]])
+    assert again.returncode == 0
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / f"again-{name}").read_bytes() == Path(f"{prefix}-{name}").read_bytes()
+
+
+def test_train_tokenizer_reports_errors(tmp_path: Path) -> None:
+    done = run(
+        "train_tokenizer.py", "--input", "/nowhere.jsonl", "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")
+    )
+    assert done.returncode == 64 and "/nowhere.jsonl cannot be read" in done.stderr and "Traceback" not in done.stderr
+    done = run(
+        "train_tokenizer.py", "--input", "/nowhere.jsonl", "--vocab-size", "256", "--output-prefix", str(tmp_path / "x")
+    )
+    assert done.returncode == 64 and "--vocab-size 256" in done.stderr
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": 1}\n')
+    done = run(
+        "train_tokenizer.py", "--input", str(path), "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")
+    )
+    assert done.returncode == 65 and "in.jsonl:2: byte offset 14" in done.stderr
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_train_tokenizer_checks_its_output_first(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("no JSON at all\n")
+    (tmp_path / "x-merges.txt").mkdir()
+    words = ["--input", str(tmp_path / "in.jsonl"), "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")]
+    done = run("train_tokenizer.py", *words)
+    assert done.returncode == 74 and "x-merges.txt: Is a directory" in done.stderr
+    assert not (tmp_path / "x-vocab.json").exists()
+
+
+def test_vocabulary_functions_reject_invalid_inputs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--vocab-size 200 is too small"):
+        train_byte_level(["abc"], 200)
+    with pytest.raises(DataError, match="no pair of characters"):
+        train_byte_level([], 300)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        save_byte_level_vocabulary(str(tmp_path / "file" / "x"), {"a": 0}, [])
+
+
+def test_a_fraction_of_the_texts_is_spread_evenly(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(100)))
+    taken = [int(text) for text in texts_of([str(path)], ["text"], 0.25, False)]
+    assert len(taken) == 25 and max(b - a for a, b in pairwise(taken)) == 4
+    assert len(list(texts_of([str(path)], ["text"], 1.0, False))) == 100

@@ -1,0 +1,114 @@
+"""From text to a vocabulary to token files to training, by the commands."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from tests.helpers.tiny_run import TinyCorpus, losses, train
+from tests.helpers.vocabulary import hard_documents, write_vocabulary
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+
+def run(tool: str, *words: str | Path, data: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, str(TOOLS / tool), *map(str, words)], capture_output=True, timeout=120, check=False, input=data
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "in.jsonl.gz"
+    source = Path(random.__file__).read_text(encoding="utf-8").split("\n\n")
+    lines = (json.dumps({"text": text}) + "\n" for text in [*source, *hard_documents(60)])
+    path.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+    return path
+
+
+def test_a_unigram_vocabulary_end_to_end(tmp_path: Path, corpus: Path) -> None:
+    words = ["--model-type", "unigram", "--vocab-size", "800", "--special-tokens", "dsgpt2"]
+    done = run("train_tokenizer.py", "--input", corpus, *words, "--output-prefix", tmp_path / "one")
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"one-tokenizer.json: 800 entries, 107 special" in done.stderr and (tmp_path / "one.model").is_file()
+    choice = ["--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path", tmp_path / "one-tokenizer.json"]
+    done = run(
+        "corpus/check_tokenizer.py", *choice, "--input", corpus, "--text", "çok güzel 안녕 👍🏽", "--require-exact"
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert "-> 'çok güzel 안녕 👍🏽'" in done.stdout.decode() and b"tokens per word" in done.stdout
+    prefix = tmp_path / "data"
+    done = run("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, *choice, "--append-eod")
+    assert done.returncode == 0, done.stderr.decode()
+    done = run("corpus/check_data.py", f"{prefix}_text_document", *choice, "--show", "1")
+    assert done.returncode == 0 and b"Random variable generators" in done.stdout
+    tiny = TinyCorpus(tmp_path, f"{prefix}_text_document", "", "")
+    flags = tiny.flags(
+        train_iters=2, vocab_file=None, merge_file=None, tokenizer_type="HFTokenizer",
+        tokenizer_name_or_path=tmp_path / "one-tokenizer.json", run_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert train(flags) == (0, "")
+    assert sorted(losses(tmp_path)) == [1, 2]
+
+
+def test_a_sample_of_standard_input_and_of_plain_text(tmp_path: Path) -> None:
+    texts = "\n\n".join(hard for hard in hard_documents(200) if "\n\n" not in hard).encode()
+    words = ["--vocab-size", "400", "--document-separator", r"\n\n", "--max-documents", "50"]
+    for prefix, seed in (("one", "1"), ("again", "1"), ("other", "2")):
+        more = ["--output-prefix", tmp_path / prefix, "--seed", seed]
+        done = run("train_tokenizer.py", "--input", "-", *words, *more, data=texts)
+        assert done.returncode == 0, done.stderr.decode()
+    one, again, other = ((tmp_path / f"{name}-merges.txt").read_bytes() for name in ("one", "again", "other"))
+    assert one == again != other
+    more = ["--output-prefix", tmp_path / "wp", "--model-type", "wordpiece"]
+    done = run("train_tokenizer.py", "--input", "-", *words, *more, "--lower-case", data=texts)
+    assert done.returncode == 0 and (tmp_path / "wp-vocab.txt").read_bytes().startswith(b"[PAD]\n[UNK]\n")
+    done = run("train_tokenizer.py", "--input", "-", *more)
+    assert done.returncode == 64 and b"reads its input twice" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lower-case"], "--lower-case has no effect with --model-type bpe"),
+        (["--megabytes", "3", "--sample", "0.5"], "--megabytes 3 and --sample 0.5 both"),
+        (["--special-tokens", "word"], "--special-tokens 'word' could be learned"),
+        (["--sample", "0"], "--sample 0"),
+    ],
+)
+def test_wrong_flags_of_training(tmp_path: Path, corpus: Path, words: list[str], message: str) -> None:
+    done = run("train_tokenizer.py", "--input", corpus, "--output-prefix", tmp_path / "x", *words)
+    assert done.returncode == 64 and message in done.stderr.decode() and not list(tmp_path.iterdir())
+
+
+def test_a_byte_level_tokenizer_that_loses_bytes_is_an_error(tmp_path: Path) -> None:
+    choice = write_vocabulary(tmp_path)
+    vocabulary = {letter: number for number, letter in enumerate("abc")}
+    reference = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={**vocabulary, "</s>": 3}, merges=[]))
+    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference.decoder = tokenizers.decoders.ByteLevel()
+    reference.save(str(tmp_path / "few.json"))
+    few = ["--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path", tmp_path / "few.json"]
+    done = run("corpus/check_tokenizer.py", *few, "--text", "abc", "abd")
+    assert done.returncode == 65 and b"1 texts do not round-trip byte for byte" in done.stderr
+    assert b"document 1, character 2: 'd' became ''" in done.stdout
+    good = [
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        choice.vocab_file,
+        "--merge-file",
+        choice.merge_file,
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in hard_documents(20)))
+    done = run("corpus/check_tokenizer.py", *map(str, good), "--input", tmp_path / "in.jsonl", "--max-documents", "5")
+    assert done.returncode == 0 and b"round trip: 5 of 5 documents" in done.stdout
+    done = run("corpus/check_tokenizer.py", *map(str, good))
+    assert done.returncode == 64 and b"give --text or --input" in done.stderr

@@ -1,0 +1,78 @@
+"""Networks that cannot fit into the memory are refused by arithmetic, and those that hardly fit are warned about."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config.parse import read_flags
+from megatron.config.run import RunRequest
+from megatron.parallel.launchers import Ranks
+from megatron.train.preflight import memory
+from megatron.train.preflight.memory import least_bytes, memory_problems
+
+SIZES = ["--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40", "--seq-length", "128"]
+FLAGS = [*SIZES, "--max-position-embeddings", "128", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]
+BLOCKS = 40 * (12 * 5120**2 + 13 * 5120)
+ONE_RANK = Ranks(0, 1, 0, "here", 1, "none", is_one_node=True)
+FOUR_RANKS = Ranks(0, 4, 0, "here", 1, "torchrun", is_one_node=True)
+NEED = "the 12.6B parameters of --num-layers 40 --hidden-size 5120 need at least 234.4 GiB for weights, gradients and"
+
+
+def request(*more: str) -> RunRequest:
+    return read_flags([*FLAGS, "--data-path", "x", "--vocab-file", "v", "--merge-file", "m", *more]).unchecked()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        (("--zero-stage", "0"), 1, 16 * BLOCKS),
+        ((), 1, 20 * BLOCKS),  # from stage 1 on, DeepSpeed copies the weights
+        (("--bf16",), 1, 20 * BLOCKS),
+        (("--bf16",), 4, 11 * BLOCKS),
+        (("--bf16", "--zero-stage", "3"), 4, 18 * BLOCKS // 4),
+        (("--bf16", "--tensor-model-parallel-size", "2"), 2, 10 * BLOCKS),
+        (("--use-bnb-optimizer",), 1, None),
+        (("--cpu-optimizer",), 1, None),
+        (("--elastic", "--global-batch-size", "4"), 1, None),
+        (("--freeze", "decoder.*"), 1, None),
+    ],
+)
+def test_the_least_that_a_rank_holds(flags: tuple[str, ...], world_size: int, expected: int | None) -> None:
+    assert least_bytes(request(*flags), world_size) == expected
+
+
+def test_offloading_is_not_judged(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}))
+    assert least_bytes(request("--deepspeed_config", str(tmp_path / "ds.json")), 1) is None
+
+
+def test_what_cannot_fit_is_refused_and_what_hardly_fits_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    def failures(total_gib: int, free_gib: int, ranks: Ranks, *flags: str) -> list[str]:
+        monkeypatch.setattr(memory, "total_memory_bytes", lambda: total_gib * 2**30)
+        monkeypatch.setattr(memory, "available_memory_bytes", lambda: free_gib * 2**30)
+        return list(memory_problems(request(*flags), ranks))
+
+    (alone,) = failures(200, 200, ONE_RANK)
+    assert alone.startswith(NEED) and "and this machine has 200.0 GiB. Take a smaller network" in alone
+    (shared,) = failures(200, 200, FOUR_RANKS, "--tensor-model-parallel-size", "4")
+    assert shared.startswith(NEED) and "this machine, which 4 ranks share, has 200.0 GiB" in shared
+    assert capsys.readouterr().err == ""
+    assert failures(300, 250, ONE_RANK) == []
+    assert "; this machine has 250.0 GiB left. Take" in capsys.readouterr().err
+    assert failures(400, 350, ONE_RANK) == [] and capsys.readouterr().err == ""
+
+
+def test_a_gpu_is_judged_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "why_no_cuda", lambda: "")
+    monkeypatch.setattr(memory, "largest_gpu_memory_bytes", lambda: 80 * 2**30)
+    (refusal,) = memory_problems(request("--bf16"), ONE_RANK)
+    assert "need at least 234.4 GiB" in refusal and "the largest GPU here has 80.0 GiB" in refusal
+    monkeypatch.setattr(memory, "largest_gpu_memory_bytes", lambda: None)
+    assert list(memory_problems(request("--bf16"), ONE_RANK)) == []

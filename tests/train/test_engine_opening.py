@@ -1,0 +1,35 @@
+"""All stages combined must hold the requested layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from megatron.engine.engine import Engine
+from megatron.errors import LaunchError
+from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.network import LayerKind, LayerSpec
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.engine_opening import check_layers
+
+
+def engine_with(blocks: int) -> Engine:
+    """The part of an engine that `check_layers` uses, with `blocks` blocks built."""
+    kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * blocks, LayerKind.HEAD]
+    layers = [
+        (LayerSpec(str(place), kind, LayerCost(1), nn.Identity), nn.Identity()) for place, kind in enumerate(kinds)
+    ]
+    fake: Any = SimpleNamespace(mesh=ParallelMesh.single(), stack=SimpleNamespace(named_layers=lambda: layers))
+    return cast(Engine, fake)
+
+
+def test_all_layers_are_built() -> None:
+    check_layers(engine_with(12), 12)
+
+
+def test_a_missing_layer_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="hold 28 transformer layers, not the 30"):
+        check_layers(engine_with(28), 30)

@@ -1,0 +1,81 @@
+"""Makes a checkpoint of a Hugging Face model directory, which any layout trains on.
+
+    python tools/convert/import_hf.py Llama-3.2-1B --save checkpoints/llama
+    python pretrain_gpt.py --config checkpoints/llama/model.yaml --load checkpoints/llama --finetune --save out ...
+
+The folder gets the checkpoint, model.yaml with the flags of the network, the tokenizer, and proof.json: the logits of
+our network and of transformers in float32, which must be equal. Otherwise nothing is written. A model that does not
+fit into memory twice in float32 is compared by its first layers (--proof-layers).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
+
+
+@dataclass(frozen=True)
+class ImportFlags(ConfigSection):
+    """Flags of this program."""
+
+    model: str = flag(help="directory of a downloaded model; the flag's name may be left out", path=PathUse.FOLDER)
+    save: str = flag(help="folder of checkpoints to make; it must not exist", path=PathUse.FOLDER)
+    tokenizer_name_or_path: str | None = flag(
+        None,
+        "folder of a tokenizer to use in place of the directory's",
+        spelled=("--tokenizer-model",),
+        path=PathUse.PLACE,
+    )
+    no_tokenizer: bool = flag(False, "import the weights by themselves; training needs a tokenizer then")
+    proof_layers: int | None = flag(
+        None, "layers whose logits are compared, the first ones with embedding and head; all if unset", at_least=1
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.no_tokenizer and self.tokenizer_name_or_path is not None:
+            yield (
+                f"--no-tokenizer is given together with --tokenizer-name-or-path {self.tokenizer_name_or_path}. Drop "
+                "one of them."
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Imports the model and says how to train it."""
+    flags = parse_flags(
+        ImportFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="import_hf.py",
+        description=__doc__ or "",
+        unnamed="--model",
+    )
+
+    from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
+    from megatron.convert.hugging_face.model_file import MODEL_FILE
+
+    tokenizer = None if flags.tokenizer_name_or_path is None else Path(flags.tokenizer_name_or_path)
+    made = import_model(
+        ModelImportRequest(
+            Path(flags.model),
+            Path(flags.save),
+            tokenizer,
+            flags.proof_layers,
+            has_tokenizer=not flags.no_tokenizer,
+        )
+    )
+    log.line(f"imported {flags.model} to {made}")
+    log.line(
+        f"train it with --config {made / MODEL_FILE} --load {made} --finetune --save OTHER_FOLDER --save-interval STEPS"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

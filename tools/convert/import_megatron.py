@@ -1,0 +1,76 @@
+r"""Makes a checkpoint of one that Megatron-LM, a fork of it, or DeepSpeed wrote; any layout trains on it.
+
+    python tools/convert/import_megatron.py global_step100 --save checkpoints/imported \
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+
+The format is found out: DeepSpeed's pipeline and rank files, its universal checkpoints, Megatron-LM's torch and
+torch_dist layouts. Where the files hold Adam's moments, the run is continued; otherwise the weights are a start:
+
+    python pretrain_gpt.py --config checkpoints/imported/model.yaml --load checkpoints/imported --data-path ...
+    python pretrain_gpt.py --config checkpoints/imported/model.yaml --load checkpoints/imported --finetune ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import PathUse, flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
+
+
+@dataclass(frozen=True)
+class ImportFlags(TokenizerFileFlags):
+    """Flags of this program."""
+
+    checkpoint: str = flag(
+        help="folder of a checkpoint, or of several; the flag's name may be left out", path=PathUse.PLACE
+    )
+    save: str = flag(help="folder of checkpoints to make; it must not exist", path=PathUse.FOLDER)
+    tokenizer_type: str = required_tokenizer_type()
+    weights_only: bool = flag(False, "leave out the optimizer state and begin at iteration 0")
+    average_replicated: bool = flag(
+        False, "take the mean of norms and biases in which tensor-parallel ranks differ; they must be equal otherwise"
+    )
+    rotary_is_sound: bool = flag(
+        False, "a rotary checkpoint of deepspeedai's fork was trained before December 2024, when its rotation broke"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Imports the checkpoint and says how to train it."""
+    flags = parse_flags(
+        ImportFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="import_megatron.py",
+        description=__doc__ or "",
+        unnamed="--checkpoint",
+    )
+
+    from megatron.convert.foreign import MegatronImportRequest, import_checkpoint, open_foreign
+    from megatron.convert.megatron_format.torch_files import Choices
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+
+    choice = TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
+    tokenizer = build_tokenizer(choice)
+    source = open_foreign(Path(flags.checkpoint), Choices(tokenizer.vocab_size, flags.rotary_is_sound))
+    if flags.weights_only:
+        source = source.without_moments()
+    request = MegatronImportRequest(Path(flags.save), choice, flags.average_replicated)
+    made = import_checkpoint(source, request, tokenizer)
+    progress = source.state.progress
+    log.line(f"imported {source.path} ({source.format}) to {made}")
+    if source.has_moments:
+        log.line(f"iteration {progress.step}, {progress.consumed_samples} samples; continue it with --load {made}")
+    else:
+        log.line(f"weights only; train them with --config {made / 'model.yaml'} --load {made} --finetune")
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

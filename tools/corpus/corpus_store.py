@@ -1,0 +1,259 @@
+"""Manages a corpus in a database: numbered documents that training and preprocessing can read.
+
+    python tools/corpus/corpus_store.py import corpus/*.jsonl --config db.json --collection web
+    python tools/corpus/corpus_store.py import chat.jsonl --config db.json --collection chat --pair-keys q a
+    python tools/corpus/corpus_store.py stat --config db.json
+    python tools/corpus/corpus_store.py bench --config db.json --n 20000
+    python tools/corpus/corpus_store.py fetch --config db.json --nsample 50000 --num-process 2 \\
+        --output-prefix vocab/part
+    python tools/corpus/corpus_store.py fetch --config db.json --nsample 50000 --output-prefix - | \\
+        python tools/train_tokenizer.py --input - --output-prefix vocab/demo
+    python tools/corpus/corpus_store.py lengths --config db.json --vocab-file vocab.json --merge-file merges.txt
+
+--config is a JSON file with MONGO_CONNECTION_STRING (mongodb://host:27017, or sqlite:///file.db for a store in one
+file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing a file twice adds it only once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
+from megatron.errors import ConfigError, ExitCode
+
+
+@dataclass(frozen=True)
+class StoreFlags(ConfigSection):
+    """Flags of every command."""
+
+    config: str = flag(
+        help="JSON file with MONGO_CONNECTION_STRING, MONGO_CONNECTION_DB and COLLECTIONS; or sqlite:///file.db; or "
+        "mongodb://host/database",
+        spelled=("--config-src", "--config_src"),
+        path=PathUse.SMALL_FILE,
+    )
+
+
+@dataclass(frozen=True)
+class ImportFlags(StoreFlags):
+    """Flags of `import`."""
+
+    input: tuple[str, ...] = flag(
+        help="what preprocess_data.py reads: jsonl and .txt (.gz .bz2 .xz .zst), .parquet, patterns, folders, -; the "
+        "flag's name may be left out",
+        nargs="+",
+        path=PathUse.CORPUS,
+    )
+    collection: str = flag(help="collection to which the documents are added; created if missing")
+    json_key: str | None = flag(
+        None,
+        "key of the text; stored as filt_text. If unset, the first line decides: text, or filt_text with form in "
+        "dsGPT2's schema",
+        spelled=("--json-keys",),
+    )
+    form_key: str | None = flag(None, "key of the text before filtering; stored as form")
+    pair_keys: tuple[str, ...] = flag(
+        (), "keys of question and answer, such as q a: the collection holds pairs, stored as q and a", nargs="+"
+    )
+    document_separator: str | None = flag(
+        None,
+        r"what ends a document in .txt files, a newline (\n) unless given; with it, standard input is plain text too",
+    )
+    on_bad_line: str = flag(
+        "error",
+        "invalid lines: error stops the run, skip drops and counts them",
+        choices=("error", "skip"),
+    )
+    on_changed_file: str = flag(
+        "error",
+        "files that have changed since an earlier import: error stops the run, add imports them again",
+        choices=("error", "add"),
+    )
+    take_over: bool = flag(False, "MongoDB: continue an import that was killed on another machine")
+    log_interval: int = flag(1000, "documents between progress lines (at most one line per second)", at_least=1)
+
+    def problems(self) -> Iterator[str]:
+        if self.pair_keys and len(self.pair_keys) != 2:
+            yield (
+                f"--pair-keys {' '.join(self.pair_keys)}: a pair has two keys, one for the question and one for the "
+                "answer. Give --pair-keys q a."
+            )
+        if self.pair_keys and self.form_key is not None:
+            yield f"--form-key {self.form_key} is for texts, and --pair-keys means pairs. Drop one of the two."
+
+
+@dataclass(frozen=True)
+class StatFlags(StoreFlags):
+    """Flags of `stat`."""
+
+
+@dataclass(frozen=True)
+class BenchFlags(StoreFlags):
+    """Flags of `bench`."""
+
+    n: int = flag(20000, "number of documents to fetch", at_least=1)
+    seed: int = flag(1234, "seed of the draw")
+
+
+@dataclass(frozen=True)
+class FetchFlags(StoreFlags):
+    """Flags of `fetch`, as in dsGPT2's vocab_downloader.py."""
+
+    nsample: int = flag(help="number of documents to draw, without replacement", at_least=1)
+    num_process: int = flag(1, "number of processes, and of files", at_least=1, spelled=("--num_process",))
+    output_prefix: str = flag(
+        help="the files are <prefix>0.txt, <prefix>1.txt, ...; - writes lines of JSON to standard output",
+        path=PathUse.NEW_PREFIX,
+    )
+    document_separator: str = flag(r"\n", r"separator written after every document (\n is a newline)")
+    seed: int = flag(1234, "seed of the draw")
+
+    def problems(self) -> Iterator[str]:
+        if self.output_prefix == "-" and self.num_process > 1:
+            yield (
+                f"--num-process {self.num_process} writes as many files, and --output-prefix - is standard output. "
+                "Give a prefix, or one process."
+            )
+
+
+@dataclass(frozen=True)
+class LengthsFlags(StoreFlags, TokenizerFileFlags):
+    """Flags of `lengths`, as in dsGPT2's statistics.py."""
+
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer family; GPT2BPETokenizer if unset")
+    width: int = flag(10, "tokens of a bin", at_least=1)
+    most: int = flag(130, "documents with at least this many tokens share the last bin", at_least=1)
+
+
+_COMMANDS: dict[str, type[StoreFlags]] = {
+    "import": ImportFlags,
+    "stat": StatFlags,
+    "bench": BenchFlags,
+    "fetch": FetchFlags,
+    "lengths": LengthsFlags,
+}
+
+
+def main() -> int:
+    """Runs a command and returns the exit code."""
+    command, *words = sys.argv[1:] or [""]
+    if command in ("-h", "--help"):
+        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
+        return 0
+    section = _COMMANDS.get(command)
+    if section is None:
+        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_COMMANDS)}.")
+    unnamed = "--input" if section is ImportFlags else None
+    flags = parse_flags(section, words, f"corpus_store.py {command}", __doc__ or "", unnamed=unnamed)
+    if isinstance(flags, ImportFlags):
+        return _import(flags)
+    if isinstance(flags, BenchFlags):
+        return _bench(flags)
+    if isinstance(flags, FetchFlags):
+        return _fetch(flags)
+    if isinstance(flags, LengthsFlags):
+        return _lengths(flags)
+    return _stat(flags)
+
+
+def _import(flags: ImportFlags) -> int:
+    from megatron.corpus.inputs.input_blocks import total_bytes
+    from megatron.corpus.inputs.input_paths import expand_inputs, read_separator
+    from megatron.corpus.stores.operations import ImportOptions, import_files
+    from megatron.corpus.stores.writers import open_writer
+    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.data.stores.address import StoreAddress
+
+    log.interrupt_on_sigterm()
+    separator = None if flags.document_separator is None else read_separator(flags.document_separator)
+    files = expand_inputs(flags.input, separator)
+    key, second_key = flags.pair_keys or (flags.json_key, flags.form_key)
+    options = ImportOptions(key, second_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add")
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    address = StoreAddress.of(flags.config)
+    if address.collections and flags.collection not in address.collections:
+        log.warning(
+            f"--collection {flags.collection} is not among the collections listed in {address.shown}, so it will not "
+            f"be read from there: add it."
+        )
+    writer = open_writer(address, flags.collection, flags.take_over, bool(flags.pair_keys))
+    try:
+        for result in import_files(files, writer, flags.collection, options, progress):
+            progress.clear()
+            if result.record is None:
+                log.line(f"{result.source}: already imported; nothing was added")
+                continue
+            first, count = result.record.first_idx, result.record.num_docs
+            numbers = f"idx {first} to {first + count - 1}" if count else "no document"
+            log.line(
+                f"{result.source}: {count} documents into {flags.collection} ({numbers}); {result.skipped} skipped"
+            )
+    finally:
+        progress.clear()
+        writer.close()
+    progress.finish()
+    return 0
+
+
+def _stat(flags: StoreFlags) -> int:
+    from megatron.corpus.stores.operations import audit
+    from megatron.data.stores.address import StoreAddress
+    from megatron.data.stores.document_store import open_backend
+
+    address = StoreAddress.of(flags.config)
+    backend = open_backend(address)
+    total = wrong = 0
+    for collection in audit(backend, address.collections):
+        size = collection.size if collection.counted is None else collection.counted
+        log.line(f"{collection.name}: {size} documents (numbers {total} to {total + size - 1} of the store)")
+        total += size
+        for problem in collection.problems:
+            log.line(f"  {problem}")
+            wrong += 1
+    log.line(f"total: {total} documents")
+    return int(ExitCode.DATA if wrong else ExitCode.DONE)
+
+
+def _bench(flags: BenchFlags) -> int:
+    from megatron.corpus.stores.operations import time_fetches
+
+    log.line(json.dumps(time_fetches(flags.config, flags.n, flags.seed)))
+    return 0
+
+
+def _fetch(flags: FetchFlags) -> int:
+    from megatron.corpus.inputs.input_paths import read_separator
+    from megatron.corpus.stores.operations import fetch_samples, stream_samples
+
+    if flags.output_prefix == "-":
+        stream_samples(flags.config, flags.nsample, flags.seed, sys.stdout.buffer)
+        return 0
+    separator = read_separator(flags.document_separator)
+    written = fetch_samples(flags.config, flags.nsample, flags.num_process, flags.output_prefix, separator, flags.seed)
+    for path, count in written:
+        log.line(f"{path}: {count} documents")
+    return 0
+
+
+def _lengths(flags: LengthsFlags) -> int:
+    from megatron.corpus.stores.lengths import length_histogram
+    from megatron.data.stores.document_store import open_store
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+
+    choice = dataclasses.replace(TokenizerChoice.of(flags), tokenizer_type=flags.tokenizer_type or "GPT2BPETokenizer")
+    for text in length_histogram(open_store(flags.config), build_tokenizer(choice), flags.width, flags.most).lines():
+        log.line(text)
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,295 @@
+r"""Converts texts, or a `.bin/.idx` pair, to fixed-length windows in Parquet shards: `<output-path>-00000-of-0000N`.
+
+    python tools/corpus/featurize.py --input corpus.jsonl --tokenizer-model ./my-tokenizer --output-path out/wt.train \
+        --min-sequence-length 128 --max-sequence-length 256 --stride 128 --num-workers 2
+    python tools/corpus/featurize.py --data-prefix my-gpt2_text_document --no-overlap --output-path out/wt.train
+
+The columns are input_ids, attention_mask and labels: `datasets.Dataset.from_parquet("out/wt.train*")` reads them, and
+so does training. Every token is in a window; the counts are printed. With any option of Apache Beam (--runner,
+--direct_running_mode, --project, ...), the tool runs as a Beam pipeline.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import PathUse, flag, parse_flags
+from megatron.config.flags.fields import flags_of
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
+
+if TYPE_CHECKING:
+    from megatron.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions
+    from megatron.corpus.preprocess.encode import EncodeOptions
+
+_LOCAL = "local"
+_DEFAULT_STRIDE = 128
+# Options of Beam's runner on this machine that say how many processes work.
+_MODE, _COUNT = "--direct_running_mode", "--direct_num_workers"
+
+
+@dataclass(frozen=True)
+class FeaturizeFlags(TokenizerFileFlags):
+    """jax-lm-training's flags of this step, and the input flags of `tools/preprocess_data.py`."""
+
+    input: tuple[str, ...] = flag(
+        (),
+        "jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
+        nargs="+",
+        path=PathUse.CORPUS,
+    )
+    dataset_name: str | None = flag(
+        None, "dataset of the datasets library: a hub name, or a local folder", path=PathUse.PLACE
+    )
+    dataset_sub_name: str | None = flag(None, "configuration of --dataset-name")
+    dataset_split_type: str = flag("train", "split of --dataset-name")
+    data_prefix: str | None = flag(None, "a .bin/.idx pair, without suffix, instead of texts", path=PathUse.PREFIX)
+    output_path: str = flag(help="path of the shards without -00000-of-0000N", path=PathUse.NEW_PREFIX)
+    tokenizer_type: str | None = optional_tokenizer_type(
+        "tokenizer family; by default GPT2BPETokenizer with --vocab-file, otherwise PretrainedFromHF"
+    )
+    json_key: str = flag(
+        "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
+    )
+    document_separator: str | None = flag(
+        None,
+        r"what ends a document in .txt files, a newline (\n) unless given; with it, standard input is plain text too",
+    )
+    on_bad_line: str = flag(
+        "error",
+        "invalid lines: error stops the run, skip drops and counts them",
+        choices=("error", "skip"),
+    )
+    min_sequence_length: int = flag(128, "windows with fewer positions than this are short", at_least=1)
+    max_sequence_length: int = flag(256, "positions of every window, special tokens included", at_least=1)
+    num_special_token_reserved: int = flag(
+        2, "special tokens per window: 2 for beginning and end, 1 for end, 0 for none", choices=(0, 1, 2)
+    )
+    ignore_label: int = flag(-100, "label of positions that are ignored in the loss")
+    stride: int | None = flag(
+        None,
+        f"tokens between the starts of consecutive windows; by default {_DEFAULT_STRIDE} if windows overlap",
+        at_least=1,
+    )
+    overlap: bool | None = flag(
+        None,
+        "--overlap: windows share tokens; --no-overlap: every token is in exactly one window. By default as --stride "
+        "implies",
+    )
+    mask_overlap: bool = flag(False, "give tokens that are also in the previous window the ignore label")
+    drop_short: bool = flag(False, "drop windows below --min-sequence-length instead of padding them")
+    bos_id: int | None = flag(
+        None,
+        "id at the start of a window; by default the tokenizer's beginning-of-text id, or else its end-of-document id",
+        at_least=0,
+    )
+    eos_id: int | None = flag(
+        None, "id at the end of a window; by default the tokenizer's end-of-document id", at_least=0
+    )
+    pad_id: int | None = flag(None, "padding id of short windows; by default --eos-id", at_least=0)
+    num_shards: int | None = flag(
+        None, "number of files; by default determined by --rows-per-shard", at_least=1, below=100000
+    )
+    rows_per_shard: int = flag(1 << 16, "maximum number of windows per file", at_least=1)
+    num_workers: int = flag(1, "number of worker processes. The outputs do not depend on it", at_least=1)
+    log_interval: int = flag(100, "documents between progress lines (at most one line per second)", at_least=1)
+    runner: str = flag(
+        _LOCAL, "local, or beam, or a runner of Apache Beam: DirectRunner, DataflowRunner, FlinkRunner, ..."
+    )
+
+    def complete(self) -> None:
+        """Fills in the tokenizer's family and the stride."""
+        if self.tokenizer_type is None and self.vocab_file is not None:
+            self.set_derived("tokenizer_type", "GPT2BPETokenizer")
+        elif self.tokenizer_type is None and self.tokenizer_name_or_path is not None:
+            self.set_derived("tokenizer_type", "PretrainedFromHF")
+        if self.stride is None and self.overlap is not False:
+            self.set_derived("stride", min(_DEFAULT_STRIDE, self._tokens_per_window))
+
+    @property
+    def _tokens_per_window(self) -> int:
+        return max(1, self.max_sequence_length - self.num_special_token_reserved)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The inputs: the values of `--input`, or the dataset in the form of one."""
+        if self.dataset_name is None:
+            return self.input
+        names = (self.dataset_name, self.dataset_sub_name, self.dataset_split_type)
+        return ("hf://" + ":".join(name for name in names if name),)
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        sources = [name for name in ("input", "dataset_name", "data_prefix") if getattr(self, name)]
+        if len(sources) != 1:
+            given = " and ".join("--" + name.replace("_", "-") for name in sources) or "none"
+            yield f"Exactly one of --input, --dataset-name and --data-prefix must be given; given: {given}."
+        if self.tokenizer_type is None and not self.data_prefix:
+            yield "--tokenizer-model (or --vocab-file and --merge-file) is required to tokenize texts."
+        if self.data_prefix and self.runner != _LOCAL:
+            yield f"--data-prefix {self.data_prefix} is already tokenized: Beam (--runner {self.runner}) needs texts."
+        room = self._tokens_per_window
+        if self.overlap is False and self.stride is not None and self.stride != room:
+            yield (
+                f"--no-overlap puts every token into one window of {room}, but --stride {self.stride} was given. "
+                f"Remove one of them, or give --stride {room}."
+            )
+        if self.overlap and self.stride == room:
+            yield f"--overlap needs a --stride below the {room} tokens of a window; it is {self.stride}."
+
+
+def main() -> int:
+    """Runs the tool on the command line's flags."""
+    ours, beam = divide(sys.argv[1:])
+    flags = parse_flags(FeaturizeFlags, ours, prog="featurize.py", description=__doc__ or "")
+    log.interrupt_on_sigterm()
+    return run(flags, beam)
+
+
+def divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line into this tool's flags, spelled with dashes, and Apache Beam options."""
+    known = {spelling for known_flag in flags_of(FeaturizeFlags) for spelling in known_flag.spellings} | {"--help"}
+    ours: list[str] = []
+    beam: list[str] = []
+    current = ours
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            dashed = name.replace("_", "-")
+            current = ours if dashed in known else beam
+            word = dashed + equals + value if current is ours else word
+        current.append(word)
+    return ours, beam
+
+
+def workers_without_beam(beam: Sequence[str]) -> int | None:
+    """How many of this tool's own processes do what Beam's runner on this machine would do if Beam were installed.
+
+    Args:
+        beam: the options for Beam.
+
+    Returns:
+        None if Beam is installed, or if the options ask for more than processes on this machine.
+    """
+    values = dict(zip(*[iter(" ".join(beam).replace("=", " ").split())] * 2, strict=False))
+    if importlib.util.find_spec("apache_beam") or not beam or not values.keys() <= {_MODE, _COUNT}:
+        return None
+    count = values.get(_COUNT, "1")
+    if values.get(_MODE) != "multi_processing" or not count.isdecimal():
+        return 1 if values.get(_MODE, "in_memory") in ("in_memory", "multi_threading") else None
+    return int(count) or len(os.sched_getaffinity(0))
+
+
+def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
+    """Runs the conversion.
+
+    Args:
+        beam: options for Apache Beam.
+    """
+    from megatron.corpus.featurize.featurize_corpus import WindowOptions
+    from megatron.corpus.inputs.input_paths import read_separator
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.tokenizers.tokenizer import TokenizerChoice
+
+    options = WindowOptions(**{name: getattr(flags, name) for name in WindowOptions.__dataclass_fields__})
+    separator = None if flags.document_separator is None else read_separator(flags.document_separator)
+    encoding = EncodeOptions(
+        TokenizerChoice.of(flags),
+        (flags.json_key,),
+        skip_bad_lines=flags.on_bad_line == "skip",
+        document_separator=separator,
+    )
+    if flags.data_prefix is not None:
+        result = _of_tokens(flags, encoding, options)
+    elif flags.runner == _LOCAL and (workers := workers_without_beam(beam)) is not None:
+        log.info(f"apache-beam is not installed: {workers} processes of this machine do the work, with the same rows.")
+        result = _of_texts(flags, encoding, options, max(workers, flags.num_workers))
+    elif beam or flags.runner != _LOCAL:
+        result = _with_beam(flags, encoding, options, beam)
+    else:
+        result = _of_texts(flags, encoding, options, flags.num_workers)
+    for text in result.report(flags.max_sequence_length):
+        log.info(text)
+    if not result.tally.windows:
+        log.warning(f"{flags.output_path}: the output contains no windows. Check the input.")
+    return 0
+
+
+def make_in_worker(element: str, folder: str, job: str) -> None:
+    """One step of the Beam pipeline, pickled by value because workers do not have the package on their path."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    from megatron.corpus.featurize.beam import make_shard
+
+    make_shard(element, job)
+
+
+def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, workers: int) -> FeaturizeResult:
+    from megatron.corpus.featurize.featurize_corpus import featurize
+    from megatron.corpus.inputs.input_blocks import total_bytes
+    from megatron.corpus.inputs.input_paths import expand_inputs
+    from megatron.corpus.workers.progress import ProgressLine
+
+    write_bar = log.terminal_writer()
+    path = flags.output_path
+    files = expand_inputs(flags.texts, encoding.document_separator)
+    log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, write_bar)
+    try:
+        return featurize(files, path, encoding, options, workers, progress)
+    except BaseException:
+        progress.clear()
+        raise
+
+
+def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
+    from megatron.corpus.featurize.featurize_corpus import featurize_tokens
+    from megatron.data.formats.sidecar import check_tokenizer_fits
+    from megatron.tokenizers.record import TokenizerRecord
+    from megatron.tokenizers.tokenizer import build_tokenizer
+
+    record = None
+    if flags.tokenizer_type is not None:
+        tokenizer = build_tokenizer(encoding.tokenizer)
+        check_tokenizer_fits([str(flags.data_prefix)], tokenizer)
+        record = TokenizerRecord.of(tokenizer)
+    return featurize_tokens(str(flags.data_prefix), flags.output_path, record, options, flags.num_workers)
+
+
+def _with_beam(
+    flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, words: Sequence[str]
+) -> FeaturizeResult:
+    """Runs the Beam pipeline; translates `--num-workers` to the runner's own option."""
+    from megatron.corpus.featurize.beam import featurize_with_beam
+    from megatron.corpus.inputs.input_paths import expand_inputs
+    from megatron.corpus.inputs.tables import is_table
+
+    words = list(words)
+    is_direct = flags.runner in (_LOCAL, "beam", "DirectRunner")
+    if not is_direct:
+        words += ["--runner", flags.runner]
+    if flags.num_workers > 1 and is_direct:
+        words += ["--direct_num_workers", str(flags.num_workers), "--direct_running_mode", "multi_processing"]
+    elif flags.num_workers > 1:
+        words += ["--num_workers", str(flags.num_workers)]
+    files = [
+        path
+        for text in flags.texts
+        for path in (
+            [text] if "://" in text and not is_table(text) else expand_inputs([text], encoding.document_separator)
+        )
+    ]
+    return featurize_with_beam(files, flags.output_path, encoding, options, words, make_in_worker)
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

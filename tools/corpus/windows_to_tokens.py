@@ -1,0 +1,55 @@
+"""Converts windows in Parquet files to a `.bin/.idx` pair that `pretrain_gpt.py --data-path` reads.
+
+    python tools/corpus/windows_to_tokens.py --windows out/wt.train --output-prefix out/wt_text_document --append-eod
+
+From files of `tools/corpus/featurize.py`, the original documents are restored. From other tools' files, each window
+becomes a document of the ids that its attention_mask keeps. The inverse is `tools/corpus/featurize.py --data-prefix`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import PathUse, flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
+
+
+@dataclass(frozen=True)
+class BackFlags(TokenizerFileFlags):
+    """Flags of this program."""
+
+    windows: tuple[str, ...] = flag(
+        help="Parquet files, patterns, or the path before -00000-of-0000N; in the order of the result",
+        nargs="+",
+        path=PathUse.PREFIX,
+    )
+    output_prefix: str = flag(help="data prefix of the result, without .bin/.idx", path=PathUse.NEW_PREFIX)
+    append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document id")
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer of files that do not record it")
+
+
+def main() -> int:
+    """Runs the tool on the command line's flags."""
+    flags = parse_flags(BackFlags, sys.argv[1:], prog="windows_to_tokens.py", description=__doc__ or "")
+    from megatron.corpus.featurize.back import windows_to_tokens
+    from megatron.tokenizers.record import TokenizerRecord
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+
+    log.interrupt_on_sigterm()
+    record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None
+    result = windows_to_tokens(flags.windows, flags.output_prefix, record, flags.append_eod)
+    kind = "joined" if result.whole else "taken as one document each (their files do not record how they were cut)"
+    log.info(
+        f"Wrote {flags.output_prefix} (.bin, .idx): {result.documents} documents, {result.tokens} tokens, from "
+        f"{result.windows} windows {kind}; {result.empty} empty ones left out."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,1 +1,0 @@
-"""The drawings of the documents, as programs: `python tools/draw_pictures.py` writes them to docs/pictures."""

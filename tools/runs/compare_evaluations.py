@@ -1,0 +1,75 @@
+"""Compares two checkpoints by the results of tools/evaluate.py on the same tasks, with a paired test.
+
+    python tools/evaluate.py --load checkpoints/a --tasks tasks.yaml --output a.json
+    python tools/evaluate.py --load checkpoints/b --tasks tasks.yaml --output b.json
+    python tools/runs/compare_evaluations.py a.json b.json
+
+Shows for every metric both values, their difference with its interval, and the probability of such a difference if both
+were equally good: as it is, and corrected for the number of metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
+
+
+@dataclass(frozen=True)
+class CompareFlags(ConfigSection):
+    """Flags of this program."""
+
+    results: tuple[str, ...] = flag(
+        help="two results of tools/evaluate.py, A and B; the flag's name may be left out",
+        nargs="+",
+        path=PathUse.SMALL_FILE,
+    )
+    resamples: int = flag(10_000, "random draws behind each interval and test", at_least=100)
+    confidence: float = flag(0.95, "share of the draws that an interval holds", above=0, below=1)
+    seed: int = flag(1234, "seed of the draws", at_least=0)
+    output: str | None = flag(None, "file for the comparison, JSON", path=PathUse.NEW_FILE)
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if len(self.results) != 2:
+            yield f"--results takes two files, {len(self.results)} given ({' '.join(self.results)})."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the comparison."""
+    flags = parse_flags(
+        CompareFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="compare_evaluations.py",
+        description=__doc__ or "",
+        unnamed="--results",
+    )
+
+    from megatron.evaluation.comparison import Resampling, compare_results, comparison_lines
+    from megatron.evaluation.results import read_results
+    from megatron.files.replacing import write_atomically
+
+    resampling = Resampling(flags.resamples, flags.confidence, flags.seed)
+    first, second = (read_results(Path(path)) for path in flags.results)
+    differences = compare_results(first, second, resampling)
+    for letter, path, results in zip("AB", flags.results, (first, second), strict=True):
+        checkpoint = results.get("checkpoint", {})
+        log.line(f"{letter}: {checkpoint.get('path')} ({path})")
+    for text in comparison_lines(differences, resampling):
+        log.line(text)
+    if flags.output is not None:
+        tree = {"results": flags.results, **asdict(resampling), "differences": [asdict(one) for one in differences]}
+        text = json.dumps(tree, indent=1) + "\n"
+        write_atomically(Path(flags.output), text.encode())
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

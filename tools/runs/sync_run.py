@@ -1,0 +1,74 @@
+"""Copies the folder of a run to a directory or to another machine, so that it can go on there.
+
+    python tools/runs/sync_run.py logs/gentle_lovelace-26112211 --to /mnt/archive
+    python tools/runs/sync_run.py logs/gentle_lovelace-26112211 --to ubuntu@192.0.2.7:runs --every-seconds 300
+
+Only complete checkpoints are copied. Every byte that arrives is compared with its digest before the checkpoint gets its
+name there. A copy that was killed goes on where it stopped, and one that is up to date sends nothing. The other machine
+is reached with `ssh`, which must not ask for a password. The same command goes on with the copy.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
+from megatron.errors import StorageError
+
+
+@dataclass(frozen=True)
+class SyncFlags(ConfigSection):
+    """Flags of this tool."""
+
+    run: str = flag(help="folder of the run; the flag's name may be left out", path=PathUse.FOLDER)
+    to: str = flag(help="directory that the folder is copied into, or user@host:directory", path=PathUse.FOLDER)
+    every_seconds: int | None = flag(None, "copy again and again, with this many seconds in between", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Copies the run."""
+    flags = parse_flags(
+        SyncFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="sync_run.py",
+        description=__doc__ or "",
+        unnamed="--run",
+    )
+    for _ in _turns(flags.every_seconds):
+        try:
+            _copy(flags)
+        except StorageError as failure:
+            if flags.every_seconds is None:
+                raise
+            log.warning(f"{failure} The next turn tries again.")
+    return 0
+
+
+def _turns(every_seconds: int | None) -> Iterator[None]:
+    yield
+    while every_seconds is not None:
+        time.sleep(every_seconds)
+        yield
+
+
+def _copy(flags: SyncFlags) -> None:
+    from megatron.observe.sync.places import place_of
+    from megatron.observe.sync.run_copy import copy_run
+
+    place = place_of(flags.to)
+    copied = copy_run(Path(flags.run), place, log.line)
+    log.line(
+        f"{place}: sent {len(copied.checkpoints)} checkpoints and {len(copied.files)} other files, "
+        f"{copied.size_bytes} bytes"
+    )
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
