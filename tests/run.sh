@@ -9,4 +9,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
 prepare_environment test
 workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
-"$PYTHON" -m pytest --numprocesses "$workers" --dist loadgroup "$@"
+
+# A test that passes on the second try, alone, when nothing else uses the machine, is reported and does not fail the run: of 9,000 tests, many of
+# which start processes, one in a run has met a moment at which a shared machine stood still. Three or more that fail are a defect.
+MOST_SECOND_TRIES=2
+failures=.pytest_cache/v/cache/lastfailed
+rm -f "$failures"
+status=0
+"$PYTHON" -m pytest --numprocesses "$workers" --dist loadgroup "$@" || status=$?
+if [ "$status" -ne 1 ] || [ ! -s "$failures" ] || [ "$(grep -c ': true' "$failures")" -gt "$MOST_SECOND_TRIES" ]; then
+    exit "$status"
+fi
+sed -i.bak 's/@[^"@]*": true/": true/' "$failures"  # pytest-xdist names the group of a test after an @
+say "failed once, tried again alone:"
+sed -n 's/^ *"\(.*\)": true,\{0,1\}$/  \1/p' "$failures" >&2
+"$PYTHON" -m pytest --numprocesses 0 --last-failed --last-failed-no-failures none "$@"
+say "passed on the second try. Such a test, or what it tests, is unsteady: find out why."

@@ -39,36 +39,42 @@ ADJECTIVES, SURNAMES = tuple(_ADJECTIVES.split()), tuple(_SURNAMES.split())
 _MOST_DRAWS = 1000
 
 Choose = Callable[[Sequence[str]], str]
-NameForm = Callable[[Choose, time.struct_time], str]
+NameForm = Callable[[Choose, float], str]
 
 
-def run_name(choose: Choose, at: time.struct_time) -> str:
+def run_name(choose: Choose, at: float) -> str:
     """A name that a person can remember, `gentle_lovelace-26112211`: two words and the hour of its start.
 
     Args:
         choose: draws one of several words.
+        at: the start, in seconds since the epoch.
 
     Source: the form `adjective_surname-%y%m%d%H`, geroldcsendes/gpt2-all-in README; the words are our own choice.
     """
-    return f"{choose(ADJECTIVES)}_{choose(SURNAMES)}-{time.strftime('%y%m%d%H', at)}"
+    return f"{choose(ADJECTIVES)}_{choose(SURNAMES)}-{time.strftime('%y%m%d%H', time.localtime(at))}"
 
 
-def experiment_name(choose: Choose, at: time.struct_time) -> str:
+def experiment_name(choose: Choose, at: float) -> str:
     """A name that sorts by its start, `bert_pretrain.2026.11.22.12.05.59.3f8a1c07`: its second, and eight digits.
+
+    The first five digits are the microsecond, so that two starts within a second sort too; the others are drawn.
 
     Args:
         choose: draws one of several characters.
+        at: the start, in seconds since the epoch.
 
     Source: microsoft/DeepSpeedExamples, training/HelloDeepSpeed/train_bert.py, `create_experiment_dir`.
     """
-    digits = "".join(choose("0123456789abcdef") for _ in range(8))
-    return f"bert_pretrain.{time.strftime('%Y.%m.%d.%H.%M.%S', at)}.{digits}"
+    second = int(at)
+    drawn = "".join(choose("0123456789abcdef") for _ in range(3))
+    microsecond = int((at - second) * 1e6)
+    return f"bert_pretrain.{time.strftime('%Y.%m.%d.%H.%M.%S', time.localtime(second))}.{microsecond:05x}{drawn}"
 
 
 _FORMS: Mapping[str, NameForm] = types.MappingProxyType({"{run}": run_name, "{experiment}": experiment_name})
 
 
-def reserve_name(parent: Path, choose: Choose, at: time.struct_time, form: NameForm = run_name) -> str:
+def reserve_name(parent: Path, choose: Choose, at: float, form: NameForm = run_name) -> str:
     """Makes a folder of a new name, which no other process can make as well, and returns the name.
 
     Raises:
@@ -107,7 +113,7 @@ def with_run_name(
     parent = Path(run_dir.partition(place)[0])
     # Seeded by the operating system: runs that start at the same moment with the same --seed draw different names.
     choose = random.SystemRandom().choice
-    name = run_on_first(mesh, lambda: reserve_name(parent, choose, time.localtime(), _FORMS[place]))
+    name = run_on_first(mesh, lambda: reserve_name(parent, choose, time.time(), _FORMS[place]))
     return {key: _with_name(section, place, name) for key, section in sections.items()}
 
 

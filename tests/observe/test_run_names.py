@@ -25,7 +25,7 @@ from megatron.parallel.joining import close_mesh, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.ranks import run_ranks
 
-AT = time.strptime("2026-11-22 11:30", "%Y-%m-%d %H:%M")
+AT = time.mktime(time.strptime("2026-11-22 11:30", "%Y-%m-%d %H:%M"))
 FORM = re.compile(r"[a-z]+_[a-z]+-\d{8}")
 EXPERIMENT = re.compile(r"bert_pretrain\.\d{4}(\.\d\d){5}\.[0-9a-f]{8}")
 
@@ -88,6 +88,9 @@ def test_a_name_has_two_words_and_the_hour() -> None:
     assert all(re.fullmatch("[a-z]+", word) for word in (*ADJECTIVES, *SURNAMES))
 
 
-def test_a_name_has_the_second_of_its_start_and_eight_digits() -> None:
-    name = experiment_name(lambda digits: digits[10], time.strptime("2026-01-02 03:04:05", "%Y-%m-%d %H:%M:%S"))
-    assert name == "bert_pretrain.2026.01.02.03.04.05.aaaaaaaa"
+def test_a_name_has_its_start_and_three_digits_that_are_drawn() -> None:
+    start = time.mktime(time.strptime("2026-01-02 03:04:05", "%Y-%m-%d %H:%M:%S"))
+    assert experiment_name(lambda digits: digits[10], start) == "bert_pretrain.2026.01.02.03.04.05.00000aaa"
+    starts = [start + microseconds / 1e6 for microseconds in (0, 20, 300, 5_000, 500_000, 999_990, 1_000_000)]
+    names = [experiment_name(Random(at).choice, at) for at in starts]
+    assert names == sorted(names) and all(EXPERIMENT.fullmatch(name) for name in names)
