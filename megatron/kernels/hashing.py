@@ -28,10 +28,6 @@ def mix(*numbers: int) -> int:
 
 def mix_64(state: torch.Tensor) -> torch.Tensor:
     """splitmix64's finalizer on int64 (products wrap; shifts extend the sign, so the sign bits are masked off)."""
-    return _opaque_mix_64(state) if torch.compiler.is_compiling() else _mix_64(state)
-
-
-def _mix_64(state: torch.Tensor) -> torch.Tensor:
     state = state ^ ((state >> 30) & ((1 << 34) - 1))
     state.mul_(signed(_MULTIPLIER_1, 64))
     state.bitwise_xor_((state >> 27).bitwise_and_((1 << 37) - 1)).mul_(signed(_MULTIPLIER_2, 64))
@@ -53,12 +49,17 @@ def mix_32(state: torch.Tensor) -> torch.Tensor:
 
 
 def counters(first: int, last: int, device: torch.device) -> torch.Tensor:
-    """Multiples of the golden-ratio increment: successive states of splitmix64."""
-    return (_opaque_counters if torch.compiler.is_compiling() else _counters)(first, last, device)
+    """Multiples of the golden-ratio increment: successive states of splitmix64.
 
-
-def _counters(first: int, last: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(first, last, dtype=torch.int64, device=device).mul_(signed(GOLDEN, 64))
+    Where torch.compile traces, the numbers come out of an operation on bits: a product of consecutive integers and a
+    constant it takes for an index, which a product that wraps is not (torch 2.13 shifts it as a Python integer, which
+    fails, or writes outside of the result).
+    """
+    if torch.compiler.is_compiling():
+        numbers = torch.arange(~first, ~last, -1, dtype=torch.int64, device=device).bitwise_not()
+    else:
+        numbers = torch.arange(first, last, dtype=torch.int64, device=device)
+    return numbers.mul_(signed(GOLDEN, 64))
 
 
 def low_half(state: torch.Tensor) -> torch.Tensor:
@@ -67,23 +68,13 @@ def low_half(state: torch.Tensor) -> torch.Tensor:
 
 
 def half_words(words: torch.Tensor) -> torch.Tensor:
-    """The two signed 16-bit halves of each word, the low one first.
+    """The two signed halves of each word, the low one first.
 
-    Shapes: words `[..., n]` int32; result `[..., 2n]`, int16, or int32 where torch.compile traces: what it makes of a
-    view in a smaller dtype writes outside of its memory (torch 2.13, CPU).
+    Shapes: words `[..., n]` int64 or int32; result `[..., 2n]` of half the width.
     """
-    if not torch.compiler.is_compiling():
-        return words.view(torch.int16)
-    return torch.stack(((words << 16) >> 16, words >> 16), dim=-1).flatten(-2)
+    return words.view(torch.int32 if words.dtype is torch.int64 else torch.int16)
 
 
 def signed(number: int, bits: int) -> int:
     """Reinterprets the bits as a signed integer."""
     return number - (1 << bits) if number >> (bits - 1) else number
-
-
-# For torch.compile, whose compilers fail on 64-bit shifts of constants: it calls these as they are, and fuses the rest.
-_opaque_mix_64 = torch.library.custom_op("megatron_hashing::mix_64", _mix_64, mutates_args=())
-_opaque_mix_64.register_fake(torch.empty_like)
-_opaque_counters = torch.library.custom_op("megatron_hashing::counters", _counters, mutates_args=())
-_opaque_counters.register_fake(lambda first, last, device: torch.empty(last - first, dtype=torch.int64, device=device))

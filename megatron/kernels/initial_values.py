@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.hashing import GOLDEN, counters, mix_64, signed
+from megatron.kernels.hashing import GOLDEN, counters, half_words, mix_64, signed
 
 _CUT = 3.0  # standard deviations; truncated normal values lie within
 _DRAWN_AT_ONCE = 1 << 16  # pairs; bounds the memory of a draw and keeps it in the cache
@@ -129,7 +129,7 @@ def _random_words(base: int, numbers: torch.Tensor, first_pair: int, last_pair: 
     """
     rows = mix_64((numbers * signed(GOLDEN, 64)) ^ signed(base, 64))  # [rows]
     bits = mix_64(rows.unsqueeze(1) + counters(first_pair, last_pair, numbers.device))  # [rows, pairs] int64
-    return bits.view(torch.int32).view(*bits.shape, 2)
+    return half_words(bits).unflatten(-1, (-1, 2))
 
 
 def _normal_values(words: torch.Tensor) -> torch.Tensor:
