@@ -28,7 +28,7 @@ from megatron.engine.engine import Engine
 from megatron.engine.replicas import find_differences, replicas
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.parallel.messages import all_reduce_max
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 
 # A check before each save, at an interval that is on the short side.
 STEPS_BETWEEN_SAVES = 100

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, PathUse, flag
-from megatron.config.overlay import parse_over
+from megatron.config.program_flags import parse_over
 from megatron.errors import ConfigError, MegatronError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import PathUse, flag
-from megatron.config.overlay import parse_over
+from megatron.config.program_flags import parse_over
 from megatron.config.sampling_flags import BeamFlags
 from megatron.errors import ConfigError, DataError
 from megatron.files.typed_lines import read_line

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, ParallelRequest, PathUse, flag, parse_flags
-from megatron.config.flags.output_prefix import prefix_problems
+from megatron.config.flags.paths import prefix_problems
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 

@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import PathUse, flag, parse_flags
-from megatron.config.flags.output_prefix import prefix_problems
-from megatron.config.sections.data import WORDPIECE_TOKENIZERS
-from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
+from megatron.config.flags.paths import prefix_problems
+from megatron.config.sections.data import WORDPIECE_TOKENIZERS, TokenizerFileFlags, required_tokenizer_type
 
 _SHOWN_FILES = 8
 

@@ -38,8 +38,8 @@ from megatron.config import (
     SafetyRequest,
     flag,
 )
-from megatron.config.files.group_files import read_group_files
-from megatron.config.overlay import laid_over, parse_over
+from megatron.config.files.flag_files import read_group_files
+from megatron.config.program_flags import laid_over, parse_over
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.files.settings import read_json
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import PathUse, flag
-from megatron.config.overlay import ToolRequest, parse_over
+from megatron.config.program_flags import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
-from megatron.config.flags.output_prefix import prefix_problems
+from megatron.config.flags.paths import prefix_problems
 
 if TYPE_CHECKING:
     from megatron.corpus.workers.progress import ProgressLine

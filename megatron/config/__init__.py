@@ -3,6 +3,7 @@
 Imports neither torch nor numpy, reads no environment variable and opens no socket; `parse` sees flags and files only.
 """
 
+from megatron.config.files.flag_files import FlagFilesConfig
 from megatron.config.flags.blends import WeightedGroup, WeightedPath
 from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
@@ -16,21 +17,15 @@ from megatron.config.parse import parse
 from megatron.config.resolve import Machine, TokenizerFacts, resolve, resolve_epochs
 from megatron.config.resume import check_resume
 from megatron.config.run import RunConfig, RunRequest
+from megatron.config.running.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.running.evaluation import EvaluationConfig
-from megatron.config.running.loading import LoadingConfig
-from megatron.config.running.report import ReportConfig
-from megatron.config.running.safety import SafetyConfig, SafetyRequest
-from megatron.config.running.saving import SavingConfig
-from megatron.config.running.stopping import StoppingConfig
-from megatron.config.running.watching import WatchingConfig
+from megatron.config.running.reporting import ReportConfig, WatchingConfig
+from megatron.config.running.safety import SafetyConfig, SafetyRequest, StoppingConfig
+from megatron.config.sections.computation import KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
-from megatron.config.sections.flag_files import FlagFilesConfig
-from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.sections.recompute import RecomputeConfig
 
 __all__ = [
     "NO_PROGRAM",

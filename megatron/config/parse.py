@@ -12,10 +12,8 @@ from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields, FeedForwardFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import LEARNED, PositionFields
-from megatron.config.files.config_file import FileReading, read_config_file
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
-from megatron.config.files.group_files import read_group_files
-from megatron.config.files.preset_files import preset_path
+from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
 from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, SUPPORTED, Legacy, legacy_flags
@@ -27,7 +25,6 @@ from megatron.config.flags.section import (
     relevant_problems,
 )
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
-from megatron.config.idle import idle_fields
 from megatron.config.request_rules import (
     checkpoint_problems,
     data_problems,
@@ -38,7 +35,7 @@ from megatron.config.request_rules import (
     placement_problems,
 )
 from megatron.config.run import DEFAULT, FILE, FORMER_SECTIONS, GIVEN, PRESET, RunRequest, cross_problems, sections_of
-from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest
 from megatron.errors import ConfigError

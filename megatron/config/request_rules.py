@@ -16,9 +16,9 @@ from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.objective.masking import SENTENCES, MaskingConfig
+from megatron.config.running.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.running.evaluation import EvaluationConfig
-from megatron.config.running.loading import LoadingConfig
-from megatron.config.running.saving import SavingConfig
+from megatron.config.sections.computation import PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import (
     SENTENCEPIECE_TOKENIZERS,
     TOKENIZERS,
@@ -29,8 +29,6 @@ from megatron.config.sections.data import (
 from megatron.config.sections.model import ModelRequest
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest
-from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.sections.recompute import RecomputeConfig
 
 _LEGACY = "legacy."
 # What upstream's scripts give them; any value drops tokens there, and none is dropped here.

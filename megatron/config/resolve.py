@@ -12,10 +12,10 @@ from megatron.config.request_rules import divides_experts, expert_parts
 from megatron.config.run import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
 from megatron.config.running.safety import SafetyConfig
 from megatron.config.schedule import planned_iterations, ranges_at_the_end, schedule
+from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.world import batch_sizes, fit_layout, world_problems
 from megatron.errors import ConfigError
 

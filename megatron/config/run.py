@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron.config.architecture.positions import LEARNED
+from megatron.config.files.flag_files import FlagFilesConfig
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import ConfigSection
@@ -19,21 +20,15 @@ from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, LossConfig
 from megatron.config.objective.masking import MaskingConfig
+from megatron.config.running.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.running.evaluation import EvaluationConfig
-from megatron.config.running.loading import LoadingConfig
-from megatron.config.running.report import ReportConfig
-from megatron.config.running.safety import SafetyConfig, SafetyRequest
-from megatron.config.running.saving import SavingConfig
-from megatron.config.running.stopping import StoppingConfig
-from megatron.config.running.watching import WatchingConfig
+from megatron.config.running.reporting import ReportConfig, WatchingConfig
+from megatron.config.running.safety import SafetyConfig, SafetyRequest, StoppingConfig
+from megatron.config.sections.computation import AUTO, TORCH, KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
-from megatron.config.sections.flag_files import FlagFilesConfig
-from megatron.config.sections.kernels import AUTO, TORCH, KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.sections.recompute import RecomputeConfig
 from megatron.errors import ConfigError, printable
 
 GIVEN = "given"

@@ -18,7 +18,7 @@ from megatron import log
 from megatron.checkpoint import Found, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.record import Record
 from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
-from megatron.config.overlay import laid_over
+from megatron.config.program_flags import laid_over
 from megatron.config.resolve import padded_vocab_size
 from megatron.engine.stages import stage_bounds
 from megatron.errors import CheckpointError, ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.config.sections.kernels import APEX, CSRC, TORCH
+from megatron.config.sections.computation import APEX, CSRC, TORCH
 
 
 class Implementation(str, Enum):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron import log
-from megatron.config.sections.kernels import OPERATIONS
+from megatron.config.sections.computation import OPERATIONS
 from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.choosing import choose
 from megatron.kernels.native.library import library

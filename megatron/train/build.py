@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from megatron import log
 from megatron.config import RunRequest, check_resume
 from megatron.train.checkpoints import Saves, open_writer
-from megatron.train.engine_opening import open_engine
 from megatron.train.evaluation import Evaluator
 from megatron.train.objectives import build_objective
 from megatron.train.part import Part, PartSetup
@@ -18,6 +17,7 @@ from megatron.train.restarts.restore import check_tokenizer, find_start, load_te
 from megatron.train.run import Run
 from megatron.train.run_data import open_data, show_notices
 from megatron.train.signals import StopSignals
+from megatron.train.start_up.engine_opening import open_engine
 from megatron.train.start_up.environment import RunEnvironment, open_environment
 from megatron.train.start_up.facts import show_start
 from megatron.train.start_up.report_opening import open_report

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
 from megatron.config import ConfigSection, PathUse, flag
-from megatron.config.overlay import ToolRequest, parse_over
+from megatron.config.program_flags import ToolRequest, parse_over
 
 
 @dataclass(frozen=True)

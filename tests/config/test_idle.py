@@ -8,8 +8,8 @@ import re
 import pytest
 
 from megatron.config import Machine, TokenizerFacts, check_resume, resolve
-from megatron.config.idle import idle_fields
 from megatron.config.run import RunConfig
+from megatron.config.sections.model import idle_fields
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.config import ConfigSection, Machine, ParallelRequest, RunConfig, TokenizerFacts, flag, resolve
-from megatron.config.overlay import laid_over, parse_over
+from megatron.config.program_flags import laid_over, parse_over
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 

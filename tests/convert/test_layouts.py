@@ -18,8 +18,8 @@ from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import build_tokenizer
-from megatron.train.engine_opening import build_engine
 from megatron.train.restarts.restore import find_saved_run, load_tensors
+from megatron.train.start_up.engine_opening import build_engine
 from tests.convert.comparison import load_reference, relative
 from tests.convert.tiny_models import LENGTH, sample_tokens
 from tests.helpers.ranks import run_ranks

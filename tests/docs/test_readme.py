@@ -15,9 +15,8 @@ import pretrain_bert
 from examples.hello_deepspeed.flags import HelloDeepSpeedEngineFlags
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.flags.fields import flags_of
-from megatron.config.overlay import parse_over
 from megatron.config.parse import field_flags
-from megatron.config.program_flags import read_program
+from megatron.config.program_flags import parse_over, read_program
 from megatron.config.sampling_flags import BeamFlags
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded

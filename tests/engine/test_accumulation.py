@@ -15,7 +15,7 @@ import torch
 from megatron.engine.state import owned_pieces
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.networks import SEED, build_gpt, forward
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled

@@ -11,7 +11,7 @@ import torch
 from megatron.engine.state import owned_bytes, owned_pieces
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import PieceKey
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe

@@ -34,7 +34,7 @@ from megatron.engine.engine import Engine
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.engine_runs import BF16, RECIPE
 from tests.helpers.architecture_tables import DEEPSPEED_PRIVATE
 from tests.helpers.ranks import run_ranks

@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 from megatron.kernels.optimizer import build_eight_bit_adamw, count_updates, moment
 from megatron.parallel.joining import close_mesh, open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 

@@ -19,7 +19,7 @@ from megatron.objective.language_model import Z_LOSS
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
-from megatron.train.engine_opening import build_engine, parameter_counts
+from megatron.train.start_up.engine_opening import build_engine, parameter_counts
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches

@@ -19,7 +19,7 @@ from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import parameter_names
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.engine_opening import build_engine, parameter_counts
+from megatron.train.start_up.engine_opening import build_engine, parameter_counts
 from tests.helpers.networks import build_gpt, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import initial_weights, layout_config, local_batches

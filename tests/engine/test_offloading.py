@@ -9,7 +9,7 @@ import pytest
 from megatron.config import RunConfig
 from megatron.kernels.choice import Implementation
 from megatron.parallel.joining import open_mesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe

@@ -17,7 +17,7 @@ from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.errors import ConfigError
 from megatron.parallel.joining import open_mesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.test_offloading import RECIPE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches

@@ -24,7 +24,7 @@ from megatron.engine.replicas import (
 from megatron.engine.state import moments, part_of
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.engine_runs import BF16, RECIPE, train
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.engine import stage_build
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.shard_spec import shard_spec_of
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.networks import SEED, build_gpt
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import initial_weights, layout_config, local_batches

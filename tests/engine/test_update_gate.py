@@ -21,7 +21,7 @@ from megatron.engine.update_gate import LEAST_STEPS, WINDOW_STEPS, RecentSteps, 
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.engine_runs import BF16, RECIPE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse, parse_flags
-from megatron.config.overlay import parse_over
+from megatron.config.program_flags import parse_over
 from megatron.evaluation.tasks.tasks_file import read_tasks
 from tests.helpers.recording_shell import recorded
 from tools.chat import ChatFlags

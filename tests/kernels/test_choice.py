@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.sections.kernels import OPERATIONS
+from megatron.config.sections.computation import OPERATIONS
 from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels, is_installed
 
 

@@ -14,7 +14,7 @@ from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import Library, library
 from megatron.kernels.optimizer import AdamW
 from megatron.parallel.joining import open_mesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from megatron.config.sections.kernels import OPERATIONS
+from megatron.config.sections.computation import OPERATIONS
 from megatron.kernels.choice import Implementation, Kernels
 from megatron.parallel import kernels as subject
 from megatron.parallel.kernels import agreed_kernels, kernels_line

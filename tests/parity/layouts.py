@@ -12,7 +12,7 @@ from megatron.data.loader import Batch
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.networks import build_gpt
 from tests.parity.reference import Recipe, batch_mask, batch_tokens
 

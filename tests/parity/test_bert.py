@@ -15,7 +15,7 @@ from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.metrics_file import read_steps
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_sentences import TinySentences, write_tiny_sentences
 from tests.parity.layouts import initial_weights, layout_config, layout_name

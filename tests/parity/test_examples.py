@@ -18,8 +18,8 @@ from megatron.data.sources.request import DataRequest
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
-from megatron.train.engine_opening import build_engine
 from megatron.train.objectives import batch_options, build_objective, step_settings
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.networks import build_gpt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vocabulary import write_vocabulary

@@ -19,8 +19,8 @@ from megatron.data.formats.indexed import IndexedWriter
 from megatron.data.loader import MicroBatches
 from megatron.data.sources.request import DataRequest
 from megatron.parallel.joining import open_mesh
-from megatron.train.engine_opening import build_engine
 from megatron.train.objectives import batch_options, samples_to_learn
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import initial_weights, layout_config, layout_name
 from tests.parity.reference import Recipe, forward

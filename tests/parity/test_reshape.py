@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint import load, read_tensors, save
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.parallel.joining import open_mesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe, batch_tokens, forward

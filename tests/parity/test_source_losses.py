@@ -10,7 +10,7 @@ import pytest
 from megatron.data.loader import Batch
 from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
 from megatron.parallel.joining import open_mesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, layout_name, local_batches
 from tests.parity.reference import Recipe

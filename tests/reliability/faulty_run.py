@@ -21,7 +21,8 @@ from megatron.data.loader import MicroBatches
 from megatron.errors import DataError
 from megatron.parallel import joining
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train import build, engine_opening, run_data
+from megatron.train import build, run_data
+from megatron.train.start_up import engine_opening
 from megatron.train.watchdog import Watch
 
 

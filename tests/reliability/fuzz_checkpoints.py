@@ -32,7 +32,7 @@ from megatron.checkpoint.analysis.summary import summarize
 from megatron.checkpoint.analysis.tables import summary_lines
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
-from megatron.config.overlay import laid_over
+from megatron.config.program_flags import laid_over
 from megatron.config.schedule import is_done, learning_rate, planned_samples
 from megatron.data.build import build_split_datasets, data_fingerprint, describe
 from megatron.data.loader import BatchOptions, MicroBatches

@@ -24,7 +24,7 @@ from deepspeed.utils import logger
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.config.files.deepspeed_table import KEYS, Range, Values
-from megatron.config.files.preset_files import preset_names, preset_path
+from megatron.config.files.flag_files import preset_names, preset_path
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.engine.ds_config import deepspeed_config
 from megatron.errors import ConfigError

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.config.files.group_files import read_group_files
+from megatron.config.files.flag_files import read_group_files
 from megatron.corpus.preprocess import encode as encode_module
 from megatron.corpus.preprocess.check import examine, report, sample_documents
 from megatron.corpus.preprocess.encode import EncodeOptions

@@ -18,7 +18,7 @@ from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
 from megatron.errors import ExitCode
 from megatron.observe.metrics_file import read_records
-from megatron.train import engine_opening
+from megatron.train.start_up import engine_opening
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, train_here, write_tiny_corpus
 

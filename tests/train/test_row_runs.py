@@ -16,7 +16,7 @@ from megatron.data.formats.parquet_windows import shard_name
 from megatron.data.loader import MicroBatches
 from megatron.data.sources.request import DataRequest
 from megatron.parallel.joining import open_mesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 from tests.data.databases import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows
 from tests.helpers.ranks import run_ranks

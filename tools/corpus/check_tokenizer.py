@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
 from megatron.config import PathUse, flag, parse_flags
-from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
+from megatron.config.sections.data import TokenizerFileFlags, required_tokenizer_type
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron import log
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.flags.fields import flags_of
-from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
+from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
     from megatron.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.architecture.dropout import dropout_problems
-from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.fields import flag, network_flag
 from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
@@ -42,61 +42,50 @@ def _softmax_scale(model: Any) -> float | None:
 class AttentionFields(ConfigSection):
     """Shape and scores of attention."""
 
-    num_layers: int = flag(help="transformer blocks in the whole model", at_least=1, at_most=10_000, resume=MUST_MATCH)
-    hidden_size: int = flag(help="width of the model", at_least=1, at_most=2**24, resume=MUST_MATCH)
-    num_attention_heads: int = flag(help="attention heads per block", at_least=1, at_most=2**20, resume=MUST_MATCH)
-    num_query_groups: int = flag(
+    num_layers: int = network_flag(help="transformer blocks in the whole model", at_least=1, at_most=10_000)
+    hidden_size: int = network_flag(help="width of the model", at_least=1, at_most=2**24)
+    num_attention_heads: int = network_flag(help="attention heads per block", at_least=1, at_most=2**20)
+    num_query_groups: int = network_flag(
         help="groups of query heads that share one key and value head; as many as heads if unset",
         computed=lambda model: model.num_attention_heads,
         at_least=1,
         follows=("num_attention_heads",),
         spelled=("--num-key-value-heads",),
-        resume=MUST_MATCH,
     )
-    kv_channels: int = flag(
+    kv_channels: int = network_flag(
         help="width of an attention head; hidden size / heads if unset",
         computed=_head_width,
         at_least=1,
         at_most=2**20,
         follows=("hidden_size", "num_attention_heads"),
-        resume=MUST_MATCH,
     )
-    add_bias_linear: bool = flag(True, "biases in linear layers; each kind has its own flag", resume=MUST_MATCH)
-    add_qkv_bias: bool = flag(
+    add_bias_linear: bool = network_flag(True, "biases in linear layers; each kind has its own flag")
+    add_qkv_bias: bool = network_flag(
         help="biases of queries, keys and values; as --add-bias-linear if unset",
         computed=lambda model: model.add_bias_linear,
-        resume=MUST_MATCH,
     )
-    attention_output_bias: bool = flag(
+    attention_output_bias: bool = network_flag(
         help="bias of the attention's output matrix; as --add-bias-linear if unset",
         computed=lambda model: model.add_bias_linear,
-        resume=MUST_MATCH,
     )
-    qk_layernorm: bool = flag(False, "normalize queries and keys before the rotation", resume=MUST_MATCH)
-    qk_layernorm_scope: str = flag(
-        "head",
-        "what is normalized: the channels of a head, or of all heads",
-        choices=("head", "all"),
-        resume=MUST_MATCH,
+    qk_layernorm: bool = network_flag(False, "normalize queries and keys before the rotation")
+    qk_layernorm_scope: str = network_flag(
+        "head", "what is normalized: the channels of a head, or of all heads", choices=("head", "all")
     )
-    attention_window: int | None = flag(
-        None, "tokens a token may attend to, itself included; unlimited if unset", at_least=1, resume=MUST_MATCH
+    attention_window: int | None = network_flag(
+        None, "tokens a token may attend to, itself included; unlimited if unset", at_least=1
     )
-    attention_window_pattern: tuple[int, ...] = flag(
-        (),
-        "1 for layers with the window, 0 for full attention, repeated over the layers; all if unset",
-        choices=(0, 1),
-        resume=MUST_MATCH,
+    attention_window_pattern: tuple[int, ...] = network_flag(
+        (), "1 for layers with the window, 0 for full attention, repeated over the layers; all if unset", choices=(0, 1)
     )
-    softmax_scale: float | None = flag(
+    softmax_scale: float | None = network_flag(
         help="factor of the attention scores; 1/sqrt(head width) if unset, by the --mup flags with --use-mup",
         computed=_softmax_scale,
         above=0,
         follows=("use_mup", "mup_base_head_dim", "mup_attn_scale_power", "kv_channels"),
-        resume=MUST_MATCH,
     )
-    attention_logit_softcap: float | None = flag(
-        None, "scores are kept below this by c * tanh(score / c)", above=0, resume=MUST_MATCH
+    attention_logit_softcap: float | None = network_flag(
+        None, "scores are kept below this by c * tanh(score / c)", above=0
     )
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.fields import network_flag
 from megatron.config.flags.section import ConfigSection
 
 
@@ -17,28 +17,24 @@ class EncoderFields(ConfigSection):
     `megatron/core/models/bert/bert_model.py` and `pretrain_bert.py` (token types only with the sentence-order head).
     """
 
-    bidirectional: bool = flag(
-        False, "every token attends to all tokens of its segment, later ones included (BERT)", resume=MUST_MATCH
+    bidirectional: bool = network_flag(
+        False, "every token attends to all tokens of its segment, later ones included (BERT)"
     )
-    token_types: int = flag(
+    token_types: int = network_flag(
         help="rows of the token-type embedding (BERT 2, RoBERTa 1); 2 if unset with --sentence-order-head, else none",
         computed=lambda model: 2 if model.sentence_order_head else 0,
         at_least=0,
         at_most=2**16,
         follows=("sentence_order_head",),
         spelled=("--num-token-types",),
-        resume=MUST_MATCH,
     )
-    masked_lm_head: bool = flag(
-        False,
-        "a dense layer, an activation and a norm before the output matrix, and a bias for every vocabulary entry",
-        resume=MUST_MATCH,
+    masked_lm_head: bool = network_flag(
+        False, "a dense layer, an activation and a norm before the output matrix, and a bias for every vocabulary entry"
     )
-    sentence_order_head: bool = flag(
+    sentence_order_head: bool = network_flag(
         False,
         "a pooler over the first token that tells whether the two segments of a sample were swapped",
         spelled=("--bert-no-binary-head",),
-        resume=MUST_MATCH,
     )
 
     def problems(self) -> Iterator[str]:

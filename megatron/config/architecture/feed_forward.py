@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.config.architecture.attention import AttentionFields
 from megatron.config.architecture.dropout import dropout_problems
-from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.fields import flag, network_flag
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "elu", "linear")
 
@@ -16,31 +16,26 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "elu", "line
 class FeedForwardFields(AttentionFields):
     """The dense feed-forward layer."""
 
-    ffn_hidden_size: int = flag(
+    ffn_hidden_size: int = network_flag(
         help="inner width of the MLP; 4 x hidden size if unset (--swiglu: 8/3 x hidden size, down to a multiple of 64)",
         computed=lambda model: 4 * model.hidden_size,
         at_least=1,
         at_most=2**28,
         follows=("hidden_size",),
-        resume=MUST_MATCH,
     )
     openai_gelu: bool = flag(False, "tanh approximation of GELU, as in OpenAI's code")
     bias_gelu_fusion: bool = flag(
         True, "tanh approximation of GELU, as in upstream's fused kernel; off: exact GELU unless --openai-gelu"
     )
-    activation_function: str = flag(
+    activation_function: str = network_flag(
         help="activation of the feed-forward; gelu_tanh if unset, gelu with --no-bias-gelu-fusion",
         computed=lambda model: "gelu_tanh" if model.bias_gelu_fusion or model.openai_gelu else "gelu",
         choices=ACTIVATIONS,
-        resume=MUST_MATCH,
     )
-    gated_linear_unit: bool = flag(
-        False, "multiply the activation of one product by a second product (GLU)", resume=MUST_MATCH
-    )
-    mlp_bias: bool = flag(
+    gated_linear_unit: bool = network_flag(False, "multiply the activation of one product by a second product (GLU)")
+    mlp_bias: bool = network_flag(
         help="biases of the feed-forward matrices; as --add-bias-linear if unset",
         computed=lambda model: model.add_bias_linear,
-        resume=MUST_MATCH,
     )
     hidden_dropout: float = flag(0.1, "dropout on block outputs and on the embedding", at_least=0, below=1)
 
@@ -56,55 +51,46 @@ class ExpertFields(FeedForwardFields):
     Source of the flags: NVIDIA Megatron-LM `megatron/training/arguments.py`, `_add_moe_args`, and deepspeedai's fork.
     """
 
-    num_experts: int = flag(
+    num_experts: int = network_flag(
         1,
         "feed-forward networks per layer that tokens are routed to; several numbers: one for each layer with experts",
         at_least=1,
         at_most=2**16,
         by_layer="moe_expert_counts",
-        resume=MUST_MATCH,
     )
-    moe_expert_counts: tuple[int, ...] = flag(
+    moe_expert_counts: tuple[int, ...] = network_flag(
         (),
         "experts of each layer that --moe-layer-pattern gives some, in order, where they differ; half as many numbers "
         "as layers are for every second layer",
         at_least=1,
         at_most=2**16,
-        resume=MUST_MATCH,
     )
-    moe_layer_pattern: tuple[int, ...] = flag(
-        (),
-        "1 for layers with experts, 0 for dense ones, repeated over the layers; all if unset",
-        choices=(0, 1),
-        resume=MUST_MATCH,
+    moe_layer_pattern: tuple[int, ...] = network_flag(
+        (), "1 for layers with experts, 0 for dense ones, repeated over the layers; all if unset", choices=(0, 1)
     )
-    moe_router_topk: int = flag(2, "experts per token", at_least=1, resume=MUST_MATCH)
-    moe_ffn_hidden_size: int = flag(
+    moe_router_topk: int = network_flag(2, "experts per token", at_least=1)
+    moe_ffn_hidden_size: int = network_flag(
         help="inner width of an expert; --ffn-hidden-size if unset",
         computed=lambda model: model.ffn_hidden_size,
         at_least=1,
         at_most=2**28,
         follows=("ffn_hidden_size", "hidden_size"),
-        resume=MUST_MATCH,
     )
-    moe_shared_expert_intermediate_size: int = flag(
-        0, "inner width of an expert that sees every token; 0 for none", at_least=0, at_most=2**28, resume=MUST_MATCH
+    moe_shared_expert_intermediate_size: int = network_flag(
+        0, "inner width of an expert that sees every token; 0 for none", at_least=0, at_most=2**28
     )
-    moe_residual: bool = flag(
+    moe_residual: bool = network_flag(
         False,
         "residual experts: a dense feed-forward layer of --ffn-hidden-size sees every token as well, and learned "
         "coefficients mix the two",
-        resume=MUST_MATCH,
     )
-    moe_router_score_function: str = flag(
-        "softmax", "how router logits become scores", choices=("softmax", "sigmoid"), resume=MUST_MATCH
+    moe_router_score_function: str = network_flag(
+        "softmax", "how router logits become scores", choices=("softmax", "sigmoid")
     )
-    moe_router_pre_softmax: bool = flag(
-        False,
-        "weights are the scores over all experts; off: over the chosen ones only, so they sum to 1",
-        resume=MUST_MATCH,
+    moe_router_pre_softmax: bool = network_flag(
+        False, "weights are the scores over all experts; off: over the chosen ones only, so they sum to 1"
     )
-    moe_router_topk_scaling_factor: float = flag(1.0, "factor of the experts' weights", above=0, resume=MUST_MATCH)
+    moe_router_topk_scaling_factor: float = network_flag(1.0, "factor of the experts' weights", above=0)
     moe_aux_loss_coeff: float = flag(
         0.01, "coefficient of the load-balancing loss", at_least=0, spelled=("--moe-loss-coeff",)
     )

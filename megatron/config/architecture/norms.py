@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import MUST_MATCH, SMALLEST_FLOAT32, flag
+from megatron.config.flags.fields import SMALLEST_FLOAT32, network_flag
 from megatron.config.flags.section import ConfigSection
 
 LAYER_NORM, RMS_NORM = "LayerNorm", "RMSNorm"
@@ -16,39 +16,32 @@ PRE, SANDWICH, POST_BRANCH, POST = "pre", "sandwich", "post_branch", "post"
 class NormFields(ConfigSection):
     """Kind and place of the norms."""
 
-    normalization: str = flag(
+    normalization: str = network_flag(
         LAYER_NORM,
         "kind of norm",
         choices=(LAYER_NORM, RMS_NORM),
         synonyms={"layernorm": LAYER_NORM, "rmsnorm": RMS_NORM},
-        resume=MUST_MATCH,
     )
-    layernorm_epsilon: float = flag(
-        1e-5, "epsilon of every norm", at_least=SMALLEST_FLOAT32, spelled=("--norm-epsilon",), resume=MUST_MATCH
+    layernorm_epsilon: float = network_flag(
+        1e-5, "epsilon of every norm", at_least=SMALLEST_FLOAT32, spelled=("--norm-epsilon",)
     )
-    apply_layernorm_1p: bool = flag(
-        False, "norm weights are stored as their difference from 1 (zero-centred)", resume=MUST_MATCH
+    apply_layernorm_1p: bool = network_flag(False, "norm weights are stored as their difference from 1 (zero-centred)")
+    embed_layernorm: bool = network_flag(
+        False, "a norm right after the word embedding; in an encoder after the sum of all embeddings"
     )
-    embed_layernorm: bool = flag(
-        False,
-        "a norm right after the word embedding; in an encoder after the sum of all embeddings",
-        resume=MUST_MATCH,
-    )
-    norm_placement: str = flag(
+    norm_placement: str = network_flag(
         PRE,
         "norms before attention and feed-forward, before and after them, only after them, or after the residual "
         "additions (post: the original BERT, without a final norm)",
         choices=(PRE, SANDWICH, POST_BRANCH, POST),
-        resume=MUST_MATCH,
     )
-    apply_residual_connection_post_layernorm: bool = flag(
-        False, "the residual is taken after the norm instead of before it", resume=MUST_MATCH
+    apply_residual_connection_post_layernorm: bool = network_flag(
+        False, "the residual is taken after the norm instead of before it"
     )
-    parallel_residual: bool = flag(
+    parallel_residual: bool = network_flag(
         False,
         "attention and feed-forward both read the block's input, and both outputs are added to it",
         spelled=("--use-parallel-residual", "--gpt-j-residual"),
-        resume=MUST_MATCH,
     )
 
     def problems(self) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.fields import network_flag
 from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
@@ -26,16 +26,15 @@ class PositionFields(ConfigSection):
     Source of the scalings: transformers, `modeling_rope_utils.py`; YaRN: Peng et al., 2023.
     """
 
-    max_position_embeddings: int = flag(
+    max_position_embeddings: int = network_flag(
         help="rows of the learned position embedding, at least the sequence length; with other positions the context "
         "the network is made for, --seq-length if unset",
         computed=_needed_positions,
         spelled=("--max-absolute-position-embeddings",),
         at_least=1,
         at_most=2**31 - 1,
-        resume=MUST_MATCH,
     )
-    position_embedding_type: str = flag(
+    position_embedding_type: str = network_flag(
         LEARNED,
         "how tokens are positioned",
         choices=(LEARNED, ROPE, ALIBI, NO_POSITIONS),
@@ -47,55 +46,38 @@ class PositionFields(ConfigSection):
             "PositionEmbeddingType.rotary": ROPE,
             "PositionEmbeddingType.alibi": ALIBI,
         },
-        resume=MUST_MATCH,
     )
-    rotary_percent: float = flag(
-        1.0, "share of each head's width that is rotated", above=0, at_most=1, resume=MUST_MATCH
-    )
-    rotary_base: float = flag(
+    rotary_percent: float = network_flag(1.0, "share of each head's width that is rotated", above=0, at_most=1)
+    rotary_base: float = network_flag(
         10000.0,
         "base of the rotation frequencies",
         at_least=1,
         spelled=("--rotary-position-embeddings-theta", "--rope-theta"),
-        resume=MUST_MATCH,
     )
-    rotary_interleaved: bool = flag(
-        False, "rotate neighbouring channels instead of the two halves of a head", resume=MUST_MATCH
+    rotary_interleaved: bool = network_flag(False, "rotate neighbouring channels instead of the two halves of a head")
+    rotary_base_windowed: float | None = network_flag(
+        None, "base of the unscaled frequencies in layers with a sliding window", at_least=1
     )
-    rotary_base_windowed: float | None = flag(
-        None, "base of the unscaled frequencies in layers with a sliding window", at_least=1, resume=MUST_MATCH
+    rope_layer_pattern: tuple[int, ...] = network_flag(
+        (), "1 for layers that rotate, 0 for layers without positions, repeated over the layers", choices=(0, 1)
     )
-    rope_layer_pattern: tuple[int, ...] = flag(
-        (),
-        "1 for layers that rotate, 0 for layers without positions, repeated over the layers",
-        choices=(0, 1),
-        resume=MUST_MATCH,
-    )
-    rope_scaling_type: str = flag(
+    rope_scaling_type: str = network_flag(
         "none",
         "how the rotation frequencies are stretched for longer contexts",
         choices=("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
-        resume=MUST_MATCH,
     )
-    rope_scaling_factor: float = flag(8.0, "factor of the stretched context", at_least=1, resume=MUST_MATCH)
-    rope_original_max_positions: int | None = flag(
-        None,
-        "context that the unscaled network was trained with; --max-position-embeddings if unset",
-        at_least=1,
-        resume=MUST_MATCH,
+    rope_scaling_factor: float = network_flag(8.0, "factor of the stretched context", at_least=1)
+    rope_original_max_positions: int | None = network_flag(
+        None, "context that the unscaled network was trained with; --max-position-embeddings if unset", at_least=1
     )
-    rope_low_freq_factor: float = flag(1.0, "llama3: below this, frequencies are divided", above=0, resume=MUST_MATCH)
-    rope_high_freq_factor: float = flag(4.0, "llama3: above this, frequencies stay", above=0, resume=MUST_MATCH)
-    rope_beta_fast: float = flag(32.0, "yarn: rotations above which frequencies stay", above=0, resume=MUST_MATCH)
-    rope_beta_slow: float = flag(1.0, "yarn: rotations below which frequencies are divided", above=0, resume=MUST_MATCH)
-    rope_attention_factor: float | None = flag(
-        None, "yarn and longrope: factor of cosine and sine; from the context lengths if unset", above=0,
-        resume=MUST_MATCH,
-    )  # fmt: skip
-    rope_short_factors: tuple[float, ...] = flag(
-        (), "longrope: divisors up to the original context", above=0, resume=MUST_MATCH
-    )
-    rope_long_factors: tuple[float, ...] = flag((), "longrope: divisors beyond it", above=0, resume=MUST_MATCH)
+    rope_low_freq_factor: float = network_flag(1.0, "llama3: below this, frequencies are divided", above=0)
+    rope_high_freq_factor: float = network_flag(4.0, "llama3: above this, frequencies stay", above=0)
+    rope_beta_fast: float = network_flag(32.0, "yarn: rotations above which frequencies stay", above=0)
+    rope_beta_slow: float = network_flag(1.0, "yarn: rotations below which frequencies are divided", above=0)
+    rope_attention_factor: float | None = network_flag(
+        None, "yarn and longrope: factor of cosine and sine; from the context lengths if unset", above=0)  # fmt: skip
+    rope_short_factors: tuple[float, ...] = network_flag((), "longrope: divisors up to the original context", above=0)
+    rope_long_factors: tuple[float, ...] = network_flag((), "longrope: divisors beyond it", above=0)
 
     @property
     def uses_rope(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.architecture.attention import AttentionFields
-from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.fields import flag, network_flag
 
 NORMAL, TRUNCATED_NORMAL, SMALL = "normal", "truncated_normal", "small"
 XAVIER_UNIFORM, XAVIER_NORMAL = "xavier_uniform", "xavier_normal"
@@ -28,8 +28,8 @@ class ScaleFields(AttentionFields):
     Source of the muP flags: NVIDIA Megatron-LM `megatron/core/transformer/transformer_config.py`.
     """
 
-    untie_embeddings_and_output_weights: bool = flag(
-        False, "a separate output matrix instead of the word embedding", resume=MUST_MATCH
+    untie_embeddings_and_output_weights: bool = network_flag(
+        False, "a separate output matrix instead of the word embedding"
     )
     init_method_std: float = flag(
         0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0, at_most=1000
@@ -57,50 +57,41 @@ class ScaleFields(AttentionFields):
         at_least=0,
         at_most=1000,
     )
-    use_mup: bool = flag(
+    use_mup: bool = network_flag(
         False,
         "maximal update parametrization: initial values, learning rates and factors that keep the best learning rate "
         "the same at every width",
-        resume=MUST_MATCH,
     )
-    mup_base_hidden_size: int | None = flag(
+    mup_base_hidden_size: int | None = network_flag(
         None,
         "muP: the hidden size at which nothing is scaled; --hidden-size if unset",
         at_least=1,
         spelled=("--scaling-base-hidden-size",),
-        resume=MUST_MATCH,
     )
-    mup_base_head_dim: float | None = flag(
+    mup_base_head_dim: float | None = network_flag(
         None,
         "muP: the head width whose square root the attention scores are multiplied by; 1 if unset",
         above=0,
         spelled=("--scaling-base-head-dim",),
-        resume=MUST_MATCH,
     )
-    mup_attn_scale_power: float = flag(
-        1.0,
-        "muP: attention scores are divided by the head width to this power",
-        at_least=0,
-        at_most=6,
-        resume=MUST_MATCH,
+    mup_attn_scale_power: float = network_flag(
+        1.0, "muP: attention scores are divided by the head width to this power", at_least=0, at_most=6
     )
-    mup_output_mult: float = flag(
-        1.0, "muP: factor of the logits; at 1, the inverse of the width in base widths", above=0, resume=MUST_MATCH
+    mup_output_mult: float = network_flag(
+        1.0, "muP: factor of the logits; at 1, the inverse of the width in base widths", above=0
     )
-    embedding_multiplier: float = flag(
-        1.0, "factor of the word embedding", above=0, spelled=("--mup-embedding-mult",), resume=MUST_MATCH
+    embedding_multiplier: float = network_flag(
+        1.0, "factor of the word embedding", above=0, spelled=("--mup-embedding-mult",)
     )
-    residual_multiplier: float = flag(1.0, "factor of every branch that is added to the residual", above=0,
-                                      resume=MUST_MATCH)  # fmt: skip
-    logit_multiplier: float = flag(
+    residual_multiplier: float = network_flag(1.0, "factor of every branch that is added to the residual", above=0)
+    logit_multiplier: float = network_flag(
         help="factor of the logits; 1 if unset, with --use-mup the inverse of the width in base widths",
         computed=_logit_multiplier,
         above=0,
         follows=("use_mup", "mup_base_hidden_size", "mup_output_mult", "hidden_size"),
-        resume=MUST_MATCH,
     )
-    output_logit_softcap: float | None = flag(
-        None, "logits are kept below this by c * tanh(logit / c)", above=0, resume=MUST_MATCH
+    output_logit_softcap: float | None = network_flag(
+        None, "logits are kept below this by c * tanh(logit / c)", above=0
     )
 
     @property

@@ -73,6 +73,11 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     return dataclasses.field(default=default, metadata={"flag": FlagFacts(help=help, **facts)}, kw_only=True)
 
 
+def network_flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
+    """Declares a flag that decides what the network is: a resume must match it. The arguments are those of `flag`."""
+    return flag(default, help, resume=MUST_MATCH, **facts)
+
+
 def derived(help: str, *, default: Any = dataclasses.MISSING, resume: str = MAY_CHANGE) -> Any:
     """Declares a dataclass field that no flag sets: `resolve` computes it.
 

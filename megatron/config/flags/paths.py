@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from megatron.files.plain import MOST_SMALL_BYTES, is_shell_pipe, kind_of
 
@@ -131,3 +132,21 @@ def _wrong_file(use: PathUse, path: str, size: int) -> str | None:
     if size == 0:
         return "is empty"
     return f"holds {size:,} bytes; such a file may hold {MOST_SMALL_BYTES:,}" if size > MOST_SMALL_BYTES else None
+
+
+def prefix_problems(flag: str, prefix: str, suffix: str, inputs: tuple[str, ...] = ()) -> Iterator[str]:
+    """Refuses a prefix that ends with a slash: the names of the outputs would be nothing but their suffixes.
+
+    Args:
+        suffix: of an output, such as `_text_document.bin`.
+        inputs: the tool's inputs; a name is proposed after the first.
+    """
+    if not prefix.endswith(("/", os.sep)):
+        return
+    first = next(iter(inputs), "")
+    stem = "" if "://" in first else PurePath(first).name.partition(".")[0]
+    name = stem if stem.isidentifier() else "corpus"
+    yield (
+        f"{flag} {prefix} names a folder and no files: they would be called {prefix}{suffix}. Add how their names "
+        f"begin, for example {flag} {prefix}{name}."
+    )

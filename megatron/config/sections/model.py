@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config.architecture.encoder import EncoderFields
@@ -9,19 +11,15 @@ from megatron.config.architecture.feed_forward import ExpertFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import PositionFields
 from megatron.config.architecture.scales import ScaleFields
-from megatron.config.flags.fields import MUST_MATCH, derived, flag
+from megatron.config.flags.fields import MUST_MATCH, derived, flags_of, network_flag
 
 
 @dataclass(frozen=True)
 class ModelRequest(ScaleFields, NormFields, PositionFields, ExpertFields, EncoderFields):
     """The architecture that was asked for."""
 
-    vocab_size: int | None = flag(
-        None,
-        "entries of the network's vocabulary; the tokenizer's tokens if unset",
-        at_least=1,
-        at_most=2**31 - 1,
-        resume=MUST_MATCH,
+    vocab_size: int | None = network_flag(
+        None, "entries of the network's vocabulary; the tokenizer's tokens if unset", at_least=1, at_most=2**31 - 1
     )
 
 
@@ -31,3 +29,40 @@ class ModelConfig(ModelRequest):
 
     vocab_size: int = derived("entries of the network's vocabulary", resume=MUST_MATCH)
     padded_vocab_size: int = derived("rows of the word embedding over all tensor-parallel ranks")
+
+
+# The scalings of the rotation frequencies that read a field.
+_SCALINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "rope_scaling_factor": ("linear", "dynamic", "llama3", "yarn"),
+        "rope_original_max_positions": ("dynamic", "llama3", "yarn", "longrope"),
+        "rope_low_freq_factor": ("llama3",),
+        "rope_high_freq_factor": ("llama3",),
+        "rope_beta_fast": ("yarn",),
+        "rope_beta_slow": ("yarn",),
+        "rope_attention_factor": ("yarn", "longrope"),
+        "rope_short_factors": ("longrope",),
+        "rope_long_factors": ("longrope",),
+    }
+)
+
+
+def idle_fields(model: ModelRequest) -> dict[str, str]:
+    """The fields that change nothing in this network, each with what they would need."""
+    names = [flag.field for flag in flags_of(ModelRequest)]
+    idle: dict[str, str] = {}
+    if not model.uses_rope:
+        rotary = [name for name in names if name.startswith(("rotary_", "rope_"))]
+        idle.update(dict.fromkeys(rotary, "rotary positions (--position-embedding-type rope)"))
+    for name, kinds in _SCALINGS.items():
+        if model.rope_scaling_type not in kinds:
+            idle.setdefault(name, f"--rope-scaling-type {' or '.join(kinds)}")
+    if model.attention_window is None:
+        idle.setdefault("rotary_base_windowed", "--attention-window")
+    if not model.qk_layernorm:
+        idle["qk_layernorm_scope"] = "--qk-layernorm"
+    if model.num_experts == 1:
+        idle.update({name: "--num-experts" for name in names if name.startswith("moe_")})
+    if not model.activation_function.startswith("gelu"):
+        idle["openai_gelu"] = "a GELU (--activation-function)"
+    return idle

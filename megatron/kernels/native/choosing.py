@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.sections.kernels import AUTO, OF_APEX, OPERATIONS
+from megatron.config.sections.computation import AUTO, OF_APEX, OPERATIONS
 from megatron.device import environment
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation, Kernels, is_installed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.sections.kernels import AUTO, OF_APEX, OPERATIONS
+from megatron.config.sections.computation import AUTO, OF_APEX, OPERATIONS
 from megatron.device import device_type
 from megatron.kernels.choice import Implementation, Kernels, is_installed
 from megatron.kernels.native.choosing import choose, implementations

@@ -9,10 +9,7 @@ from megatron.train.parts.activity import ActivityReports
 from megatron.train.parts.distillation import Distillation
 from megatron.train.parts.evaluation_tasks import EvaluationTasks
 from megatron.train.parts.keeping import Keeping
-from megatron.train.parts.numerics.poisoned_batches import PoisonedBatches
-from megatron.train.parts.numerics.replica_check import ReplicaCheck
-from megatron.train.parts.numerics.skipped_ranges import SkippedRanges
-from megatron.train.parts.numerics.spikes import Spikes
+from megatron.train.parts.numerics import PoisonedBatches, ReplicaCheck, SkippedRanges, Spikes
 from megatron.train.parts.profiling import Profiling
 from megatron.train.parts.sample_prompts import SamplePrompts
 from megatron.train.parts.start_record import StartRecord

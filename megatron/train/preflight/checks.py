@@ -6,13 +6,14 @@ from megatron.config.parse import RequestDraft
 from megatron.config.run import RunRequest
 from megatron.errors import ConfigError, MegatronError, joined
 from megatron.parallel.launchers import Ranks
-from megatron.train.preflight.files import file_failures
-from megatron.train.preflight.launch import launch_failures
-from megatron.train.preflight.memory import memory_problems
-from megatron.train.preflight.packages import package_failures
-from megatron.train.preflight.places import place_failures
-from megatron.train.preflight.sources import source_failures
-from megatron.train.preflight.tokenizer_files import tokenizer_failures
+from megatron.train.preflight.inputs import (
+    file_failures,
+    package_failures,
+    place_failures,
+    source_failures,
+    tokenizer_failures,
+)
+from megatron.train.preflight.machine import launch_failures, memory_problems
 
 # These start the same command on every rank, so that rank 0 shows what is wrong with the command.
 _SAME_COMMAND = ("torchrun", "deepspeed", "srun")

@@ -1,1 +1,1 @@
-"""Gathers what a run shows before its first step."""
+"""What comes before the first step: connected ranks, the engine, the report, and a summary of the run."""

@@ -28,10 +28,10 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.watch.limits import WatchLimits
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron.train.restarts.freezing import check_patterns
 from megatron.train.restarts.history import RestartHistory
 from megatron.train.run_data import show_notices, with_epochs
 from megatron.train.signals import StopSignals
+from megatron.train.start_up.engine_opening import check_patterns
 from megatron.train.stop import StopRules
 from megatron.train.watchdog import Watch
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.config.files import preset_files
-from megatron.config.files.preset_files import preset_names, preset_path
+from megatron.config.files import flag_files
+from megatron.config.files.flag_files import preset_names, preset_path
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -58,8 +58,8 @@ def test_an_unknown_name_is_rejected_with_its_neighbours() -> None:
 
 
 def test_an_installed_package_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    place = tmp_path / "megatron" / "config" / "files" / "preset_files.py"
-    monkeypatch.setattr(preset_files, "__file__", str(place))
+    place = tmp_path / "megatron" / "config" / "files" / "flag_files.py"
+    monkeypatch.setattr(flag_files, "__file__", str(place))
     (tmp_path / "examples" / "configs").mkdir(parents=True)
     (tmp_path / "examples" / "configs" / "beside.yaml").touch()
     assert preset_names() == ["beside"]

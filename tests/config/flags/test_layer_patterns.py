@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.flags.layer_patterns import read_pattern, shortest_period
+from megatron.config.flags.shorthands import read_pattern, shortest_period
 from megatron.errors import ConfigError
 
 

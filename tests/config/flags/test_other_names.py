@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import parse
-from megatron.config.flags import other_names
-from megatron.config.flags.other_names import meant_flag
+from megatron.config.flags import command_line
+from megatron.config.flags.command_line import meant_flag
 from megatron.config.parse import field_flags
 from megatron.errors import ConfigError
 
 
 def test_every_name_leads_to_a_flag_and_is_none_itself() -> None:
     known = {spelling for flag in field_flags().values() for spelling in flag.spellings}
-    assert set(other_names._NAMES) <= known
-    names = [f"--{name}" for names in other_names._NAMES.values() for name in names.split()]
+    assert set(command_line._NAMES) <= known
+    names = [f"--{name}" for names in command_line._NAMES.values() for name in names.split()]
     assert len(names) == len(set(names)), "each name leads to one flag"
     assert known.isdisjoint(names)
 

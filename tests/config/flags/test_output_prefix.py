@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.flags.output_prefix import prefix_problems
+from megatron.config.flags.paths import prefix_problems
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron.config import PathUse, parse
 from megatron.config.flags.command_line import check_paths
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.paths import path_problems
-from megatron.config.tokenizer_flags import TokenizerFileFlags
+from megatron.config.sections.data import TokenizerFileFlags
 from megatron.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent

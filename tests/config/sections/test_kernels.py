@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import KernelConfig
-from megatron.config.sections.kernels import AUTO, OPERATIONS
+from megatron.config.sections.computation import AUTO, OPERATIONS
 from megatron.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.engine.memory.closed_form import Amounts
-from megatron.train.memory.zero_table import MeasuredCell, TableRun, cells_of, measure_cells
+from megatron.train.zero_table import MeasuredCell, TableRun, cells_of, measure_cells
 from tests.helpers.ranks import run_ranks
 
 RUN = TableRun(1, 32, 2, 16, 256, 2, "bf16")

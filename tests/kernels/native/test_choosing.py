@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.sections.kernels import OPERATIONS, KernelConfig
+from megatron.config.sections.computation import OPERATIONS, KernelConfig
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.native import choosing

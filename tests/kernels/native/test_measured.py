@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.sections.kernels import OPERATIONS
+from megatron.config.sections.computation import OPERATIONS
 from megatron.kernels.choice import Implementation
 from megatron.kernels.native import measured
 from megatron.kernels.native.measured import MEASURED, Measurement, fastest

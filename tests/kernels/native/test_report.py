@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.sections.kernels import OPERATIONS
+from megatron.config.sections.computation import OPERATIONS
 from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native import choosing, measured, report
 from megatron.kernels.native.library import Library

@@ -8,7 +8,7 @@ import pytest
 
 from megatron import log
 from megatron.config.parse import read_flags
-from megatron.train.preflight.files import file_failures
+from megatron.train.preflight.inputs import file_failures
 
 
 def said(*words: str) -> list[str]:

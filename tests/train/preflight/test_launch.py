@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config.parse import read_flags
 from megatron.errors import LaunchError
-from megatron.train.preflight.launch import launch_failures
+from megatron.train.preflight.machine import launch_failures
 
 FLAGS = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "8"),

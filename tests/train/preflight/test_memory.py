@@ -10,8 +10,8 @@ import pytest
 from megatron.config.parse import read_flags
 from megatron.config.run import RunRequest
 from megatron.parallel.launchers import Ranks
-from megatron.train.preflight import memory
-from megatron.train.preflight.memory import least_bytes, memory_problems
+from megatron.train.preflight import machine
+from megatron.train.preflight.machine import least_bytes, memory_problems
 
 SIZES = ["--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40", "--seq-length", "128"]
 FLAGS = [*SIZES, "--max-position-embeddings", "128", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]
@@ -55,8 +55,8 @@ def test_what_cannot_fit_is_refused_and_what_hardly_fits_is_warned_about(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
     def failures(total_gib: int, free_gib: int, ranks: Ranks, *flags: str) -> list[str]:
-        monkeypatch.setattr(memory, "total_memory_bytes", lambda: total_gib * 2**30)
-        monkeypatch.setattr(memory, "available_memory_bytes", lambda: free_gib * 2**30)
+        monkeypatch.setattr(machine, "total_memory_bytes", lambda: total_gib * 2**30)
+        monkeypatch.setattr(machine, "available_memory_bytes", lambda: free_gib * 2**30)
         return list(memory_problems(request(*flags), ranks))
 
     (alone,) = failures(200, 200, ONE_RANK)
@@ -70,9 +70,9 @@ def test_what_cannot_fit_is_refused_and_what_hardly_fits_is_warned_about(
 
 
 def test_a_gpu_is_judged_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "why_no_cuda", lambda: "")
-    monkeypatch.setattr(memory, "largest_gpu_memory_bytes", lambda: 80 * 2**30)
+    monkeypatch.setattr(machine, "why_no_cuda", lambda: "")
+    monkeypatch.setattr(machine, "largest_gpu_memory_bytes", lambda: 80 * 2**30)
     (refusal,) = memory_problems(request("--bf16"), ONE_RANK)
     assert "need at least 234.4 GiB" in refusal and "the largest GPU here has 80.0 GiB" in refusal
-    monkeypatch.setattr(memory, "largest_gpu_memory_bytes", lambda: None)
+    monkeypatch.setattr(machine, "largest_gpu_memory_bytes", lambda: None)
     assert list(memory_problems(request("--bf16"), ONE_RANK)) == []

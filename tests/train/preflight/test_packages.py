@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parse import read_flags
-from megatron.train.preflight.packages import is_installed, package_failures
+from megatron.train.preflight.inputs import is_installed, package_failures
 
 FLAGS = ["--wandb-project", "demo", "--tensorboard-dir", "events", "--tokenizer-type", "Llama2Tokenizer"]
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron import log
 from megatron.config.parse import read_flags
-from megatron.train.preflight import places
-from megatron.train.preflight.places import place_failures, why_no_folder
+from megatron.train.preflight import inputs
+from megatron.train.preflight.inputs import place_failures, why_no_folder
 
 
 def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path, monkeypatch: pyte
     assert why_no_folder(tmp_path / "file" / "a" / "b") == f"{tmp_path}/file is not a folder"
     assert why_no_folder(tmp_path / "away" / "a") == f"{tmp_path}/away is a link to nothing"
     assert why_no_folder(tmp_path / "{run}" / "file") == "", "the name is not known yet"
-    monkeypatch.setattr(places.os, "access", lambda path, mode: Path(path) != tmp_path or not mode & os.W_OK)
+    monkeypatch.setattr(inputs.os, "access", lambda path, mode: Path(path) != tmp_path or not mode & os.W_OK)
     assert why_no_folder(tmp_path / "a") == f"this user may not write in {tmp_path}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parse import read_flags
-from megatron.train.preflight.sources import source_failures
+from megatron.train.preflight.inputs import source_failures
 
 
 def said(*words: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parse import read_flags
-from megatron.train.preflight.tokenizer_files import tokenizer_failures
+from megatron.train.preflight.inputs import tokenizer_failures
 
 
 def said(*words: str) -> list[str]:

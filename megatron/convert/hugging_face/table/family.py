@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
-from megatron.config.idle import idle_fields
+from megatron.config.sections.model import idle_fields
 from megatron.convert.hugging_face.table.fields import Entries, FieldRule, read_fields, write_fields
 from megatron.convert.hugging_face.table.tensors import TensorMapping
 from megatron.errors import ConfigError, ConversionError

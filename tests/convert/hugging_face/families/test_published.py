@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron.config import ModelConfig
-from megatron.config.files.preset_files import preset_names, preset_path
+from megatron.config.files.flag_files import preset_names, preset_path
 from megatron.config.run import frozen
 from megatron.convert.hugging_face.families.encoders.bert import BERT
 from megatron.convert.hugging_face.families.encoders.roberta import ROBERTA

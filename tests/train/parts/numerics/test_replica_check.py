@@ -10,8 +10,8 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config.running.safety import SafetyConfig
 from megatron.errors import NumericsError
-from megatron.train.parts.numerics import replica_check
-from megatron.train.parts.numerics.replica_check import ReplicaCheck, check_replicas
+from megatron.train.parts import numerics
+from megatron.train.parts.numerics import ReplicaCheck, check_replicas
 
 STEP: Any = None
 
@@ -31,7 +31,7 @@ def part_of(interval: int | None) -> Any:
 
 def test_copies_that_differ_end_the_run_with_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     differences: list[str] = []
-    monkeypatch.setattr(replica_check, "find_differences", lambda engine: differences)
+    monkeypatch.setattr(numerics, "find_differences", lambda engine: differences)
     check_replicas(run_at(7))
     differences += [f"tensor {number}" for number in range(7)]
     sentence = (
@@ -49,7 +49,7 @@ def test_copies_are_checked_before_a_save(
 ) -> None:
     """Unless that is turned off, or they were checked at the end of this step."""
     checked: list[str] = []
-    monkeypatch.setattr(replica_check, "find_differences", lambda engine: checked.append(engine) or [])
+    monkeypatch.setattr(numerics, "find_differences", lambda engine: checked.append(engine) or [])
     part = part_of(interval)
     if part is not None:
         part.before_save(run_at(7))
@@ -58,7 +58,7 @@ def test_copies_are_checked_before_a_save(
 
 def test_copies_are_compared_at_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(replica_check, "check_replicas", lambda run: compared.append(run.progress.step))
+    monkeypatch.setattr(numerics, "check_replicas", lambda run: compared.append(run.progress.step))
     part = part_of(2)
     for step in range(1, 6):
         part.after_step(run_at(step), STEP)

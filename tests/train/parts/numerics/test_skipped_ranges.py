@@ -10,8 +10,7 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config import OptimConfig
 from megatron.config.schedule import StepRange
-from megatron.train.parts.numerics.poisoned_batches import PoisonedBatches
-from megatron.train.parts.numerics.skipped_ranges import SkippedRanges
+from megatron.train.parts.numerics import PoisonedBatches, SkippedRanges
 from megatron.train.run import Run
 from tests.train.samples import optim_config
 

@@ -22,7 +22,7 @@ from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.engine.memory.held import held_bytes, parameter_groups
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
-from megatron.train.engine_opening import build_engine
+from megatron.train.start_up.engine_opening import build_engine
 
 # DeepSpeed allocates its buckets in advance, by default half a billion elements each.
 _BUCKET_ELEMENTS = 500_000

@@ -16,7 +16,7 @@ from megatron.checkpoint import read_tensors
 from megatron.checkpoint.manifest import read_manifest
 from megatron.config import FinetuningConfig, parse
 from megatron.errors import ConfigError
-from megatron.train.restarts.freezing import check_patterns
+from megatron.train.start_up.engine_opening import check_patterns
 from tests.helpers.networks import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train, train_here, write_tiny_corpus

@@ -1,4 +1,4 @@
-"""Which implementation of each operation a run uses, and upstream's switches of single fusions."""
+"""How steps are computed: number formats, what is recomputed, and which implementation each operation has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,80 @@ from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class PrecisionConfig(ConfigSection):
+    """The training dtype and the loss scale."""
+
+    fp16: bool = flag(False, "train in float16 with loss scaling; CUDA only")
+    bf16: bool = flag(False, "train in bfloat16")
+    loss_scale: float | None = flag(None, "constant fp16 loss scale; dynamic if unset", above=0)
+    initial_loss_scale: float = flag(2.0**32, "initial value of the dynamic loss scale", at_least=1)
+    min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale", above=0)
+    loss_scale_window: float = flag(1000, "steps without overflow before the loss scale doubles", at_least=1)
+    hysteresis: int = flag(2, "overflows before the loss scale halves", at_least=1)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of weights and activations: float32, float16 or bfloat16."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
+
+    def problems(self) -> Iterator[str]:
+        if self.fp16 and self.bf16:
+            yield "--fp16 and --bf16 are both given. A run has one dtype; drop one of them."
+
+
+@dataclass(frozen=True)
+class RecomputeConfig(ConfigSection):
+    """Activation checkpointing: whole blocks, attention only, or nothing."""
+
+    checkpoint_activations: bool = flag(
+        False, "recompute each block in the backward pass instead of keeping its activations"
+    )
+    checkpoint_num_layers: int = flag(
+        1,
+        "blocks per recompute chunk",
+        spelled=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
+        at_least=1,
+    )
+    distribute_saved_activations: bool = flag(
+        False,
+        "with --checkpoint-activations, split the input that is kept of each block over the tensor-parallel ranks",
+        spelled=("--distribute-checkpointed-activations", "--partition-activations"),
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "with tensor parallelism, only with --checkpoint-activations: the same as --distribute-saved-activations",
+    )
+    recompute_granularity: str | None = flag(
+        None, "full: the same as --checkpoint-activations; selective: attention only", choices=("full", "selective")
+    )
+    recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
+    activations_checkpoint_method: str | None = flag(
+        None, "uniform: the same as --checkpoint-activations", choices=("uniform",)
+    )
+
+    @property
+    def distributes_saved(self) -> bool:
+        """Whether what is kept of a block that is recomputed is split over the tensor-parallel ranks."""
+        return self.checkpoint_activations and (self.distribute_saved_activations or self.sequence_parallel)
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Whether the attention core alone is recomputed."""
+        return self.recompute_granularity == "selective"
+
+    def complete(self) -> None:
+        if self.recompute_activations and self.recompute_granularity is None:
+            self.set_derived("recompute_granularity", "selective")
+        if self.recompute_granularity == "full" or self.activations_checkpoint_method is not None:
+            self.set_derived("checkpoint_activations", True)
+
+    def problems(self) -> Iterator[str]:
+        if self.recompute_activations and self.recompute_granularity == "full":
+            yield "--recompute-activations means selective, and --recompute-granularity full is given. Drop one."
+
 
 # The operations that have several implementations; `megatron.kernels.choice.Kernels` has a field for each.
 OPERATIONS = (

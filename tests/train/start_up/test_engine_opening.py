@@ -13,7 +13,7 @@ from megatron.errors import LaunchError
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.engine_opening import check_layers
+from megatron.train.start_up.engine_opening import check_layers
 
 
 def engine_with(blocks: int) -> Engine:

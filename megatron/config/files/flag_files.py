@@ -1,16 +1,31 @@
-"""`--config FILE`: flags by name from JSON or YAML."""
+"""Files that flags come from: the user's own, a published architecture by name, and groups of weighted sources."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron.config.flags.command_line import check_paths, nearest, shown_value, value_from_file
-from megatron.config.flags.fields import Flag
+from megatron.config.flags.fields import Flag, flag
+from megatron.config.flags.paths import PathUse
+from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
-from megatron.files.settings import read_json, read_yaml
-from megatron.secret_text import masked
+from megatron.files.settings import read_json, read_text, read_yaml
+from megatron.secret_text import guarded, masked
+
+
+@dataclass(frozen=True)
+class FlagFilesConfig(ConfigSection):
+    """Where flags come from in addition to the command line."""
+
+    model_preset: str | None = flag(
+        None, "a published architecture by name, a file in examples/configs; --config and the command line win"
+    )
+    config: str | None = flag(None, "JSON or YAML file with flags by name; the command line wins", path=PathUse.FILE)
+
 
 _MOST_UNKNOWN = 20  # looking for what was meant takes a millisecond each
 _LONGEST_KEY = 80
@@ -106,3 +121,68 @@ def _load(path: str) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{name} holds a {type(tree).__name__}. It must hold a mapping of flag names to values.")
     return tree
+
+
+_MOST_SHOWN = 6
+
+
+def preset_path(name: str) -> Path:
+    """The file of a preset.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    folder, names = _folder(), preset_names()
+    if name in names:
+        return folder / f"{name}.yaml"
+    near = difflib.get_close_matches(name.lower(), names, n=_MOST_SHOWN, cutoff=0.5)
+    if not near:
+        near = sorted({other.partition("-")[0] + "-..." for other in names})
+    raise ConfigError(
+        f"--model-preset {name} is not known. Similar: {', '.join(near)}. All {len(names)} are the files in {folder}; "
+        "--config FILE reads any file of flags."
+    )
+
+
+def preset_names() -> list[str]:
+    """The names of all presets."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def _folder() -> Path:
+    """`examples/configs` of the repository, which an installed package holds as its folder `presets`."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "presets"
+    return installed if installed.is_dir() else package.parent / "examples" / "configs"
+
+
+def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replaces each `--*-weighted-split-paths-path FILE` by the groups the file holds.
+
+    Source: the file format is bigscience Megatron-DeepSpeed's: one line, each group in double quotes, a blank between
+    groups.
+    """
+    complete, problems = dict(values), []
+    for split in ("train", "valid", "test"):
+        place, file_place = f"data.{split}_weighted_split_paths", f"data.{split}_weighted_split_paths_path"
+        path = values.get(file_place)
+        if path is None:
+            continue
+        name = f"--{split}-weighted-split-paths"
+        if place in values:
+            problems.append(f"{name} and {name}-path are both given. Drop one of them.")
+            continue
+        try:
+            complete[place] = _read_group_file(path, f"{name}-path")
+        except ConfigError as failure:
+            problems.extend(failure.problems)
+    return complete, problems
+
+
+def _read_group_file(path: str, name: str) -> tuple[str, ...]:
+    line = read_text(path, f"{name} {path}").strip()
+    if len(line.splitlines()) != 1 or len(line) < 2 or line[0] != '"' or line[-1] != '"':
+        raise ConfigError(
+            f'{name} {path} must hold one line of groups in double quotes: "NAME: W S:E PREFIX" "NAME: ...".'
+        )
+    return tuple(map(guarded, line[1:-1].split('" "')))

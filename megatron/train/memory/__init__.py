@@ -1,1 +1,0 @@
-"""Measures the memory of training in small runs on data drawn at random."""
