@@ -1,15 +1,20 @@
 """Measures the parts of a page, each in a process of its own, and writes JSON lines and Markdown.
 
-    python -m benchmarks.gpu --output FOLDER --parts build,tests,ops --minutes 9.5
+    python -m benchmarks.gpu --output FOLDER --parts build,tests,ops --minutes 20
 
-What is not begun when the time is up is named, with the command that goes on. `--page FILE...` only renders the page of
-such results.
+By default all parts in the order of their importance, as many as nine minutes hold. What is not begun when the time is
+up is named, with the command that goes on. After each part everything so far lies in one archive, `gpu-page.tar.gz`.
+`--page FILE...` only renders the page of such results.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +30,8 @@ from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ConfigError
 
-_GRACE_SECONDS = 20.0  # for a part that ends by itself when its time is up
+ARCHIVE = "gpu-page.tar.gz"
+_GRACE_SECONDS = 10.0  # for a part that ends by itself when its time is up
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class PageFlags(ConfigSection):
 
     output: str = flag("gpu-page", "folder of the results; results of earlier parts are kept")
     parts: str = flag("all", f"which parts, separated by commas: {', '.join(PARTS)}")
-    minutes: float = flag(30.0, "time for all of them; none begins with less than a quarter of its own time left")
+    minutes: float = flag(9.0, "time for all of them; none begins with less than a quarter of its own time left")
     scale: str = flag(FULL, "sizes: full, or tiny to try the harness", choices=(FULL, TINY))
     device: str = flag("cuda", "the device", choices=("cuda", "cpu"))
     kernels: str | None = flag(None, "implementations of operations in our runs, as pretrain_gpt.py takes them")
@@ -80,15 +86,16 @@ def chosen_parts(names: str) -> list[str]:
 
 
 def run_parts(flags: PageFlags, names: Sequence[str], run: Callable[[str, float], int]) -> None:
-    """Runs parts until the time is up, and renders the page after each."""
-    output, ends_at = Path(flags.output), time.monotonic() + 60 * flags.minutes
+    """Runs parts until the time is up; after each the page is rendered and the archive written."""
+    output, ends_at = Path(flags.output), time.monotonic() + 60 * flags.minutes - _GRACE_SECONDS
     for place, name in enumerate(names):
         left = ends_at - time.monotonic()
         if left < PARTS[name].seconds / 4:
             rest = ",".join(names[place:])
             Recorder(output, name).note("not run", f"time was up; go on with --parts {rest}")
             write_page(output)
-            log.line(f"time is up; go on with --parts {rest}")
+            write_archive(output)
+            log.line(f"time is up; go on with --minutes {flags.minutes:g} --parts {rest}")
             return
         began_at = time.monotonic()
         status = run(name, min(PARTS[name].seconds, left))
@@ -97,22 +104,39 @@ def run_parts(flags: PageFlags, names: Sequence[str], run: Callable[[str, float]
             recorder.note("ended early", f"exit status {status}; see {name}.log")
         recorder.figure("time of the part", time.monotonic() - began_at, "s")
         write_page(output)
+        write_archive(output)
         log.line(f"{name}: {time.monotonic() - began_at:.0f} s")
 
 
+def write_archive(output: Path) -> None:
+    """Packs the results, the page, the logs and the trace of a folder; a reader sees the old archive or the new one."""
+    packed = output / f".{ARCHIVE}"
+    with tarfile.open(packed, "w:gz") as archive:
+        for path in sorted(output.iterdir()):
+            if path.is_file() and path.suffix in (".jsonl", ".md", ".log", ".gz") and ARCHIVE not in path.name:
+                archive.add(path, arcname=f"gpu-page/{path.name}")
+    packed.replace(output / ARCHIVE)
+
+
 def _as_process(flags: PageFlags, name: str, seconds: float) -> int:
-    """Runs a part as a process, so that its failure, its memory and its hangs are its own."""
+    """Runs a part as a process, so that its failure, its memory and its hangs are its own.
+
+    Nothing that it started outlives it: it would hold memory of the GPU, and time.
+    """
     command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--only-this", name, "--seconds", str(seconds)]
     for option in ("output", "scale", "device", "kernels"):
         value = getattr(flags, option)
         command += [] if value is None else [f"--{option}", str(Path(value).resolve() if option == "output" else value)]
     with (Path(flags.output) / f"{name}.log").open("a", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
-            limit = seconds + _GRACE_SECONDS
-            done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, timeout=limit, check=False)
+            return process.wait(seconds + _GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             return 124
-    return done.returncode
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 if __name__ == "__main__":

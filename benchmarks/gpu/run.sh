@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Installs the wheels of a folder beside the machine's own packages, without a network, and measures.
+# Installs the wheels of a folder beside the machine's own packages, without a network, and measures for nine minutes.
 #
-#     bash benchmarks/gpu/run.sh --wheels FOLDER --output FOLDER [--parts tests,ops,124m,...] [further flags]
+#     bash benchmarks/gpu/run.sh --wheels FOLDER --output FOLDER [--minutes 30] [--parts tests,ops,124m,...] [further flags]
+#
+# FOLDER/gpu-page.tar.gz then holds all results; it is written anew after each part.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 wheels="" words=()

@@ -41,19 +41,23 @@ class Contender:
 def measure_model(context: Context) -> None:
     """Tokens per second, share of the peak and memory of one network.
 
+    No contender begins who would need more time than is left, going by the slowest so far.
+
     A part is named after its network, and after its sequence length where that is not 1,024 tokens: `1.3b-4096`.
     """
     name, _, given_length = context.part.partition("-")
     shape = SHAPES[name].tiny() if context.is_tiny else SHAPES[name]
     length = 16 if context.is_tiny else int(given_length or USUAL_LENGTH)
     micro_batch = 2 if context.is_tiny else TOKENS // length
-    ends_at = time.monotonic() + context.seconds
+    ends_at, longest = time.monotonic() + context.seconds, 0.0
     rates = {}
     for contender in contenders(context, shape, length, micro_batch):
-        if time.monotonic() > ends_at:
+        began_at = time.monotonic()
+        if began_at + longest > ends_at:
             context.recorder.note("not measured", "out of time", of=contender.name, length=length)
             continue
         rate = _measured(context, contender, shape, length, micro_batch)
+        longest = max(longest, time.monotonic() - began_at)
         if rate is not None:
             rates[contender] = rate
             _compare(context, length, rates)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tarfile
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import programs, trace, wheels
+from benchmarks.gpu import programs, trace, training, wheels
 from benchmarks.gpu.context import TINY, Context
 from benchmarks.gpu.machine import describe, peak_of
 from benchmarks.gpu.parts import PARTS
@@ -50,14 +54,19 @@ def test_parts_follow_each_other_until_the_time_is_up(tmp_path: Path) -> None:
         return 7 if name == "124m" else 0
 
     flags = program.PageFlags(output=str(tmp_path), minutes=1.0)
+    (tmp_path / "124m.log").write_text("died")
+    (tmp_path / "scratch").mkdir()
     program.run_parts(flags, ["head", "124m", "sanitizer", "zero"], run)
     assert [name for name, _ in begun] == ["head", "124m"]
+    with tarfile.open(tmp_path / program.ARCHIVE) as archive:
+        assert archive.getnames() == [f"gpu-page/{name}" for name in ("124m.log", "results.jsonl", "results.md")]
+        assert b"time was up" in archive.extractfile("gpu-page/results.jsonl").read()
     assert all(0 < seconds <= 60 for _, seconds in begun)
     records = read_records([tmp_path / RESULTS])
     assert "exit status 7; see 124m.log" in [record.get("text") for record in records]
     assert records[-1]["text"] == "time was up; go on with --parts sanitizer,zero"
     assert program.chosen_parts("zero, ops") == ["ops", "zero"] and program.chosen_parts("all") == list(PARTS)
-    with pytest.raises(ConfigError, match="there is no part warp, bends. Use build, tests"):
+    with pytest.raises(ConfigError, match="there is no part warp, bends. Use build, 124m"):
         program.chosen_parts("warp,ops,bends")
 
 
@@ -68,6 +77,50 @@ def test_a_part_is_a_process_whose_end_is_known(tmp_path: Path) -> None:
     assert {"part": "machine", "figure": "commit", "text": "abc", "details": {}} in records
     assert [record["figure"] for record in records if record["part"] == "build"] == ["not built", "time of the part"]
     assert "commit abc" in (tmp_path / "results.md").read_text("utf-8")
+
+
+def test_nine_minutes_hold_the_build_and_every_network_at_the_usual_length() -> None:
+    first = list(PARTS)[:4]
+    assert first == ["build", "124m", "1.3b", "llama1b"] and program.PageFlags().minutes == 9.0
+    assert sum(PARTS[name].seconds + program._GRACE_SECONDS for name in first) <= 9 * 60
+    lengths = [name for name in PARTS if name.endswith("-4096")]
+    assert min(list(PARTS).index(name) for name in lengths) > 3
+
+
+def test_nothing_outlives_a_part_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child"
+    part = tmp_path / "part.sh"
+    part.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >{child}.new\nmv {child}.new {child}\nwait\n")
+    part.chmod(0o755)
+    monkeypatch.setattr(program, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(sys, "executable", str(part))
+    assert program._as_process(program.PageFlags(output=str(tmp_path)), "head", 1.0) == 124
+    pid, deadline = int(child.read_text()), time.monotonic() + 30
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return state.strip() not in ("", "Z")
+
+
+def test_contenders_that_do_not_fit_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, clock = [], [0.0]
+
+    def measured(context: Context, contender: training.Contender, *_: object) -> float:
+        began.append(contender.name)
+        clock[0] += 4.0
+        return 5.0
+
+    monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
+    monkeypatch.setattr(training, "_measured", measured)
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    training.measure_model(Context("124m", tmp_path, torch.device("cpu"), TINY, seconds=10.0))
+    assert began == ["ours", "plain PyTorch, torch.compile"]
+    last = read_records([tmp_path / RESULTS])[-1]
+    assert (last["figure"], last["details"]["of"]) == ("not measured", "transformers")
 
 
 def test_records_become_a_table_with_verdicts(tmp_path: Path) -> None:
