@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,10 @@ class TrainingLoop:
     Args:
         network: maps tokens `[b, s]` to logits `[b, s, v]`.
         is_compiled: whether network and loss go through `torch.compile` as one function.
+        autocast: the dtype in which torch's autocast computes; None for that of the weights.
+
+    Attributes:
+        on_phase: called with the phase that begins, as `Engine.on_phase` is.
     """
 
     def __init__(
@@ -32,7 +37,10 @@ class TrainingLoop:
         *,
         device: torch.device | str = "cpu",
         is_compiled: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        self.autocast = autocast
         self.network = network.to(device, dtype)
         self.device = torch.device(device)
         self._loss = torch.compile(self._plain_loss) if is_compiled else self._plain_loss
@@ -52,7 +60,10 @@ class TrainingLoop:
         )
 
     def _plain_loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.network(tokens).flatten(0, 1).float(), labels.flatten())
+        narrow = self.autocast is not None
+        with torch.autocast(self.device.type, self.autocast) if narrow else contextlib.nullcontext():
+            logits = self.network(tokens)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     def step(self, batches: Sequence[Batch], learning_rate: float) -> torch.Tensor:
         """One optimizer step on the micro-batches; returns the loss. Does not wait for a GPU."""
@@ -60,11 +71,14 @@ class TrainingLoop:
             group["lr"] = learning_rate
         total = torch.zeros((), device=self.device)
         for batch in batches:
+            self.on_phase("forward")
             tokens, labels = (
                 torch.from_numpy(part).to(self.device, non_blocking=True) for part in (batch.tokens, batch.labels)
             )
             loss = self._loss(tokens, labels) / len(batches)
+            self.on_phase("backward")
             loss.backward()
+            self.on_phase("step")
             total += loss.detach()
         if self.masters is not self.weights:
             for master, weight in zip(self.masters, self.weights, strict=True):
