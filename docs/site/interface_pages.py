@@ -56,7 +56,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Finding, reading, verifying and writing checkpoints, whole or in the pieces that a layout needs.",
         (
             "megatron.checkpoint.recovery",
-            "megatron.checkpoint.loading",
+            "megatron.checkpoint.reader",
             "megatron.checkpoint.saving",
         ),
     ),

@@ -3,9 +3,10 @@
 Knows pieces of tensors and files; nothing of DeepSpeed and nothing of the training loop.
 """
 
-from megatron.checkpoint.loading import load, read_record, read_tensors, verify
 from megatron.checkpoint.lock import CheckpointLock
-from megatron.checkpoint.recovery import Candidate, Found, find, folder_of_step, load_newest, newest_record
+from megatron.checkpoint.manifest import read_record
+from megatron.checkpoint.reader import read_tensors, verify
+from megatron.checkpoint.recovery import Candidate, Found, find, folder_of_step, load, load_newest, newest_record
 from megatron.checkpoint.saving import SaveOptions, save, write_snapshot
 from megatron.checkpoint.snapshot import Snapshot, take_snapshot
 from megatron.errors import DamagedError

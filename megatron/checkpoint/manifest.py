@@ -169,6 +169,15 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
     return manifest
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of one checkpoint folder.
+
+    Raises:
+        as `read_manifest`.
+    """
+    return read_manifest(folder).record
+
+
 def _read_or_refuse(path: Path, storage: Storage, known: Manifest | None) -> Manifest | MegatronError:
     """The manifest, or why it is refused: as a value, since a traceback would keep the text of a huge one alive."""
     try:

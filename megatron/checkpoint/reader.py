@@ -7,9 +7,10 @@ it, so bytes that change in between are found too.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.checks import LENGTH_BYTES, HeaderEntry, first_not_finite, header_problem, longest_header_bytes
-from megatron.checkpoint.layout import Catalogue, Copies, Integers, StoredPiece, plan_piece
-from megatron.checkpoint.manifest import Manifest, StoredFile, unreadable
+from megatron.checkpoint.layout import Catalogue, Copies, Integers, StoredPiece, plan_piece, whole
+from megatron.checkpoint.manifest import Manifest, StoredFile, read_manifest, unreadable
 from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
 from megatron.checkpoint.storage import Storage, read_range
-from megatron.errors import DamagedError
-from megatron.parallel.pieces import PieceKey
+from megatron.errors import CheckpointError, DamagedError
+from megatron.parallel.pieces import Kind, PieceKey
 
 Accept = Callable[[torch.Tensor], None]
 Wanted = Iterable[tuple[PieceKey, Accept]]
@@ -316,18 +317,77 @@ def verified_chunks(folder: Path, manifest: Manifest, number: int, storage: Stor
             yield content
 
 
-def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
-    """Reads every byte of a checkpoint and compares all digests, of chunks and of files.
+def verify(folder: Path, storage: Storage | None = None) -> Manifest:
+    """Reads every byte of a checkpoint folder and compares all digests, of chunks and of files.
 
     Raises:
         DamagedError: something differs from the manifest.
     """
+    storage = storage or Storage()
+    manifest = read_manifest(folder, storage)
     check_files(folder, manifest, storage)
     for number, stored in enumerate(manifest.files):
-        whole = hashlib.sha256()
+        whole_file = hashlib.sha256()
         for content in verified_chunks(folder, manifest, number, storage):
-            whole.update(content)
-        if whole.hexdigest() != stored.sha256:
+            whole_file.update(content)
+        if whole_file.hexdigest() != stored.sha256:
             raise DamagedError(
                 f"{folder / stored.name} does not have the digest in its manifest. Use another checkpoint."
             )
+    return manifest
+
+
+def read_pieces(
+    folder: Path,
+    manifest: Manifest,
+    keys: Sequence[PieceKey],
+    catalogue: Catalogue | None = None,
+    *,
+    storage: Storage | None = None,
+    finite: bool = True,
+) -> list[torch.Tensor]:
+    """The verified values of pieces, all in memory at once; arguments as of `CheckpointReader`.
+
+    Shapes: flat, `[numel]` each, in the stored element type.
+
+    Raises:
+        CheckpointError: something is not stored, or has another shape.
+        DamagedError: the bytes are not those that were written.
+    """
+    by_number: dict[int, torch.Tensor] = {}
+    wanted = [(key, functools.partial(by_number.__setitem__, number)) for number, key in enumerate(keys)]
+    reader = CheckpointReader(folder, manifest, wanted, storage, catalogue, finite=finite)
+    reader.verify()
+    reader.deliver()
+    return [by_number[number] for number in range(len(keys))]
+
+
+def read_tensors(
+    path: Path,
+    names: Sequence[str] | None = None,
+    kind: Kind = "weight",
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    storage: Storage | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Builds whole tensors of one checkpoint folder, one at a time, each verified before it is given out.
+
+    Args:
+        names: global parameter names; None means all, sorted.
+        shapes: the shape wanted of a tensor, where it is not the stored one: adjacent dimensions of one may be merged
+            in the other.
+
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint, does not have the wanted shape, or is damaged.
+    """
+    storage = storage or Storage()
+    manifest = read_manifest(path, storage)
+    check_files(path, manifest, storage)
+    catalogue = Catalogue.of(manifest.pieces)
+    for name in catalogue.names() if names is None else names:
+        stored_shape = catalogue.shape(name)
+        if stored_shape is None:
+            raise CheckpointError(f"tensor {name} is not in {path}. It holds: {', '.join(catalogue.names()[:20])}.")
+        shape = (shapes or {}).get(name, stored_shape)
+        (values,) = read_pieces(path, manifest, [whole(name, kind, shape)], catalogue, storage=storage)
+        yield name, values.reshape(shape)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,24 +167,29 @@ class Record:
             CheckpointError: an entry is missing or cannot be what it should; names the entry and its value.
             DataError: the same of the data plan's entries.
         """
-        fields = _Fields(value, path)
+        stored = _Entries(value, path)
+        loss = stored.entry(
+            "validation_loss", lambda entry: entry is None or _is_number(entry), "a number or null", None
+        )
         record = cls(
-            progress=Progress.from_json(fields.mapping("progress")),
-            optimizer_updates=fields.count("optimizer_updates"),
-            loss_scale=fields.numbers("loss_scale"),
-            config=fields.config("config"),
-            data_plan=DataPlan.from_json(fields.mapping("data_plan")),
-            data=fields.mapping("data"),
-            tokenizer=fields.tokenizer("tokenizer"),
-            program_version=fields.version("program"),
-            run_id=fields.run_id("run_id"),
-            finetuned_from=fields.base("finetuned_from"),
-            validation_loss=fields.optional_number("validation_loss"),
-            recent=fields.optional_series("recent"),
-            passed_batches=fields.optional_batches("passed_batches"),
-            began_at=fields.optional_counts("began_at"),
-            family=fields.optional_text("family"),
-            parts=fields.mapping("parts") if "parts" in value else {},
+            progress=Progress.from_json(stored.object("progress")),
+            optimizer_updates=stored.entry("optimizer_updates", _is_count, _A_COUNT),
+            loss_scale=stored.object("loss_scale", _is_number, "a number"),
+            config=stored.object("config", _is_object, _AN_OBJECT),
+            data_plan=DataPlan.from_json(stored.object("data_plan")),
+            data=stored.object("data"),
+            tokenizer=_tokenizer(stored.within("tokenizer")),
+            program_version=stored.within("program").entry("version", _is_text, "a text", None),
+            run_id=stored.entry(
+                "run_id", lambda entry: entry == "" or run_id_of({"run_id": entry}), "16 hexadecimal digits", ""
+            ),
+            finetuned_from=_base(stored),
+            validation_loss=None if loss is None else float(loss),
+            recent=stored.object("recent", _is_series, "a list of numbers", {}),
+            passed_batches=_batches(stored),
+            began_at=stored.object("began_at", _is_count, _A_COUNT, {}),
+            family=stored.entry("family", _is_text, "a text", ""),
+            parts=stored.object("parts", usual={}),
         )
         planned, consumed = record.data_plan.train, record.progress.consumed_samples
         if planned is not None and consumed > planned.available:
@@ -195,125 +200,83 @@ class Record:
         return record
 
 
+_NEEDED = object()  # the usual value of an entry that has none
+
+
 @dataclass(frozen=True)
-class _Fields:
-    """The entries of a stored record, each checked when it is asked for."""
+class _Entries:
+    """The entries of a stored record, each checked when it is asked for.
+
+    Args:
+        place: what comes before the names in error texts, such as "program.".
+    """
 
     value: Mapping[str, Any]
     path: Path
+    place: str = ""
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        entry = self._entry(name)
-        if not isinstance(entry, Mapping):
-            raise self._wrong(name, entry, "a JSON object")
-        return entry
-
-    def count(self, name: str) -> int:
-        entry = self._entry(name)
-        if not _is_count(entry):
-            raise self._wrong(name, entry, "a whole number >= 0")
-        return int(entry)
-
-    def numbers(self, name: str) -> Mapping[str, float]:
-        entry = self.mapping(name)
-        for key, number in entry.items():
-            if not _is_number(number):
-                raise self._wrong(f"{name}.{key}", number, "a number")
-        return entry
-
-    def config(self, name: str) -> Mapping[str, Any]:
-        entry = self.mapping(name)
-        for section, values in entry.items():
-            if not isinstance(values, Mapping):
-                raise self._wrong(f"{name}.{section}", values, "a JSON object")
-        return entry
-
-    def tokenizer(self, name: str) -> TokenizerRecord:
-        entry = self.mapping(name)
-        if not isinstance(entry.get("name"), str):
-            raise self._wrong(f"{name}.name", entry.get("name"), "a text")
-        is_unknown = entry["name"] == NO_TOKENIZER and entry.get("fingerprint", "") is None
-        if not isinstance(entry.get("fingerprint"), str) and not is_unknown:
-            raise self._wrong(f"{name}.fingerprint", entry.get("fingerprint"), "a text")
-        if not _is_count(entry.get("vocab_size")):
-            raise self._wrong(f"{name}.vocab_size", entry.get("vocab_size"), "a whole number >= 0")
-        if entry.get("eod_id") is not None and not _is_count(entry["eod_id"]):
-            raise self._wrong(f"{name}.eod_id", entry["eod_id"], "a whole number >= 0 or null")
-        behaviour = entry.get("behaviour", {})
-        if not isinstance(behaviour, Mapping) or not all(isinstance(part, str) for part in behaviour.values()):
-            raise self._wrong(f"{name}.behaviour", behaviour, "an object of texts")
-        return TokenizerRecord.from_json(entry)
-
-    def version(self, name: str) -> str:
-        version = self.mapping(name).get("version")
-        if not isinstance(version, str):
-            raise self._wrong(f"{name}.version", version, "a text")
-        return version
-
-    def optional_text(self, name: str) -> str:
-        entry = self.value.get(name, "")
-        if not isinstance(entry, str):
-            raise self._wrong(name, entry, "a text")
-        return entry
-
-    def run_id(self, name: str) -> str:
-        entry = self.value.get(name, "")
-        if entry != "" and not run_id_of({"run_id": entry}):
-            raise self._wrong(name, entry, "16 hexadecimal digits")
-        return str(entry)
-
-    def base(self, name: str) -> Mapping[str, Any]:
-        entry = self.optional_mapping(name)
-        if entry and not finetuned_from_of({"finetuned_from": entry}):
-            raise self._wrong(name, dict(entry), "an object with run_id, step and fingerprint")
-        return entry
-
-    def optional_mapping(self, name: str) -> Mapping[str, Any]:
-        return self.mapping(name) if name in self.value else {}
-
-    def optional_number(self, name: str) -> float | None:
-        entry = self.value.get(name)
-        if entry is not None and not _is_number(entry):
-            raise self._wrong(name, entry, "a number or null")
-        return None if entry is None else float(entry)
-
-    def optional_series(self, name: str) -> Mapping[str, Sequence[float]]:
-        series = self.optional_mapping(name)
-        for key, values in series.items():
-            if not isinstance(values, list) or not all(_is_number(value) for value in values):
-                raise self._wrong(f"{name}.{key}", values, "a list of numbers")
-        return series
-
-    def optional_counts(self, name: str) -> Mapping[str, int]:
-        counts = self.optional_mapping(name)
-        for key, count in counts.items():
-            if not _is_count(count):
-                raise self._wrong(f"{name}.{key}", count, "a whole number >= 0")
-        return counts
-
-    def optional_batches(self, name: str) -> Sequence[Mapping[str, int]]:
-        entries = self.value.get(name, [])
-        if not isinstance(entries, list):
-            raise self._wrong(name, entries, "a list")
-        for entry in entries:
-            if not isinstance(entry, Mapping) or not all(_is_count(entry.get(key)) for key in _BATCH_KEYS):
-                raise self._wrong(name, entry, f"an object with {', '.join(_BATCH_KEYS)}")
-        return tuple(entries)
-
-    def _entry(self, name: str) -> Any:
-        if name not in self.value:
+    def entry(self, name: str, is_right: Callable[[Any], object], should_be: str, usual: Any = _NEEDED) -> Any:
+        """An entry; `usual` where it is absent."""
+        if name not in self.value and usual is _NEEDED:
             raise CheckpointError(
                 f"the record of {self.path} has no {name} (it has {_names(self.value) or 'nothing'}): it is not the "
                 "checkpoint of a run. Give another one with --load."
             )
-        return self.value[name]
+        entry = self.value.get(name, usual)
+        if not is_right(entry):
+            place = printable(f"{self.place}{name}", 80, quoted=False)
+            raise CheckpointError(
+                f"the record of {self.path} has {place} = {printable(entry, 80)}, which should be {should_be}. Give "
+                "another checkpoint of the run with --load."
+            )
+        return entry
 
-    def _wrong(self, name: str, entry: Any, should_be: str) -> CheckpointError:
-        place = printable(name, 80, quoted=False)
-        return CheckpointError(
-            f"the record of {self.path} has {place} = {printable(entry, 80)}, which should be {should_be}. Give "
-            "another checkpoint of the run with --load."
+    def object(
+        self,
+        name: str,
+        is_right: Callable[[Any], object] = lambda entry: True,
+        should_be: str = "",
+        usual: Any = _NEEDED,
+    ) -> Mapping[str, Any]:
+        """An entry that is an object, each of whose own entries must be right."""
+        inner: Mapping[str, Any] = self.entry(name, _is_object, _AN_OBJECT, usual)
+        for key in inner:
+            _Entries(inner, self.path, f"{name}.").entry(key, is_right, should_be)
+        return inner
+
+    def within(self, name: str) -> _Entries:
+        """The entries of an entry."""
+        return _Entries(self.object(name), self.path, f"{name}.")
+
+
+def _tokenizer(stored: _Entries) -> TokenizerRecord:
+    name = stored.entry("name", _is_text, "a text", None)
+    is_unknown = name == NO_TOKENIZER and stored.value.get("fingerprint", "") is None
+    stored.entry("fingerprint", lambda entry: is_unknown or _is_text(entry), "a text", None)
+    stored.entry("vocab_size", _is_count, _A_COUNT, None)
+    stored.entry("eod_id", lambda entry: entry is None or _is_count(entry), f"{_A_COUNT} or null", None)
+    stored.entry(
+        "behaviour", lambda entry: _is_object(entry) and all(map(_is_text, entry.values())), "an object of texts", {}
+    )
+    return TokenizerRecord.from_json(stored.value)
+
+
+def _base(stored: _Entries) -> Mapping[str, Any]:
+    base = stored.object("finetuned_from", usual={})
+    what = "an object with run_id, step and fingerprint"
+    stored.entry("finetuned_from", lambda entry: not entry or finetuned_from_of({"finetuned_from": entry}), what, {})
+    return base
+
+
+def _batches(stored: _Entries) -> Sequence[Mapping[str, int]]:
+    batches = stored.entry("passed_batches", lambda entry: isinstance(entry, list), "a list", [])
+    for batch in batches:
+        _Entries({"passed_batches": batch}, stored.path).entry(
+            "passed_batches",
+            lambda entry: _is_object(entry) and all(_is_count(entry.get(key)) for key in _BATCH_KEYS),
+            f"an object with {', '.join(_BATCH_KEYS)}",
         )
+    return tuple(batches)
 
 
 def run_id_of(record: Mapping[str, Any]) -> str:
@@ -336,6 +299,19 @@ _RUN_ID = re.compile(r"[0-9a-f]{16}\Z")
 _FINGERPRINT = re.compile(r"([0-9a-f]{64})?\Z")
 _LARGEST_COUNT = 2**53
 _BATCH_KEYS = ("step", "first_sample", "last_sample")
+_A_COUNT, _AN_OBJECT = "a whole number >= 0", "a JSON object"
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_series(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
 
 
 def _is_number(value: Any) -> bool:

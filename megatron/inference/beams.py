@@ -14,11 +14,9 @@ import torch
 
 from megatron.config.sampling_flags import LARGEST_LENGTH_PENALTY, MOST_BEAMS, BeamFlags
 from megatron.errors import ConfigError, NumericsError, printable
-from megatron.inference.forward import Forward
+from megatron.inference.forward import Forward, decide_on_all
 from megatron.inference.loading import LoadedModel
-from megatron.model.gpt import whole_logits
 from megatron.model.interface.step_context import StepSettings
-from megatron.parallel.messages import broadcast_json
 
 EarlyStopping = Literal["false", "true", "never"]
 
@@ -102,7 +100,7 @@ class Beam:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Beam:
-        """The beam whose fields JSON gives back."""
+        """The beam of which these are the fields, in JSON."""
         return cls(**{**values, "tokens": tuple(values["tokens"])})
 
 
@@ -185,11 +183,6 @@ class Hypotheses:
         return reachable <= self.finished[-1].score
 
 
-def beams_as_json(beams: list[Beam]) -> list[dict[str, Any]]:
-    """Beams from which `Beam.of_json` makes the same ones."""
-    return [dataclasses.asdict(beam) for beam in beams]
-
-
 @torch.inference_mode()
 def beam_search(loaded: LoadedModel, prompt: Sequence[int], settings: BeamSettings) -> list[Beam]:
     """The best continuations of a prompt, best first; collective over a model copy, and equal on all its ranks.
@@ -242,23 +235,16 @@ def _extend_on_all(scores: torch.Tensor | None, hypotheses: Hypotheses, loaded: 
     Raises:
         NumericsError: the scores are not numbers; on all ranks.
     """
-    mesh = loaded.mesh
-    answer: dict[str, Any] = {}
-    if scores is not None:
-        whole = whole_logits(scores, mesh.tp, loaded.vocab_size).to("cpu", torch.float32)  # [n, v]
-        if mesh.tp.rank == 0:
-            logprobs = whole.log_softmax(dim=-1)
-            if not bool(logprobs.amax(dim=-1).isfinite().all()):
-                answer["failure"] = (
-                    "the scores of the next tokens are not finite, so no text is the best. The weights of the "
-                    "checkpoint are not finite, or too large for the dtype: try --bf16 or float32."
-                )
-            elif (continued := hypotheses.extend(logprobs)) is not None:
-                answer = vars(continued)
-            else:
-                answer["beams"] = beams_as_json(hypotheses.best())
-    if mesh.model.size > 1:
-        answer = broadcast_json(answer, mesh.model, source=(mesh.pp.size - 1) * mesh.tp.size)
-    if "failure" in answer:
-        raise NumericsError(answer["failure"])
+
+    def decide(whole: torch.Tensor) -> dict[str, Any]:
+        logprobs = whole.log_softmax(dim=-1)
+        if not bool(logprobs.amax(dim=-1).isfinite().all()):
+            raise NumericsError(
+                "the scores of the next tokens are not finite, so no text is the best. The weights of the checkpoint "
+                "are not finite, or too large for the dtype: try --bf16 or float32."
+            )
+        continued = hypotheses.extend(logprobs)
+        return {"beams": list(map(dataclasses.asdict, hypotheses.best()))} if continued is None else vars(continued)
+
+    answer: dict[str, Any] = decide_on_all(scores, loaded, decide)
     return answer

@@ -1,13 +1,18 @@
-"""A forward pass through all pipeline stages of a loaded network."""
+"""A forward pass through all pipeline stages of a loaded network, and what is decided by its scores."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from megatron.errors import NumericsError
 from megatron.inference.loading import LoadedModel
+from megatron.model.gpt import whole_logits
 from megatron.model.interface.network import LayerKind
 from megatron.model.interface.step_context import StepContext
-from megatron.parallel.messages import receive, send
+from megatron.parallel.messages import broadcast_json, receive, send
 
 
 class Forward:
@@ -48,3 +53,31 @@ class Forward:
             send(hidden, self._pipeline, stage + 1)
             return None
         return hidden
+
+
+def decide_on_all(scores: torch.Tensor | None, loaded: LoadedModel, decide: Callable[[torch.Tensor], Any]) -> Any:
+    """What the first rank of the last stage decides by the scores of the whole vocabulary, on all ranks of the model.
+
+    Shapes: scores `[n, v/t]` on the last stage, None on the others; `decide` is given `[n, v]` float32, on the CPU.
+
+    Args:
+        decide: returns JSON.
+
+    Raises:
+        NumericsError: `decide` raised it; on all ranks.
+    """
+    mesh = loaded.mesh
+    answer: dict[str, Any] = {}
+    if scores is not None:
+        whole = whole_logits(scores, mesh.tp, loaded.vocab_size)  # [n, v]
+        if mesh.tp.rank == 0:
+            whole = whole.to("cpu", torch.float32)  # not in `decide`: what fails on a device is no row's fault
+            try:
+                answer["decision"] = decide(whole)
+            except NumericsError as failure:
+                answer["failure"] = str(failure)
+    if mesh.model.size > 1:
+        answer = broadcast_json(answer, mesh.model, source=(mesh.pp.size - 1) * mesh.tp.size)
+    if "failure" in answer:
+        raise NumericsError(answer["failure"])
+    return answer["decision"]

@@ -23,7 +23,6 @@ from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import broadcast_json
 from megatron.tokenizers.prompts import encode_prompt, start_ids
-from megatron.tokenizers.tokenizer import LibraryTokenizer
 
 _NEW_TOKENS = 256  # where a task sets no limit, as in the `hf` model
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
@@ -62,10 +61,8 @@ class _Methods:
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_progress: Progress | None) -> None:
         super().__init__()
-        if not isinstance(loaded.tokenizer, LibraryTokenizer):
-            raise ConfigError(f"the tokenizer {loaded.tokenizer.name} cannot be used with the evaluation harness.")
         self.loaded = loaded
-        self.tokens: LibraryTokenizer = loaded.tokenizer
+        self.tokens = loaded.tokenizer
         self._scorer = LoadedScorer(loaded, batch_size)
         self._on_progress = on_progress
 

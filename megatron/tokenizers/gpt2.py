@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.library import LibraryTokenizer, TokenizerProperties, rust_tokenizer
+from megatron.tokenizers.library import Tokenizer, TokenizerProperties, rust_tokenizer
 from megatron.tokenizers.package import require_tokenizers
 from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_file, read_tokenizer_json
 
@@ -17,7 +17,7 @@ GPT2_END_OF_DOCUMENT = "<|endoftext|>"
 _END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_DOCUMENT, "</s>")
 
 
-def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None, known_library: str | None) -> LibraryTokenizer:
+def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None, known_library: str | None) -> Tokenizer:
     """Loads `vocab.json` and `merges.txt`; `<|endoftext|>` ends a document, or `</s>` where the vocabulary lacks it.
 
     Raises:

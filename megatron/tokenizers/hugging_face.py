@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.encoders.fast_encoder import without_panics
-from megatron.tokenizers.library import LibraryTokenizer, TokenizerProperties, called_special, rust_tokenizer
+from megatron.tokenizers.library import Tokenizer, TokenizerProperties, called_special, rust_tokenizer
 from megatron.tokenizers.package import require_tokenizers
 from megatron.tokenizers.roles import ROLES
 from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_json
@@ -19,7 +19,7 @@ TOKENIZER_FOLDER = "tokenizer"  # of an imported model's tokenizer, next to its 
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | None) -> LibraryTokenizer:
+def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | None) -> Tokenizer:
     """Loads the tokenizer of a folder with `tokenizer.json`, of that file, or of a hub name.
 
     Raises:

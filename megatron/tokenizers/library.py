@@ -73,7 +73,7 @@ class TokenizerProperties:
     roles: Mapping[str, int] = field(default_factory=dict)
 
 
-class LibraryTokenizer:
+class Tokenizer:
     """A reference library and, where possible, a faster one that does the encoding.
 
     Args:
@@ -268,7 +268,7 @@ class RustReference:
 
 def rust_tokenizer(
     facts: TokenizerProperties, tokenizer: Any, known_library: str | None, reference: ReferenceLibrary | None = None
-) -> LibraryTokenizer:
+) -> Tokenizer:
     """A tokenizer whose reference is a `tokenizers.Tokenizer`; says in one line if no faster library can encode.
 
     Args:
@@ -277,7 +277,7 @@ def rust_tokenizer(
     """
     fast = _checked_fast_encoder(tokenizer, facts.name, known_library)
     added = added_ids(tokenizer)
-    return LibraryTokenizer(
+    return Tokenizer(
         facts,
         reference or RustReference(tokenizer),
         fast,

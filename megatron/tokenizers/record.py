@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.errors import ConfigError, DataError, MegatronError, printable
 from megatron.tokenizers.behaviour import Parts, differences
-
-if TYPE_CHECKING:
-    from megatron.tokenizers.tokenizer import Tokenizer
+from megatron.tokenizers.library import Tokenizer
 
 NO_TOKENIZER = "none"  # the name in the record of weights that were imported without one
 

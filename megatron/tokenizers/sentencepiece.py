@@ -22,7 +22,7 @@ from megatron import log
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.behaviour import VOCABULARY, Parts
 from megatron.tokenizers.encoders.fast_encoder import FastEncoder, agreeing_encoder, hard_texts
-from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, TokenizerProperties, surround
+from megatron.tokenizers.library import Ids, Lengths, Tokenizer, TokenizerProperties, surround
 from megatron.tokenizers.sentencepiece_model import (
     SPACE,
     can_cut_before_spaces,
@@ -37,7 +37,7 @@ _ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 _OWN_SPACES = ("  a", "a  ", " \n a", f"{SPACE}a", f"a{SPACE}{SPACE}b {SPACE}", "\t\ta  b   c    d", "\u3000a\u00a0b")
 
 
-def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: str | None) -> LibraryTokenizer:
+def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: str | None) -> Tokenizer:
     """Loads a SentencePiece model.
 
     Raises:
@@ -68,7 +68,7 @@ def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: st
         special_ids=lambda: _special_ids(processor, added_tokens),
         unknown_id=None if unknown_id < 0 else unknown_id,
     )
-    return LibraryTokenizer(
+    return Tokenizer(
         facts,
         reference,
         _fast(name, processor, content, known_library),

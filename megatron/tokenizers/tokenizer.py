@@ -1,4 +1,4 @@
-"""Text to token ids and back: one small protocol, and the families of tokenizers that Megatron knows.
+"""Text to token ids and back: which tokenizer the flags choose, of the families that Megatron knows.
 
 Each family has a reference library that defines what the right ids are: `tokenizers`, or `sentencepiece` for its own
 models. `gigatoken` encodes where it is installed, supports the tokenizer and agrees with the reference on a fixed set
@@ -16,17 +16,15 @@ Special-token strings inside a text:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS
 from megatron.errors import ConfigError
-from megatron.tokenizers.behaviour import Parts
 from megatron.tokenizers.gpt2 import GPT2_END_OF_DOCUMENT, gpt2_tokenizer
 from megatron.tokenizers.hugging_face import TOKENIZER_FOLDER, hugging_face_tokenizer
-from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, surround
+from megatron.tokenizers.library import Ids, Lengths, Tokenizer, surround
 from megatron.tokenizers.sentencepiece import sentencepiece_tokenizer
 from megatron.tokenizers.wordpiece import wordpiece_tokenizer
 
@@ -35,7 +33,6 @@ __all__ = [
     "TOKENIZER_FOLDER",
     "Ids",
     "Lengths",
-    "LibraryTokenizer",
     "Tokenizer",
     "TokenizerChoice",
     "TokenizerFlags",
@@ -83,47 +80,7 @@ class TokenizerChoice:
         return dataclasses.replace(self, tokenizer_name_or_path=str(copy))
 
 
-class Tokenizer(Protocol):
-    """What the project asks of a tokenizer. Ids are in `[0, vocab_size)`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eod_id(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def parts(self) -> Parts: ...
-    @property
-    def behaviour(self) -> Mapping[str, str]: ...
-    @property
-    def special_ids(self) -> Mapping[str, int]: ...
-    @property
-    def ids_before(self) -> Sequence[int]: ...
-    @property
-    def ids_after(self) -> Sequence[int]: ...
-    @property
-    def cls_id(self) -> int | None: ...
-    @property
-    def sep_id(self) -> int | None: ...
-    @property
-    def mask_id(self) -> int | None: ...
-    @property
-    def pad_id(self) -> int | None: ...
-    @property
-    def unknown_id(self) -> int | None: ...
-    def written(self, token: int) -> str | None: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_bare(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
-    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
-    def token_bytes(self, token: int) -> bytes | None: ...
-
-
-def build_tokenizer(flags: TokenizerFlags, known_library: str | None = None) -> LibraryTokenizer:
+def build_tokenizer(flags: TokenizerFlags, known_library: str | None = None) -> Tokenizer:
     """Loads the tokenizer that the flags name.
 
     Only a hub name of `--tokenizer-name-or-path` may touch the network.

@@ -18,8 +18,8 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.library import (
     Ids,
     Lengths,
-    LibraryTokenizer,
     RustReference,
+    Tokenizer,
     TokenizerProperties,
     rust_tokenizer,
 )
@@ -36,7 +36,7 @@ _LONGEST_KNOWN = 64  # characters; longer ones are rarely repeated
 _DROPPED_SPACES = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # white space to Python, but BERT drops them without cutting
 
 
-def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | None) -> LibraryTokenizer:
+def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | None) -> Tokenizer:
     """Loads a `vocab.txt`; `[EOS]` ends a document (upstream names no such token for BERT's vocabularies).
 
     Words are written in lower case and without accents for `BertWordPieceLowerCase`, so decoding does not give the text

@@ -11,7 +11,7 @@ import torch
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.streaming import network_shapes
 from megatron.convert.hugging_face.table.tensors import bind, their_shapes
-from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files
+from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files
 from tests.convert.tiny_models import END, TOKENS, write_tokenizer
 
 

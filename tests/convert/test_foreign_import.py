@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.loading import read_record, read_tensors
+from megatron.checkpoint import read_record, read_tensors
 from megatron.errors import CheckpointError, ConversionError
 from tests.convert.foreign_files import Foreign, foreign, gpt2_arguments, write_torch_layout
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus

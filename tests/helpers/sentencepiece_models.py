@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencepiece
 
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
 
 TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -23,7 +23,7 @@ def write_model(folder: Path, name: str = "small.model", **options: Any) -> Path
     return path
 
 
-def load(path: Path, kind: str = "GPTSentencePieceTokenizer", known_library: str | None = None) -> LibraryTokenizer:
+def load(path: Path, kind: str = "GPTSentencePieceTokenizer", known_library: str | None = None) -> Tokenizer:
     """Builds the tokenizer of a model file."""
     return build_tokenizer(TokenizerChoice(kind, tokenizer_name_or_path=str(path)), known_library)
 

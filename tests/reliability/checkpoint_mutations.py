@@ -34,12 +34,11 @@ from megatron.checkpoint.manifest import (
     file_name,
     folder_name,
     manifest_bytes,
-    read_manifest,
 )
 from megatron.checkpoint.publish import HINT_NAME
-from megatron.checkpoint.reader import Accept, verify_files
+from megatron.checkpoint.reader import Accept, verify
+from megatron.checkpoint.saving import write_pieces
 from megatron.checkpoint.snapshot import take_snapshot
-from megatron.checkpoint.writer import write_pieces
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import DamagedError, MegatronError
 from megatron.parallel.mesh import ParallelMesh
@@ -274,7 +273,7 @@ def load_damaged(tree: Tree, original: Tree) -> str:
         return "found"
     if any(tree[name].get(file) != original[name][file] for file in FILES):
         try:
-            verify_files(ROOT / name, read_manifest(ROOT / name, storage), storage)
+            verify(ROOT / name, storage)
         except DamagedError:
             return "found by verify"
         raise Unnoticed("a changed file was loaded, and a check of every byte finds nothing")

@@ -9,13 +9,13 @@ from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as Reference
 from tokenizers.processors import TemplateProcessing
 
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 
 FRAMES = ("$A", "<s> $A", "$A </s>", "<s> $A </s>")
 
 
-def framed_tokenizer(folder: Path, frame: str = "<s> $A </s>") -> LibraryTokenizer:
+def framed_tokenizer(folder: Path, frame: str = "<s> $A </s>") -> Tokenizer:
     """Writes a tokenizer with this template around texts to the folder `tokenizer`, and loads it."""
     return build_tokenizer(framed_choice(folder, frame))
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from megatron.errors import DataError
 from megatron.tokenizers.behaviour import differences, parts_of, summaries
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 
 END = "<|endoftext|>"
@@ -186,6 +186,6 @@ def test_scores_of_a_unigram_model_count() -> None:
 
 
 def test_library_tokenizers_have_parts(forms: tuple[TokenizerChoice, Path]) -> None:
-    tokenizer: LibraryTokenizer = build_tokenizer(forms[0])
+    tokenizer = build_tokenizer(forms[0])
     assert tokenizer.parts["vocabulary"][tokenizer.eod_id] == END
     assert len(tokenizer.parts["vocabulary"]) == tokenizer.vocab_size

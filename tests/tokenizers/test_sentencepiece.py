@@ -12,7 +12,7 @@ from sentencepiece import SentencePieceProcessor
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.encoders.fast_encoder import FastEncoder, hard_texts
 from megatron.tokenizers.encoders.long_text import LongText
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.sentencepiece_models import TYPES, load, write_model
 from tests.helpers.vocabulary import hard_documents
 
@@ -101,7 +101,7 @@ def test_long_texts_may_be_split_before_spaces(
         assert found == tokenizer.encode(text), repr(text[:60])
 
 
-def encode_pieces(tokenizer: LibraryTokenizer, text: str) -> list[int]:
+def encode_pieces(tokenizer: Tokenizer, text: str) -> list[int]:
     first, *rest = LongText(bytearray(text.encode())).pieces(60)
     return [*tokenizer.encode(first), *(token for piece in rest for token in tokenizer.encode_rest(piece).tolist())]
 

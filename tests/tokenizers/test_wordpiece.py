@@ -13,7 +13,7 @@ from megatron.tokenizers import wordpiece as module
 from megatron.tokenizers.encoders.fast_encoder import hard_texts
 from megatron.tokenizers.encoders.long_text import LongText
 from megatron.tokenizers.library import RustReference
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -24,7 +24,7 @@ VOCABULARY = [
 ]  # fmt: skip
 
 
-def load(path: Path, kind: str) -> LibraryTokenizer:
+def load(path: Path, kind: str) -> Tokenizer:
     return build_tokenizer(TokenizerChoice(kind, vocab_file=str(path)))
 
 

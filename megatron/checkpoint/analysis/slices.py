@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint.layout import Catalogue, whole
 from megatron.checkpoint.manifest import ITEM_BYTES, Manifest
-from megatron.checkpoint.reader import Accept, CheckpointReader
+from megatron.checkpoint.reader import read_pieces
 from megatron.checkpoint.record import Record
 from megatron.checkpoint.recovery import newest_record
 from megatron.errors import CheckpointError
@@ -83,12 +83,7 @@ class OpenCheckpoint:
             CheckpointError: something is not stored, or has another shape.
             DamagedError: the bytes are not those that were written.
         """
-        by_number: dict[int, torch.Tensor] = {}
-        wanted = [(key, _into(by_number, number)) for number, key in enumerate(keys)]
-        reader = CheckpointReader(self.folder, self.manifest, wanted, catalogue=self.catalogue, finite=False)
-        reader.verify()
-        reader.deliver()
-        return [by_number[number] for number in range(len(keys))]
+        return read_pieces(self.folder, self.manifest, keys, self.catalogue, finite=False)
 
 
 def slices_of(name: str, kind: Kind, shape: tuple[int, ...], slice_bytes: int = SLICE_BYTES) -> Iterator[PieceKey]:
@@ -112,10 +107,3 @@ def batches_of(keys: Iterable[PieceKey], batch_bytes: int = SLICE_BYTES) -> Iter
         filled += size
     if batch:
         yield batch
-
-
-def _into(by_number: dict[int, torch.Tensor], number: int) -> Accept:
-    def accept(values: torch.Tensor) -> None:
-        by_number[number] = values
-
-    return accept

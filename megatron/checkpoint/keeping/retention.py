@@ -13,9 +13,8 @@ from typing import final
 
 from megatron import log
 from megatron.checkpoint.keeping.listing import ManifestSummaries, ManifestSummary, other_files, steps_in
-from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.publish import remove_checkpoint
-from megatron.checkpoint.reader import verify_files
+from megatron.checkpoint.reader import verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import CheckpointError, DamagedError, StorageError
@@ -138,7 +137,7 @@ class Retention:
             if summary is None:
                 continue
             try:
-                verify_files(path, read_manifest(path, self._storage), self._storage)
+                verify(path, self._storage)
             except DamagedError as damage:
                 self._warn_once(f"{path} does not count as a checkpoint to keep and is not deleted: {damage}")
                 continue

@@ -31,7 +31,7 @@ from megatron.convert.hugging_face.tokenizer_files import (
     write_generation_config,
     write_tokenizer,
 )
-from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files, write_files, write_json
+from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 from megatron.data.build import data_prefixes
 from megatron.data.datasets.examples.example_files import names_example_files
 from megatron.errors import ConversionError

@@ -39,7 +39,7 @@ from megatron.convert.hugging_face.weight_files import FileTensor, read_json_fil
 from megatron.errors import ConversionError, StorageError
 from megatron.files.replacing import remove_leftovers, temporary_name
 from megatron.parallel.mesh import ParallelMesh
-from megatron.tokenizers.library import LibraryTokenizer
+from megatron.tokenizers.library import Tokenizer
 from megatron.tokenizers.tokenizer import TOKENIZER_FOLDER, TokenizerChoice, build_tokenizer
 
 
@@ -102,9 +102,7 @@ def import_model(request: ModelImportRequest) -> Path:
     return request.target
 
 
-def _copied_tokenizer(
-    request: ModelImportRequest, family: Family, model: ModelConfig, target: Path
-) -> LibraryTokenizer:
+def _copied_tokenizer(request: ModelImportRequest, family: Family, model: ModelConfig, target: Path) -> Tokenizer:
     """Copies the tokenizer into the folder that is being made, and loads and checks it."""
     source, folder = request.tokenizer or request.source, target / TOKENIZER_FOLDER
     folder.mkdir()

@@ -22,7 +22,6 @@ from megatron.config import ModelConfig
 from megatron.convert.hugging_face.proof_batches import ProofBatch, described, proof_batches
 from megatron.convert.hugging_face.reference import ReferenceLogits, auto_class, check_installed, reference_logits
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import Same
 from megatron.convert.hugging_face.weight_files import read_json_file
 from megatron.errors import ConversionError
 from megatron.model.interface.network import LayerKind, LayerStack
@@ -161,7 +160,7 @@ def _shortened_config(side: Side) -> dict[str, Any]:
     layers, kept = side.model.num_layers, side.shortened.num_layers
     if kept == layers:
         return config
-    name = next(rule.theirs for rule in side.family.fields if isinstance(rule, Same) and rule.ours == "num_layers")
+    name = dict(rule.names for rule in side.family.fields)["num_layers"]
     described = config[side.family.text_field] if side.family.text_field else config
     cut = {
         key: value[:kept] if isinstance(value, list) and len(value) == layers else value

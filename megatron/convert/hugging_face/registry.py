@@ -7,21 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
+from megatron.convert.hugging_face.families.bert import BERT, ROBERTA
 from megatron.convert.hugging_face.families.bloom import BLOOM
-from megatron.convert.hugging_face.families.encoders.bert import BERT
-from megatron.convert.hugging_face.families.encoders.roberta import ROBERTA
-from megatron.convert.hugging_face.families.gemma2 import GEMMA2
-from megatron.convert.hugging_face.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
+from megatron.convert.hugging_face.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
 from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
 from megatron.convert.hugging_face.families.llama import LLAMA
-from megatron.convert.hugging_face.families.mistral import MISTRAL
-from megatron.convert.hugging_face.families.mixtral import MIXTRAL
+from megatron.convert.hugging_face.families.mistral import MISTRAL, MIXTRAL
 from megatron.convert.hugging_face.families.olmo2 import OLMO2
 from megatron.convert.hugging_face.families.phi3 import PHI3
-from megatron.convert.hugging_face.families.qwen2 import QWEN2
-from megatron.convert.hugging_face.families.qwen3 import QWEN3
-from megatron.convert.hugging_face.families.qwen3_moe import QWEN3_MOE
+from megatron.convert.hugging_face.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megatron.convert.hugging_face.table.family import Family, Obstacle
 from megatron.errors import ConversionError
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from megatron.checkpoint.layout import Catalogue
 from megatron.checkpoint.manifest import ITEM_BYTES, Manifest
-from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.reader import read_pieces
 from megatron.checkpoint.snapshot import TORCH_TYPES, Snapshot
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.table.family import Family
@@ -154,20 +155,24 @@ class CheckpointSource:
     folder: Path
     manifest: Manifest
 
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        """Its pieces."""
+        return Catalogue.of(self.manifest.pieces)
+
     def dtype_of(self, name: str) -> str:
         """The element type that a tensor is stored in.
 
         Raises:
             CheckpointError: the checkpoint has no weights of it.
         """
-        catalogue = Catalogue.of(self.manifest.pieces)
-        kind = catalogue.served_kind(name, "weight")
+        kind = self.catalogue.served_kind(name, "weight")
         if kind is None:
             raise CheckpointError(
-                f"tensor {name} is not in {self.folder}, which holds {len(catalogue.names())} tensors. The checkpoint "
-                "does not fit its own configuration; use another one."
+                f"tensor {name} is not in {self.folder}, which holds {len(self.catalogue.names())} tensors. The "
+                "checkpoint does not fit its own configuration; use another one."
             )
-        return catalogue.pieces[name, kind][0].dtype
+        return self.catalogue.pieces[name, kind][0].dtype
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
         """A box of a tensor, verified.
@@ -177,12 +182,8 @@ class CheckpointSource:
         """
         start, stop = box
         size = tuple(high - low for low, high in zip(start, stop, strict=True))
-        built: list[torch.Tensor] = []
         key = PieceKey(name, "weight", shape, start, stop, 0, math.prod(size))
-        reader = CheckpointReader(self.folder, self.manifest, [(key, built.append)])
-        reader.verify()
-        reader.deliver()
-        return built[0].view(size)
+        return read_pieces(self.folder, self.manifest, [key], self.catalogue)[0].view(size)
 
 
 def exported_values(

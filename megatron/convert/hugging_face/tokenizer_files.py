@@ -21,11 +21,9 @@ from megatron.convert.hugging_face.reference import (
     tokenizer_settings,
 )
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.weight_files import read_json_file
-from megatron.convert.hugging_face.weight_output import write_json
+from megatron.convert.hugging_face.weight_files import read_json_file, write_json
 from megatron.errors import ConfigError, ConversionError
 from megatron.tokenizers.chat import ASSISTANT, USER, ChatTemplate
-from megatron.tokenizers.library import LibraryTokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -90,7 +88,7 @@ def name_special_tokens(source: Path, target: Path) -> None:
     write_json(path, {**tokenizer_settings(source), **named})
 
 
-def write_tokenizer(choice: TokenizerChoice, tokenizer: LibraryTokenizer, target: Path, max_length: int) -> None:
+def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path, max_length: int) -> None:
     """Writes the tokenizer of a checkpoint into a model directory.
 
     Args:
@@ -131,7 +129,7 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: LibraryTokenizer, target
         )
 
 
-def write_chat_template(folder: Path, template: ChatTemplate, tokenizer: LibraryTokenizer) -> None:
+def write_chat_template(folder: Path, template: ChatTemplate, tokenizer: Tokenizer) -> None:
     """Has the written tokenizer carry a chat template, and tell the special tokens that it writes from text.
 
     Raises:
@@ -154,7 +152,7 @@ def write_chat_template(folder: Path, template: ChatTemplate, tokenizer: Library
     _warn_of_other_ids(folder, template, tokenizer)
 
 
-def _warn_of_other_ids(folder: Path, template: ChatTemplate, tokenizer: LibraryTokenizer) -> None:
+def _warn_of_other_ids(folder: Path, template: ChatTemplate, tokenizer: Tokenizer) -> None:
     """Says if transformers gives a conversation other ids than the trainer, which encodes answers by themselves.
 
     That changes ids with tokenizers that put a space before every text.
@@ -182,7 +180,7 @@ def adds_special_tokens(choice: TokenizerChoice) -> bool:
     return choice.tokenizer_type in WORDPIECE_TOKENIZERS
 
 
-def _write_wordpiece(described: dict[str, Any], tokenizer: LibraryTokenizer, target: Path, max_length: int) -> None:
+def _write_wordpiece(described: dict[str, Any], tokenizer: Tokenizer, target: Path, max_length: int) -> None:
     """Writes BERT's WordPiece with its special tokens, which surround texts there; also as `vocab.txt`."""
     vocabulary: dict[str, int] = described["model"]["vocab"]
     lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__))
@@ -313,14 +311,14 @@ def _name_class(folder: Path) -> None:
         write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
 
 
-def _end_of_document(tokenizer: LibraryTokenizer) -> str | None:
+def _end_of_document(tokenizer: Tokenizer) -> str | None:
     try:
         return tokenizer.decode([tokenizer.eod_id])
     except ConfigError:
         return None
 
 
-def _with_special_token(added: list[dict[str, Any]], token: str, tokenizer: LibraryTokenizer) -> list[dict[str, Any]]:
+def _with_special_token(added: list[dict[str, Any]], token: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     if any(entry.get("content") == token for entry in added):
         return added
     return [*added, _special_token(tokenizer.eod_id, token)]

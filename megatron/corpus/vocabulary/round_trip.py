@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from megatron.tokenizers.library import LibraryTokenizer
+from megatron.tokenizers.library import Tokenizer
 
 _BATCH = 256  # documents encoded together
 _SHOWN_LETTERS = 30
@@ -62,7 +62,7 @@ class RoundTrip:
         ]
 
 
-def round_trip(tokenizer: LibraryTokenizer, texts: Iterable[str], shown: int = 3) -> RoundTrip:
+def round_trip(tokenizer: Tokenizer, texts: Iterable[str], shown: int = 3) -> RoundTrip:
     """Encodes and decodes texts; what the tokenizer adds around a text is taken off before it is decoded.
 
     Args:
@@ -79,7 +79,7 @@ def round_trip(tokenizer: LibraryTokenizer, texts: Iterable[str], shown: int = 3
     return outcome
 
 
-def _count(outcome: RoundTrip, tokenizer: LibraryTokenizer, text: str, row: Sequence[int], shown: int) -> None:
+def _count(outcome: RoundTrip, tokenizer: Tokenizer, text: str, row: Sequence[int], shown: int) -> None:
     before, after = (len(ids) for ids in tokenizer.added)
     row = row[before : len(row) - after]
     became = tokenizer.decode(row)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from megatron.errors import ConfigError, NumericsError
+from megatron.inference.forward import decide_on_all
 from megatron.inference.generation.request import Finish, Request
 from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Chooser, Chosen, choose, score
-from megatron.model.gpt import whole_logits
-from megatron.parallel.messages import broadcast_json
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ def choose_each_on_all(
     Raises:
         NumericsError: the network computed something that is not a number; on all ranks.
     """
-    return _results_on_all(scores, loaded, lambda whole: _choose_each(whole, choosers))
+    messages = decide_on_all(scores, loaded, lambda whole: list(map(_message, _choose_each(whole, choosers))))
+    return list(map(_of_message, messages))
 
 
 def score_on_all(
@@ -113,43 +113,8 @@ def score_on_all(
     Raises:
         NumericsError: the network computed something that is not a number; on all ranks.
     """
-    scored = _results_on_all(scores, loaded, lambda whole: score(whole, tokens, choosers))
-    return cast(Sequence[Chosen], scored)  # these fail together or not at all
-
-
-def _results_on_all(
-    scores: torch.Tensor | None,
-    loaded: LoadedModel,
-    find: Callable[[torch.Tensor], Sequence[Chosen | Failed]],
-) -> Sequence[Chosen | Failed]:
-    """What the first rank of the last stage finds in the scores of the whole vocabulary, on all ranks of the model.
-
-    Shapes: scores `[n, v/t]` on the last stage, None on the others; `find` is given `[n, v]` float32, on the CPU.
-
-    Raises:
-        NumericsError: `find` raised it; on all ranks.
-    """
-    mesh = loaded.mesh
-    answer: dict[str, Any] = {}
-    results: Sequence[Chosen | Failed] = []
-    if scores is not None:
-        whole = whole_logits(scores, mesh.tp, loaded.vocab_size)  # [n, v]
-        if mesh.tp.rank == 0:
-            whole = whole.to("cpu", torch.float32)  # here and not below: what fails on a device is no row's fault
-            try:
-                results = find(whole)
-                answer["found"] = [
-                    one.reason if isinstance(one, Failed) else (one.token, one.logprob, one.top) for one in results
-                ]
-            except NumericsError as failure:
-                answer["failure"] = str(failure)
-    if mesh.model.size > 1:
-        answer = broadcast_json(answer, mesh.model, source=(mesh.pp.size - 1) * mesh.tp.size)
-    if "failure" in answer:
-        raise NumericsError(answer["failure"])
-    if mesh.model.size == 1:
-        return results
-    return [_of_message(one) for one in answer["found"]]
+    messages = decide_on_all(scores, loaded, lambda whole: list(map(_message, score(whole, tokens, choosers))))
+    return cast(Sequence[Chosen], list(map(_of_message, messages)))  # these fail together or not at all
 
 
 def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[Chosen | Failed]:
@@ -169,6 +134,10 @@ def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[
             except Exception:
                 chosen.append(Failed(traceback.format_exc()))
         return chosen
+
+
+def _message(result: Chosen | Failed) -> Any:
+    return result.reason if isinstance(result, Failed) else (result.token, result.logprob, result.top)
 
 
 def _of_message(value: Any) -> Chosen | Failed:

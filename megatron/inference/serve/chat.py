@@ -5,19 +5,15 @@ Source: OpenAI's API reference, "Chat"; top_k, min_p, typical_p and repetition_p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
+from megatron.inference.serve.answers import AnswerForm
 from megatron.inference.serve.requests.asks import (
     Ask,
-    check_model,
     lengths,
-    read_choices,
-    read_ignored,
-    read_sampling,
-    read_stop,
-    read_streaming,
+    read_common,
+    refuse_rest,
 )
 from megatron.inference.serve.requests.fields import JsonFields, checked_text, kind_of, refuse_field
 from megatron.inference.serve.requests.limits import ServerLimits
@@ -30,6 +26,21 @@ _MOST_PARTS = 256
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_ONLY = "messages are plain text here"
 _NO_TOOLS = "this server calls no tools"
+# Why a field is not supported, and the values that ask for what happens anyway.
+_UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "tools": (_NO_TOOLS, ([],)),
+    "functions": (_NO_TOOLS, ([],)),
+    "tool_choice": (_NO_TOOLS, ("none", "auto")),
+    "function_call": (_NO_TOOLS, ("none", "auto")),
+    "parallel_tool_calls": (_NO_TOOLS, (False, True)),
+    "response_format": ("answers are free text", ({"type": "text"},)),
+    "modalities": ("answers are text", (["text"],)),
+    "audio": ("answers are text", ()),
+    "prediction": ("answers are not predicted", ()),
+    "reasoning_effort": ("there is no reasoning apart from the answer", ()),
+    "verbosity": ("use max_tokens", ()),
+    "web_search_options": ("nothing is searched", ()),
+}
 
 
 def read_chat(fields: JsonFields, served: Served, limits: ServerLimits) -> Ask:
@@ -38,13 +49,10 @@ def read_chat(fields: JsonFields, served: Served, limits: ServerLimits) -> Ask:
     Raises:
         Refusal: a field is unknown, not supported or wrong.
     """
-    check_model(fields, served)
     messages = fields.list_of("messages", _message, _MOST_MESSAGES)
     if not messages:
         raise fields.refuse("messages", "must be a list of at least one message")
     prompt = served.prompt_of_messages(messages)
-    choices = read_choices(fields, 1, limits)
-    streams, with_usage = read_streaming(fields)
     shows = fields.flag("logprobs")
     alternatives = fields.whole("top_logprobs", None, 0, limits.top_logprobs)
     if alternatives is not None and not shows:
@@ -52,18 +60,12 @@ def read_chat(fields: JsonFields, served: Served, limits: ServerLimits) -> Ask:
     ask = Ask(
         prompts=(prompt,),
         echoes=("",),
-        choices=choices,
         new_tokens=lengths(served, [prompt], _most_tokens(fields), limits),
-        sampling=read_sampling(fields, served),
-        stop_texts=(*served.template.stop_texts, *read_stop(fields, limits)),
         stop_ids=served.chat_stop_ids,
         top_logprobs=(alternatives or 0) if shows else None,
-        streams=streams,
-        with_usage=with_usage,
+        **read_common(fields, served, limits, 1, tuple(served.template.stop_texts)),
     )
-    _read_unsupported(fields)
-    read_ignored(fields)
-    fields.finish()
+    refuse_rest(fields, _UNSUPPORTED)
     return ask
 
 
@@ -75,24 +77,6 @@ def _most_tokens(fields: JsonFields) -> int | None:
         raise fields.refuse("max_completion_tokens", f"is {newer}, but 'max_tokens' is {older}; give one of them")
     most: int | None = older if newer is None else newer
     return most
-
-
-def _read_unsupported(fields: JsonFields) -> None:
-    fields.unsupported("tools", _NO_TOOLS, harmless=([],))
-    fields.unsupported("functions", _NO_TOOLS, harmless=([],))
-    fields.unsupported("tool_choice", _NO_TOOLS, harmless=("none", "auto"))
-    fields.unsupported("function_call", _NO_TOOLS, harmless=("none", "auto"))
-    fields.unsupported("parallel_tool_calls", _NO_TOOLS, harmless=(False, True))
-    fields.unsupported("response_format", "answers are free text", harmless=({"type": "text"},))
-    fields.unsupported("modalities", "answers are text", harmless=(["text"],))
-    for name, reason in (
-        ("audio", "answers are text"),
-        ("prediction", "answers are not predicted"),
-        ("reasoning_effort", "there is no reasoning apart from the answer"),
-        ("verbosity", "use max_tokens"),
-        ("web_search_options", "nothing is searched"),
-    ):
-        fields.unsupported(name, reason)
 
 
 def _message(value: Any, place: str) -> Message:
@@ -132,48 +116,22 @@ def _part(value: Any, place: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class ChatForm:
-    """Writes the answer to a request for chat.
+class ChatForm(AnswerForm):
+    """Writes the answer to a request for chat."""
 
-    Args:
-        name: of this answer.
-        created_at: seconds since 1970.
-    """
+    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    ask: Ask
-    served: Served
-    name: str
-    created_at: int
-
-    def whole(self, pieces: Sequence[AnswerPiece], usage: dict[str, int]) -> dict[str, Any]:
-        """The answer as one object; one piece for each choice."""
-        choices = [
-            self._choice(place, piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
-            for place, piece in enumerate(pieces)
-        ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
-
-    def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with: whose turn it is."""
+    def opening_choices(self) -> list[dict[str, Any]]:
+        """Whose turn it is."""
         role = {"role": "assistant", "content": ""}
-        return [
-            self._chunk([self._choice(place, AnswerPiece(""), "delta", role)]) for place in range(self.ask.sequences)
-        ]
+        return [self._choice(place, AnswerPiece(""), "delta", role) for place in range(self.ask.sequences)]
 
-    def chunk(self, place: int, piece: AnswerPiece) -> dict[str, Any]:
-        """A part of one choice."""
-        return self._chunk([self._choice(place, piece, "delta", {"content": piece.text} if piece.text else {})])
-
-    def closing(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The end of a stream that was asked for its usage."""
-        return {**self._chunk([]), "usage": usage}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk"), "choices": choices}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return self.served.head(kind, self.name, self.created_at)
+    def choice(self, place: int, piece: AnswerPiece, *, is_whole: bool = False) -> dict[str, Any]:
+        """A choice, or a part of one."""
+        if is_whole:
+            message = {"role": "assistant", "content": piece.text, "refusal": None}
+            return self._choice(place, piece, "message", message)
+        return self._choice(place, piece, "delta", {"content": piece.text} if piece.text else {})
 
     def _choice(self, place: int, piece: AnswerPiece, key: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = None

@@ -6,19 +6,15 @@ Source: OpenAI's API reference, "Completions"; top_k, min_p, typical_p and repet
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.inference.sampling.text_stream import settled_text
+from megatron.inference.serve.answers import AnswerForm
 from megatron.inference.serve.requests.asks import (
     Ask,
-    check_model,
     lengths,
-    read_choices,
-    read_ignored,
-    read_sampling,
-    read_stop,
-    read_streaming,
+    read_common,
+    refuse_rest,
     token_list,
 )
 from megatron.inference.serve.requests.fields import JsonFields, checked_text
@@ -35,33 +31,29 @@ def read_completion(fields: JsonFields, served: Served, limits: ServerLimits) ->
     Raises:
         Refusal: a field is unknown, not supported or wrong.
     """
-    check_model(fields, served)
     prompts, texts = _prompts(fields, served, limits)
     echoes, top_logprobs = fields.flag("echo"), fields.whole("logprobs", None, 0, limits.top_logprobs)
     asked = fields.whole("max_tokens", None, 0 if echoes else 1, 1 << 31)
-    usual = min(_USUAL_NEW_TOKENS, limits.new_tokens or _USUAL_NEW_TOKENS)
     new_tokens = lengths(served, prompts, asked, limits)
     if asked is None:
+        usual = min(_USUAL_NEW_TOKENS, limits.new_tokens or _USUAL_NEW_TOKENS)
         new_tokens = tuple(min(usual, room) for room in new_tokens)
-    choices = read_choices(fields, len(prompts), limits)
-    streams, with_usage = read_streaming(fields)
     ask = Ask(
         prompts=prompts,
         echoes=tuple(texts) if echoes else ("",) * len(prompts),
-        choices=choices,
         new_tokens=new_tokens,
-        sampling=read_sampling(fields, served),
-        stop_texts=read_stop(fields, limits),
         stop_ids=served.stop_ids,
         top_logprobs=top_logprobs,
-        streams=streams,
-        with_usage=with_usage,
         scores_prompts=echoes and (top_logprobs is not None or asked == 0),
+        **read_common(fields, served, limits, len(prompts)),
     )
-    fields.unsupported("best_of", "all answers are returned; use n", harmless=(choices,))
-    fields.unsupported("suffix", "the model continues a text, it fills no gap", harmless=("",))
-    read_ignored(fields)
-    fields.finish()
+    refuse_rest(
+        fields,
+        {
+            "best_of": ("all answers are returned; use n", (ask.choices,)),
+            "suffix": ("the model continues a text, it fills no gap", ("",)),
+        },
+    )
     return ask
 
 
@@ -88,52 +80,26 @@ def _prompts(fields: JsonFields, served: Served, limits: ServerLimits) -> tuple[
     return tuple(tokens), texts
 
 
-@dataclass(frozen=True)
-class CompletionForm:
-    """Writes the answer to a request for completions.
+class CompletionForm(AnswerForm):
+    """Writes the answer to a request for completions."""
 
-    Args:
-        name: of this answer.
-        created_at: seconds since 1970.
-    """
+    whole_kind = chunk_kind = "text_completion"
 
-    ask: Ask
-    served: Served
-    name: str
-    created_at: int
+    def opening_choices(self) -> list[dict[str, Any]]:
+        """The prompts, if they are to be repeated."""
+        places = range(self.ask.sequences)
+        return [self.choice(place, AnswerPiece(self._echo(place))) for place in places if self._echo(place)]
 
-    def whole(self, pieces: Sequence[AnswerPiece], usage: dict[str, int]) -> dict[str, Any]:
-        """The answer as one object; one piece for each choice."""
-        choices = [self._choice(place, piece, self._echo(place)) for place, piece in enumerate(pieces)]
-        return {**self._head(), "choices": choices, "usage": usage}
-
-    def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with, before any token."""
-        return [
-            {**self._head(), "choices": [self._choice(place, AnswerPiece(self._echo(place)), "")]}
-            for place in range(self.ask.sequences)
-            if self._echo(place)
-        ]
-
-    def chunk(self, place: int, piece: AnswerPiece) -> dict[str, Any]:
-        """A part of one choice."""
-        return {**self._head(), "choices": [self._choice(place, piece, "")]}
-
-    def closing(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The end of a stream that was asked for its usage."""
-        return {**self._head(), "choices": [], "usage": usage}
+    def choice(self, place: int, piece: AnswerPiece, *, is_whole: bool = False) -> dict[str, Any]:
+        """A choice, or a part of one."""
+        echo, logprobs = self._echo(place), None
+        if self.ask.top_logprobs is not None:
+            logprobs = self._logprobs(piece.tokens, len(echo))
+        text = echo + piece.text if is_whole else piece.text
+        return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _echo(self, place: int) -> str:
         return self.ask.echoes[place // self.ask.choices]
-
-    def _head(self) -> dict[str, Any]:
-        return self.served.head("text_completion", self.name, self.created_at)
-
-    def _choice(self, place: int, piece: AnswerPiece, echo: str) -> dict[str, Any]:
-        logprobs = None
-        if self.ask.top_logprobs is not None:
-            logprobs = self._logprobs(piece.tokens, len(self._echo(place)))
-        return {"index": place, "text": echo + piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _logprobs(self, tokens: Sequence[TokenRecord], echoed: int) -> dict[str, Any]:
         """The tokens with their log-probabilities; the first of a prompt has none.

@@ -66,7 +66,7 @@ def encode_long(tokenizer: Any, text: LongText, dtype: npt.DTypeLike) -> npt.NDA
     ids and one piece are held in memory.
 
     Args:
-        tokenizer: a `LibraryTokenizer`.
+        tokenizer: a `Tokenizer`.
         dtype: of the result.
     """
     if not tokenizer.can_cut_before_spaces:

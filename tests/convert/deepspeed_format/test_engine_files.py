@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megatron.checkpoint.loading import read_record
+from megatron.checkpoint import read_record
 from megatron.convert.deepspeed_format.engine_files import read_shards, shapes_of
 from megatron.convert.foreign import open_foreign
 from megatron.convert.megatron_format.foreign_model import ForeignPieces

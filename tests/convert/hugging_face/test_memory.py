@@ -20,8 +20,13 @@ from megatron.convert.hugging_face.streaming import (
     network_shapes,
 )
 from megatron.convert.hugging_face.table.tensors import bind, parts_by_tensor, their_shapes
-from megatron.convert.hugging_face.weight_files import read_json_file, read_weight_files
-from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files, write_files
+from megatron.convert.hugging_face.weight_files import (
+    PlannedTensor,
+    plan_files,
+    read_json_file,
+    read_weight_files,
+    write_files,
+)
 from megatron.parallel.mesh import ParallelMesh
 from tests.convert.sparse_model import write_sparse_model
 from tests.helpers.ranks import run_ranks

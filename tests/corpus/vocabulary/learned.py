@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.corpus.vocabulary.learning import byte_level_files, save_vocabulary, train_byte_level
 from megatron.corpus.vocabulary.unigram import train_unigram
 from megatron.corpus.vocabulary.wordpiece import train_wordpiece
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
 
 SOURCE = [Path(random.__file__).read_text(encoding="utf-8"), *hard_documents(100, seed=1)]
@@ -23,7 +23,7 @@ def learned(model_type: str, vocab_size: int = 900, special: tuple[str, ...] = (
     return byte_level_files(*train_byte_level(SOURCE, vocab_size, special=special), special)
 
 
-def load(folder: Path, files: dict[str, bytes], kind: str, suffix: str) -> LibraryTokenizer:
+def load(folder: Path, files: dict[str, bytes], kind: str, suffix: str) -> Tokenizer:
     """Saves the files of a vocabulary and builds the tokenizer of this kind from the file with this suffix."""
     save_vocabulary(str(folder / "v"), files)
     path = str(folder / f"v{suffix}")

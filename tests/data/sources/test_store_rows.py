@@ -16,7 +16,7 @@ from megatron.data.order.plan import DataPlan
 from megatron.data.sources.request import DataRequest
 from megatron.data.sources.store_rows import DocumentEncoder, StoreRows
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.library import LibraryTokenizer
+from megatron.tokenizers.library import Tokenizer
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.corpora import write_corpus
 from tests.data.databases import Database, new_database, numbered
@@ -27,7 +27,7 @@ TEXTS = [f"{number}{' to' * (number % 4)}" for number in range(40)]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LibraryTokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
 
 
@@ -37,12 +37,12 @@ def database(tmp_path: Path):
         yield database
 
 
-def build(address: str, tokenizer: LibraryTokenizer | None, samples=(40, 0, 0), plan: DataPlan | None = None, **flags):
+def build(address: str, tokenizer: Tokenizer | None, samples=(40, 0, 0), plan: DataPlan | None = None, **flags):
     data = DataConfig(**{"seq_length": LENGTH, "data_path": (address,), "split": "1,0,0", **flags})
     return build_split_datasets(DataRequest(data, LENGTH, 1234, samples, plan, tokenizer=tokenizer))
 
 
-def test_a_row_is_what_preprocessing_gives_a_document(database: Database, tokenizer: LibraryTokenizer) -> None:
+def test_a_row_is_what_preprocessing_gives_a_document(database: Database, tokenizer: Tokenizer) -> None:
     texts = ["", *hard_documents(20)]
     database.write({"web": numbered(texts)})
     rows = StoreRows(database.base, DocumentEncoder(tokenizer, LENGTH))
@@ -55,9 +55,7 @@ def test_a_row_is_what_preprocessing_gives_a_document(database: Database, tokeni
     assert rows.locate(3, 5) == f"{database.base}: token 5 of document 3"
 
 
-def test_collections_are_one_source_whose_split_holds_out_documents(
-    database: Database, tokenizer: LibraryTokenizer
-) -> None:
+def test_collections_are_one_source_whose_split_holds_out_documents(database: Database, tokenizer: Tokenizer) -> None:
     database.write({"web": numbered(TEXTS[:25]), "news": numbered(TEXTS[25:])})
     datasets, plan = build(database.address("web", "news"), tokenizer, (90, 5, 3), split="80,12,8")
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
@@ -73,7 +71,7 @@ def test_collections_are_one_source_whose_split_holds_out_documents(
 
 
 def test_any_database_with_the_same_documents_continues_the_order(
-    database: Database, tokenizer: LibraryTokenizer, tmp_path: Path
+    database: Database, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     database.write({"web": numbered(TEXTS)})
     short, plan = build(database.base, tokenizer)
@@ -91,9 +89,7 @@ def test_any_database_with_the_same_documents_continues_the_order(
     assert extended.train.sources[0].prefix == str(config)
 
 
-def test_other_documents_do_not_continue_the_order(
-    database: Database, tokenizer: LibraryTokenizer, tmp_path: Path
-) -> None:
+def test_other_documents_do_not_continue_the_order(database: Database, tokenizer: Tokenizer, tmp_path: Path) -> None:
     database.write({"web": numbered(TEXTS), "fewer": numbered(TEXTS[:39]), "other": numbered(["x", *TEXTS[1:]])})
     _, plan = build(database.address("web"), tokenizer)
     for name in ("fewer", "other"):
@@ -101,7 +97,7 @@ def test_other_documents_do_not_continue_the_order(
             build(database.address(name), tokenizer, plan=plan)
 
 
-def test_a_blend_of_a_store_and_token_files(database: Database, tokenizer: LibraryTokenizer, tmp_path: Path) -> None:
+def test_a_blend_of_a_store_and_token_files(database: Database, tokenizer: Tokenizer, tmp_path: Path) -> None:
     database.write({"web": numbered(TEXTS)})
     prefix = write_corpus(tmp_path / "corpus", [40] * 8)
     datasets, _ = build("", tokenizer, data_path=("1", database.base, "1", prefix))
@@ -118,7 +114,7 @@ def test_a_blend_of_a_store_and_token_files(database: Database, tokenizer: Libra
 
 
 def test_truncated_documents_are_reported_once(
-    database: Database, tokenizer: LibraryTokenizer, capsys: pytest.CaptureFixture[str]
+    database: Database, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["short"] * 200
     texts[57] = "long " * 100
@@ -134,7 +130,7 @@ def test_truncated_documents_are_reported_once(
     assert said.count("warning") == 1 and "1 of 2 documents looked at are longer than 17 tokens" in said
 
 
-def test_training_and_evaluation_may_read_at_the_same_time(database: Database, tokenizer: LibraryTokenizer) -> None:
+def test_training_and_evaluation_may_read_at_the_same_time(database: Database, tokenizer: Tokenizer) -> None:
     database.write({"web": numbered(TEXTS)})
     rows = StoreRows(database.base, DocumentEncoder(tokenizer, LENGTH))
     expected = rows.read(np.arange(40))[0].tolist()
@@ -150,7 +146,7 @@ def test_training_and_evaluation_may_read_at_the_same_time(database: Database, t
     assert results == [expected] * 30
 
 
-def test_stores_that_are_unusable_for_training(database: Database, tokenizer: LibraryTokenizer, tmp_path: Path) -> None:
+def test_stores_that_are_unusable_for_training(database: Database, tokenizer: Tokenizer, tmp_path: Path) -> None:
     holes = [row for row in numbered(TEXTS * 5) if row[0] != 57]
     database.write({"web": numbered(TEXTS), "empty": [], "holes": holes})
     with pytest.raises(ConfigError, match=r"needs a tokenizer \(--tokenizer-type\)"):
@@ -169,7 +165,7 @@ def test_stores_that_are_unusable_for_training(database: Database, tokenizer: Li
         check_sources(DataConfig(seq_length=LENGTH, data_path=("mongodb://nowhere",)), LENGTH)
 
 
-def test_no_password_gets_into_plans_and_manifests(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
+def test_no_password_gets_into_plans_and_manifests(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with new_database("mongomock", tmp_path) as database:
         database.write({"web": numbered(TEXTS)})
         address = database.base.replace("//localhost", "//me:secret@localhost")

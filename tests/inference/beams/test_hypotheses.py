@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.sampling_flags import BeamFlags
 from megatron.errors import ConfigError
-from megatron.inference.beams import Beam, BeamSettings, Hypotheses, beams_as_json
+from megatron.inference.beams import Beam, BeamSettings, Hypotheses
 
 VOCABULARY, STOP, LENGTH = 4, 3, 4
 
@@ -131,5 +131,5 @@ def test_the_settings_of_a_command_line() -> None:
 
 def test_beams_survive_json() -> None:
     beams = [Beam((1, 2), -0.1, "stop"), Beam((), -1 / 3, "length")]
-    assert [Beam.of_json(values) for values in beams_as_json(beams)] == beams
+    assert [Beam.of_json(values) for values in map(dataclasses.asdict, beams)] == beams
     assert dataclasses.replace(beams[0], tokens=()) != beams[0]

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models, normalizers
 
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.sentencepiece_models import load, write_model
 from tests.helpers.vocabulary import write_vocabulary
 
@@ -17,7 +17,7 @@ KINDS = ("byte-level", "sentencepiece", "sentencepiece-added", "llama", "unigram
 
 
 @cache
-def tokenizer(kind: str) -> LibraryTokenizer:
+def tokenizer(kind: str) -> Tokenizer:
     """Builds the tokenizer once per process."""
     folder = Path(mkdtemp())
     if kind == "byte-level":
@@ -39,7 +39,7 @@ def tokenizer(kind: str) -> LibraryTokenizer:
     return _byte_fallback(folder)
 
 
-def _byte_fallback(folder: Path) -> LibraryTokenizer:
+def _byte_fallback(folder: Path) -> Tokenizer:
     """As Llama's tokenizer.json: unknown characters become bytes, and a run of bytes that is not UTF-8 is given up."""
     vocabulary = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
     for piece in ("▁", *"abcdef.,", "é", "ab", "▁a", "▁ab"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import decoders
 
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 from tests.tokenizers.references import reference_of
 
@@ -17,7 +17,7 @@ LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
 DSGPT2_TOKENS = ("<s>", "<pad>", "</s>", "<sys>", "<usr>")
 
 
-def gpt2_with(folder: Path, tokens: Sequence[str]) -> LibraryTokenizer:
+def gpt2_with(folder: Path, tokens: Sequence[str]) -> Tokenizer:
     """A GPT2BPETokenizer with more tokens, as `tools/train_tokenizer.py --special-tokens` makes them."""
     choice = write_vocabulary(folder)
     path = Path(str(choice.vocab_file))
@@ -27,9 +27,7 @@ def gpt2_with(folder: Path, tokens: Sequence[str]) -> LibraryTokenizer:
     return build_tokenizer(choice)
 
 
-def hugging_face_with(
-    folder: Path, tokens: Sequence[str], eos_token: str, template: str | None = None
-) -> LibraryTokenizer:
+def hugging_face_with(folder: Path, tokens: Sequence[str], eos_token: str, template: str | None = None) -> Tokenizer:
     """A tokenizer.json in which the tokens are special, with a tokenizer_config.json."""
     reference = reference_of(write_vocabulary(folder))
     reference.decoder = decoders.ByteLevel()
@@ -42,6 +40,6 @@ def hugging_face_with(
     return build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(folder)))
 
 
-def written(tokenizer: LibraryTokenizer, ids: Sequence[int]) -> list[str]:
+def written(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """What each id is by itself."""
     return [tokenizer.decode([number]) for number in ids]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Reference
 
 from megatron.tokenizers.encoders import long_text
 from megatron.tokenizers.encoders.long_text import LongText, can_cut_before_spaces, encode_long
-from megatron.tokenizers.library import LibraryTokenizer, TokenizerProperties, rust_tokenizer
+from megatron.tokenizers.library import Tokenizer, TokenizerProperties, rust_tokenizer
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 
@@ -24,7 +24,7 @@ LLAMA_3 = (
 
 
 @pytest.fixture(scope="module")
-def _gpt2(tmp_path_factory: pytest.TempPathFactory) -> LibraryTokenizer:
+def _gpt2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary")))
 
 
@@ -44,7 +44,7 @@ def test_pieces_are_the_text(text: str, piece_bytes: int) -> None:
 
 @settings(deadline=None)
 @given(text=TEXTS)
-def test_pieces_give_the_ids_of_the_whole(_gpt2: LibraryTokenizer, text: str) -> None:
+def test_pieces_give_the_ids_of_the_whole(_gpt2: Tokenizer, text: str) -> None:
     assert _gpt2.can_cut_before_spaces
     for tokenizer in (_gpt2, _tokenizer(_llama(_gpt2))):
         whole, _ = tokenizer.encode_flat([text])
@@ -55,12 +55,12 @@ def test_pieces_give_the_ids_of_the_whole(_gpt2: LibraryTokenizer, text: str) ->
         assert ids.tolist() == whole.tolist()
 
 
-def _tokenizer(reference: Reference) -> LibraryTokenizer:
+def _tokenizer(reference: Reference) -> Tokenizer:
     size = 1 + max(reference.get_vocab(with_added_tokens=True).values())
     return rust_tokenizer(TokenizerProperties("test", None, size, str), reference, "tokenizers")
 
 
-def _llama(gpt2: LibraryTokenizer) -> Reference:
+def _llama(gpt2: Tokenizer) -> Reference:
     reference = Reference.from_str(gpt2._reference._tokenizer.to_str())
     split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
     reference.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -83,7 +83,7 @@ def _llama(gpt2: LibraryTokenizer) -> Reference:
         ),
     ],
 )
-def test_other_tokenizers_get_the_text_in_one_piece(_gpt2: LibraryTokenizer, change: object) -> None:
+def test_other_tokenizers_get_the_text_in_one_piece(_gpt2: Tokenizer, change: object) -> None:
     reference = Reference.from_str(_gpt2._reference._tokenizer.to_str())
     change(reference)
     assert not can_cut_before_spaces(reference)

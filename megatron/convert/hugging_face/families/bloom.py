@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import Constant, Entries, Functions, Irrelevant, Only, Same, tied_head
-from megatron.convert.hugging_face.table.tensors import linear, matrix, norm
+from megatron.convert.hugging_face.table.fields import Entries, FieldRule, constant, irrelevant, only, same, tied_head
+from megatron.convert.hugging_face.table.tensors import OUR_LAYER, linear, matrix, norm
 
-_OURS = "decoder.layers.{layer}."
 _THEIRS = "transformer.h.{layer}."
 
 
@@ -23,45 +22,44 @@ BLOOM = Family(
     model_type="bloom",
     architecture="BloomForCausalLM",
     fields=(
-        Constant(
-            {
-                "normalization": "LayerNorm",
-                "position_embedding_type": "alibi",
-                "embed_layernorm": True,
-                "activation_function": "gelu_tanh",
-            }
+        constant(
+            normalization="LayerNorm",
+            position_embedding_type="alibi",
+            embed_layernorm=True,
+            activation_function="gelu_tanh",
         ),
-        Same("vocab_size", "vocab_size", 250880),
-        Same("hidden_size", "hidden_size", 64, also=("n_embed",)),
-        Same("num_layers", "n_layer", 2, also=("num_hidden_layers",)),
-        Same("num_attention_heads", "n_head", 8, also=("num_attention_heads",)),
-        Same("max_position_embeddings", "seq_length", 2048),
-        Functions(_read_inner_width, lambda model: {}),
-        Same("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
-        Same("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm", False),
-        Same("hidden_dropout", "hidden_dropout", 0.0),
-        Same("attention_dropout", "attention_dropout", 0.0),
-        Same("init_method_std", "initializer_range", 0.02),
+        same("vocab_size", "vocab_size", 250880),
+        same("hidden_size", "hidden_size", 64, also=("n_embed",)),
+        same("num_layers", "n_layer", 2, also=("num_hidden_layers",)),
+        same("num_attention_heads", "n_head", 8, also=("num_attention_heads",)),
+        same("max_position_embeddings", "seq_length", 2048),
+        FieldRule(_read_inner_width, lambda model: {}),
+        same("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+        same("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm", False),
+        same("hidden_dropout", "hidden_dropout", 0.0),
+        same("attention_dropout", "attention_dropout", 0.0),
+        same("init_method_std", "initializer_range", 0.02),
         tied_head(default=True),
         # Others are bugs of the first training code, which its own files never have on.
-        Only("skip_bias_add_qkv", (False,), is_written=False),
+        only("skip_bias_add_qkv", False, is_written=False),
         # How products were once split, and what was fused: rounding only.
-        Irrelevant(("pretraining_tp", "slow_but_exact", "attention_softmax_in_fp32", "bias_dropout_fusion")),
-        Irrelevant(("masked_softmax_fusion", "offset_alibi", "skip_bias_add", "unk_token_id")),
+        irrelevant("pretraining_tp", "slow_but_exact", "attention_softmax_in_fp32", "bias_dropout_fusion"),
+        irrelevant("masked_softmax_fusion", "offset_alibi", "skip_bias_add", "unk_token_id"),
     ),
     tensors=(
         matrix("embedding.word_embeddings.weight", "transformer.word_embeddings.weight"),
         *norm("embedding.word_embeddings_layernorm", "transformer.word_embeddings_layernorm"),
-        *norm(_OURS + "input_layernorm", _THEIRS + "input_layernorm"),
+        *norm(OUR_LAYER + "input_layernorm", _THEIRS + "input_layernorm"),
         # Theirs is [heads, 3, d] x h, as ours.
-        *linear(_OURS + "self_attention.linear_qkv", _THEIRS + "self_attention.query_key_value"),
-        *linear(_OURS + "self_attention.linear_proj", _THEIRS + "self_attention.dense"),
-        *norm(_OURS + "pre_mlp_layernorm", _THEIRS + "post_attention_layernorm"),
-        *linear(_OURS + "mlp.linear_fc1", _THEIRS + "mlp.dense_h_to_4h"),
-        *linear(_OURS + "mlp.linear_fc2", _THEIRS + "mlp.dense_4h_to_h"),
+        *linear(OUR_LAYER + "self_attention.linear_qkv", _THEIRS + "self_attention.query_key_value"),
+        *linear(OUR_LAYER + "self_attention.linear_proj", _THEIRS + "self_attention.dense"),
+        *norm(OUR_LAYER + "pre_mlp_layernorm", _THEIRS + "post_attention_layernorm"),
+        *linear(OUR_LAYER + "mlp.linear_fc1", _THEIRS + "mlp.dense_h_to_4h"),
+        *linear(OUR_LAYER + "mlp.linear_fc2", _THEIRS + "mlp.dense_4h_to_h"),
         *norm("decoder.final_layernorm", "transformer.ln_f"),
         matrix("output_layer.weight", "lm_head.weight"),
     ),
+    ignored_tensors=(),
     optional_prefix="transformer.",
     embedding="transformer.word_embeddings.weight",
 )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import (
     ACTIVATION_NAMES,
-    Constant,
-    Irrelevant,
-    Mapped,
-    Only,
-    Same,
+    constant,
+    irrelevant,
+    mapped,
+    only,
+    same,
     tied_head,
 )
 from megatron.convert.hugging_face.table.tensors import (
+    OUR_LAYER,
     MappedPart,
     TensorMapping,
     linear,
@@ -21,47 +22,40 @@ from megatron.convert.hugging_face.table.tensors import (
     norm,
 )
 
-_LAYER = "decoder.layers.{layer}."
-_QKV = _LAYER + "self_attention.linear_qkv"
+_QKV = OUR_LAYER + "self_attention.linear_qkv"
 
 # Source: transformers `models/gpt2/configuration_gpt2.py` and `modeling_gpt2.py`.
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     fields=(
-        Constant({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}),
-        Same("num_layers", "n_layer", 12),
-        Same("hidden_size", "n_embd", 768),
-        Same("num_attention_heads", "n_head", 12),
-        Same("max_position_embeddings", "n_positions", 1024),
-        Same("ffn_hidden_size", "n_inner", lambda fields: 4 * fields["hidden_size"]),
-        Same("vocab_size", "vocab_size", 50257),
-        Mapped(
+        constant(position_embedding_type="learned_absolute", normalization="LayerNorm"),
+        same("num_layers", "n_layer", 12),
+        same("hidden_size", "n_embd", 768),
+        same("num_attention_heads", "n_head", 12),
+        same("max_position_embeddings", "n_positions", 1024),
+        same("ffn_hidden_size", "n_inner", lambda fields: 4 * fields["hidden_size"]),
+        same("vocab_size", "vocab_size", 50257),
+        mapped(
             "activation_function", "activation_function", (("gelu_new", "gelu_tanh"), *ACTIVATION_NAMES), "gelu_new"
         ),
-        Same("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
-        Same("hidden_dropout", "resid_pdrop", 0.1),
-        Same("attention_dropout", "attn_pdrop", 0.1),
-        Same("init_method_std", "initializer_range", 0.02),
+        same("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+        same("hidden_dropout", "resid_pdrop", 0.1),
+        same("attention_dropout", "attn_pdrop", 0.1),
+        same("init_method_std", "initializer_range", 0.02),
         tied_head(default=True),
-        Only("scale_attn_weights", (True,)),
-        Only("scale_attn_by_inverse_layer_idx", (False,)),
-        Only("reorder_and_upcast_attn", (False, True)),  # changes rounding in half precision only
-        Irrelevant(("n_ctx", "embd_pdrop")),
-        Irrelevant(
-            (
-                "summary_type",
-                "summary_use_proj",
-                "summary_activation",
-                "summary_proj_to_labels",
-                "summary_first_dropout",
-            )
+        only("scale_attn_weights", True),
+        only("scale_attn_by_inverse_layer_idx", False),
+        only("reorder_and_upcast_attn", False, True),  # changes rounding in half precision only
+        irrelevant("n_ctx", "embd_pdrop"),
+        irrelevant(
+            "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"
         ),
     ),
     tensors=(
         matrix("embedding.word_embeddings.weight", "transformer.wte.weight"),
         matrix("embedding.position_embeddings.weight", "transformer.wpe.weight"),
-        *norm(_LAYER + "input_layernorm", "transformer.h.{layer}.ln_1"),
+        *norm(OUR_LAYER + "input_layernorm", "transformer.h.{layer}.ln_1"),
         # Ours [heads, 3, d, h]; theirs [h, 3 x heads x d]: first all queries, then all keys, then all values.
         TensorMapping(
             f"{_QKV}.weight", (MappedPart("transformer.h.{layer}.attn.c_attn.weight", order=(3, 1, 0, 2), columns=3),)
@@ -69,10 +63,10 @@ GPT2 = Family(
         TensorMapping(
             f"{_QKV}.bias", (MappedPart("transformer.h.{layer}.attn.c_attn.bias", order=(1, 0, 2), columns=0),)
         ),
-        *linear_transposed(_LAYER + "self_attention.linear_proj", "transformer.h.{layer}.attn.c_proj"),
-        *norm(_LAYER + "pre_mlp_layernorm", "transformer.h.{layer}.ln_2"),
-        *linear_transposed(_LAYER + "mlp.linear_fc1", "transformer.h.{layer}.mlp.c_fc"),
-        *linear_transposed(_LAYER + "mlp.linear_fc2", "transformer.h.{layer}.mlp.c_proj"),
+        *linear_transposed(OUR_LAYER + "self_attention.linear_proj", "transformer.h.{layer}.attn.c_proj"),
+        *norm(OUR_LAYER + "pre_mlp_layernorm", "transformer.h.{layer}.ln_2"),
+        *linear_transposed(OUR_LAYER + "mlp.linear_fc1", "transformer.h.{layer}.mlp.c_fc"),
+        *linear_transposed(OUR_LAYER + "mlp.linear_fc2", "transformer.h.{layer}.mlp.c_proj"),
         *norm("decoder.final_layernorm", "transformer.ln_f"),
         *linear("output_layer", "lm_head"),
     ),

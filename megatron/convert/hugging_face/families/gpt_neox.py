@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import (
     ACTIVATION_NAMES,
-    Constant,
-    Entries,
-    Functions,
-    Irrelevant,
-    Mapped,
-    Same,
+    attention_biases,
+    constant,
+    irrelevant,
+    mapped,
+    same,
     tied_head,
 )
 from megatron.convert.hugging_face.table.rope import rope_fields
-from megatron.convert.hugging_face.table.tensors import linear, matrix, norm
+from megatron.convert.hugging_face.table.tensors import OUR_LAYER, linear, matrix, norm
 
-_OURS = "decoder.layers.{layer}."
 _THEIRS = "gpt_neox.layers.{layer}."
-
-
-def _read_biases(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    attention = entries.take("attention_bias", True)
-    return {"add_bias_linear": True, "add_qkv_bias": attention, "attention_output_bias": attention}
 
 
 # Source: transformers `models/gpt_neox/configuration_gpt_neox.py` and `modeling_gpt_neox.py`.
@@ -33,33 +23,33 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     fields=(
-        Constant({"normalization": "LayerNorm"}),
-        Same("vocab_size", "vocab_size", 50432),
-        Same("num_layers", "num_hidden_layers", 44),
-        Same("hidden_size", "hidden_size", 6144),
-        Same("num_attention_heads", "num_attention_heads", 64),
-        Same("ffn_hidden_size", "intermediate_size", 24576),
-        Same("max_position_embeddings", "max_position_embeddings", 2048),
-        Mapped("activation_function", "hidden_act", ACTIVATION_NAMES, "gelu"),
-        Same("layernorm_epsilon", "layer_norm_eps", 1e-5),
-        Same("parallel_residual", "use_parallel_residual", True),
+        constant(normalization="LayerNorm"),
+        same("vocab_size", "vocab_size", 50432),
+        same("num_layers", "num_hidden_layers", 44),
+        same("hidden_size", "hidden_size", 6144),
+        same("num_attention_heads", "num_attention_heads", 64),
+        same("ffn_hidden_size", "intermediate_size", 24576),
+        same("max_position_embeddings", "max_position_embeddings", 2048),
+        mapped("activation_function", "hidden_act", ACTIVATION_NAMES, "gelu"),
+        same("layernorm_epsilon", "layer_norm_eps", 1e-5),
+        same("parallel_residual", "use_parallel_residual", True),
         rope_fields(default_percent=0.25, percent_name="rotary_pct", theta_name="rotary_emb_base"),
-        Functions(_read_biases, lambda model: {"attention_bias": model.add_qkv_bias}),
-        Same("attention_dropout", "attention_dropout", 0.0),
-        Same("hidden_dropout", "hidden_dropout", 0.0),
-        Same("init_method_std", "initializer_range", 0.02),
+        attention_biases(default=True, elsewhere=True),
+        same("attention_dropout", "attention_dropout", 0.0),
+        same("hidden_dropout", "hidden_dropout", 0.0),
+        same("init_method_std", "initializer_range", 0.02),
         tied_head(default=False),
-        Irrelevant(("classifier_dropout",)),
+        irrelevant("classifier_dropout"),
     ),
     tensors=(
         matrix("embedding.word_embeddings.weight", "gpt_neox.embed_in.weight"),
-        *norm(_OURS + "input_layernorm", _THEIRS + "input_layernorm"),
+        *norm(OUR_LAYER + "input_layernorm", _THEIRS + "input_layernorm"),
         # Theirs is [heads, 3, d] x h, as ours.
-        *linear(_OURS + "self_attention.linear_qkv", _THEIRS + "attention.query_key_value"),
-        *linear(_OURS + "self_attention.linear_proj", _THEIRS + "attention.dense"),
-        *norm(_OURS + "pre_mlp_layernorm", _THEIRS + "post_attention_layernorm"),
-        *linear(_OURS + "mlp.linear_fc1", _THEIRS + "mlp.dense_h_to_4h"),
-        *linear(_OURS + "mlp.linear_fc2", _THEIRS + "mlp.dense_4h_to_h"),
+        *linear(OUR_LAYER + "self_attention.linear_qkv", _THEIRS + "attention.query_key_value"),
+        *linear(OUR_LAYER + "self_attention.linear_proj", _THEIRS + "attention.dense"),
+        *norm(OUR_LAYER + "pre_mlp_layernorm", _THEIRS + "post_attention_layernorm"),
+        *linear(OUR_LAYER + "mlp.linear_fc1", _THEIRS + "mlp.dense_h_to_4h"),
+        *linear(OUR_LAYER + "mlp.linear_fc2", _THEIRS + "mlp.dense_4h_to_h"),
         *norm("decoder.final_layernorm", "gpt_neox.final_layer_norm"),
         matrix("output_layer.weight", "embed_out.weight"),
     ),

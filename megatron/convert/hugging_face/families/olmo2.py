@@ -5,17 +5,15 @@ from __future__ import annotations
 from megatron.convert.hugging_face.families.llama import (
     ATTENTION_TENSORS,
     FEED_FORWARD_TENSORS,
-    IGNORED_TENSORS,
-    OUR_LAYER,
     OUTER_TENSORS,
+    QUERY_KEY_NORM_TENSORS,
     SHARED_FIELDS,
     THEIR_LAYER,
 )
-from megatron.convert.hugging_face.families.qwen3 import ATTENTION_BIASES, QUERY_KEY_NORM_TENSORS
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import Constant, Same, tied_head
+from megatron.convert.hugging_face.table.fields import attention_biases, constant, same, tied_head
 from megatron.convert.hugging_face.table.rope import rope_fields
-from megatron.convert.hugging_face.table.tensors import norm
+from megatron.convert.hugging_face.table.tensors import OUR_LAYER, norm
 
 # Source: transformers `models/olmo2/configuration_olmo2.py` and `modeling_olmo2.py`.
 OLMO2 = Family(
@@ -23,9 +21,9 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     fields=(
         *SHARED_FIELDS,
-        Same("layernorm_epsilon", "rms_norm_eps", 1e-5),
-        Constant({"norm_placement": "post_branch", "qk_layernorm": True, "qk_layernorm_scope": "all"}),
-        ATTENTION_BIASES,
+        same("layernorm_epsilon", "rms_norm_eps", 1e-5),
+        constant(norm_placement="post_branch", qk_layernorm=True, qk_layernorm_scope="all"),
+        attention_biases(),
         rope_fields(),
         tied_head(default=False),
     ),
@@ -37,5 +35,4 @@ OLMO2 = Family(
         *norm(OUR_LAYER + "post_self_attn_layernorm", THEIR_LAYER + "post_attention_layernorm"),
         *norm(OUR_LAYER + "post_mlp_layernorm", THEIR_LAYER + "post_feedforward_layernorm"),
     ),
-    ignored_tensors=IGNORED_TENSORS,
 )

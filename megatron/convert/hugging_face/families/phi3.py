@@ -6,18 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.families.llama import (
-    IGNORED_TENSORS,
-    OUR_LAYER,
-    OUTER_TENSORS,
-    PRE_NORM_TENSORS,
-    SHARED_FIELDS,
-    THEIR_LAYER,
-)
+from megatron.convert.hugging_face.families.llama import OUTER_TENSORS, PRE_NORM_TENSORS, SHARED_FIELDS, THEIR_LAYER
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import Constant, Entries, Functions, Irrelevant, Only, Same, tied_head
+from megatron.convert.hugging_face.table.fields import Entries, FieldRule, constant, irrelevant, only, same, tied_head
 from megatron.convert.hugging_face.table.rope import merged_parameters, read_parameters, rope_fields
-from megatron.convert.hugging_face.table.tensors import gate_and_up, linear, separate_query_key_value
+from megatron.convert.hugging_face.table.tensors import OUR_LAYER, gate_and_up, linear, separate_query_key_value
 from megatron.convert.hugging_face.table.windows import window_of_all_layers
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -51,18 +44,18 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     fields=(
         *SHARED_FIELDS,
-        Same("layernorm_epsilon", "rms_norm_eps", 1e-5),
-        Same("hidden_dropout", "resid_pdrop", 0.0),
-        Constant({"add_bias_linear": False}),
-        Functions(_read_rotation, _write_rotation),
+        same("layernorm_epsilon", "rms_norm_eps", 1e-5),
+        same("hidden_dropout", "resid_pdrop", 0.0),
+        constant(add_bias_linear=False),
+        FieldRule(_read_rotation, _write_rotation),
         window_of_all_layers(),
         tied_head(default=False),
-        Only("attention_bias", (False,), is_written=False),
-        Only("mlp_bias", (False,), is_written=False),
-        Only("lm_head_bias", (False,), is_written=False),
-        Only("full_attn_mod", (1,), is_written=False),
-        Only("interpolate_factor", (1,), is_written=False),
-        Irrelevant(("embd_pdrop",)),
+        only("attention_bias", False, is_written=False),
+        only("mlp_bias", False, is_written=False),
+        only("lm_head_bias", False, is_written=False),
+        only("full_attn_mod", 1, is_written=False),
+        only("interpolate_factor", 1, is_written=False),
+        irrelevant("embd_pdrop"),
     ),
     tensors=(
         *OUTER_TENSORS,
@@ -74,5 +67,4 @@ PHI3 = Family(
         *linear(OUR_LAYER + "mlp.linear_fc2", THEIR_LAYER + "mlp.down_proj"),
         *PRE_NORM_TENSORS,
     ),
-    ignored_tensors=IGNORED_TENSORS,
 )

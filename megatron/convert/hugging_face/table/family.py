@@ -28,7 +28,7 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: everything that is said about it, once for both directions.
+    """A family of models: everything that is said about it, once for both directions; defaults are Llama's names.
 
     Args:
         model_type: the value of `model_type` in its `config.json`.
@@ -53,7 +53,10 @@ class Family:
     architecture: str
     fields: tuple[FieldRule, ...]
     tensors: tuple[TensorMapping, ...]
-    ignored_tensors: tuple[str, ...] = ()
+    ignored_tensors: tuple[str, ...] = (
+        "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+    )
     optional_prefix: str = ""
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"

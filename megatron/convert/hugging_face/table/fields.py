@@ -135,20 +135,24 @@ class Entries:
                 raise self.refused(name, value, why)
 
 
-class FieldRule:
-    """How some fields correspond, in both directions."""
-
-    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Our fields, from theirs; `fields` are ours that earlier rules have read."""
-        return {}
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """Their fields, from ours; what is not written is noticed when the result is read back."""
-        return {}
-
-
 @dataclass(frozen=True)
-class Same(FieldRule):
+class FieldRule:
+    """How some fields correspond, in both directions.
+
+    Args:
+        read: our fields, from theirs and from those of ours that earlier rules have read.
+        write: their fields, from ours; what is not written is noticed when the result is read back.
+        names: our name and theirs, where the rule is about one field with two names.
+    """
+
+    read: Callable[[Entries, Mapping[str, Any]], Mapping[str, Any]]
+    write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}
+    names: tuple[str, str] = ("", "")
+
+
+def same(
+    ours: str, theirs: str, default: Any | Callable[[Mapping[str, Any]], Any] = REQUIRED, also: tuple[str, ...] = ()
+) -> FieldRule:
     """A field that both have, by different names.
 
     Args:
@@ -156,29 +160,20 @@ class Same(FieldRule):
         also: other names of the same field in some files; one of the names is given.
     """
 
-    ours: str
-    theirs: str
-    default: Any | Callable[[Mapping[str, Any]], Any] = REQUIRED
-    also: tuple[str, ...] = ()
-
-    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        default = self.default(fields) if callable(self.default) else self.default
-        for name in self.also:
-            default = entries.take(name, default)
-        value = entries.take(self.theirs, default)
-        wanted = _OUR_TYPES.get(self.ours, int)
+    def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        usual = default(fields) if callable(default) else default
+        for name in also:
+            usual = entries.take(name, usual)
+        value = entries.take(theirs, usual)
+        wanted = _OUR_TYPES.get(ours, int)
         if value is not None and not _is_of(value, wanted):
-            raise entries.refused(self.theirs, value, f"should be {_TYPE_WORDS[wanted]}")
-        return {self.ours: float(value) if wanted is float and value is not None else value}
+            raise entries.refused(theirs, value, f"should be {_TYPE_WORDS[wanted]}")
+        return {ours: float(value) if wanted is float and value is not None else value}
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        return {self.theirs: getattr(model, self.ours)}
+    return FieldRule(read, lambda model: {theirs: getattr(model, ours)}, (ours, theirs))
 
 
-@dataclass(frozen=True)
-class Mapped(FieldRule):
+def mapped(ours: str, theirs: str, pairs: Sequence[tuple[Any, Any]], default: Any = REQUIRED) -> FieldRule:
     """A field that both have, with other words for its values.
 
     Args:
@@ -186,89 +181,64 @@ class Mapped(FieldRule):
         default: their value where the field is absent or null.
     """
 
-    ours: str
-    theirs: str
-    pairs: tuple[tuple[Any, Any], ...]
-    default: Any = REQUIRED
-
-    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        value = entries.take(self.theirs, self.default)
-        for their_value, our_value in self.pairs:
+    def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        value = entries.take(theirs, default)
+        for their_value, our_value in pairs:
             if value == their_value and type(value) is type(their_value):
-                return {self.ours: our_value}
-        known = ", ".join(json.dumps(their_value) for their_value, _ in self.pairs)
-        raise entries.refused(self.theirs, value, f"is not among the supported values {known}")
+                return {ours: our_value}
+        known = ", ".join(json.dumps(their_value) for their_value, _ in pairs)
+        raise entries.refused(theirs, value, f"is not among the supported values {known}")
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        value = getattr(model, self.ours)
-        for their_value, our_value in self.pairs:
-            if our_value == value:
-                return {self.theirs: their_value}
-        return {}  # what is not written is noticed when the result is read back
+    def write(model: ModelConfig) -> Mapping[str, Any]:
+        value = getattr(model, ours)
+        return next(({theirs: their_value} for their_value, our_value in pairs if our_value == value), {})
+
+    return FieldRule(read, write)
 
 
-@dataclass(frozen=True)
-class Constant(FieldRule):
+def constant(**values: Any) -> FieldRule:
     """Our fields that have one value in this family; nothing in `config.json` says so."""
-
-    values: Mapping[str, Any]
-
-    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        return self.values
+    return FieldRule(lambda entries, fields: values)
 
 
-@dataclass(frozen=True)
-class Only(FieldRule):
+def only(theirs: str, *allowed: Any, is_written: bool = True) -> FieldRule:
     """Their field that must have one of these values (or be absent); the first is written, unless absence says it."""
 
-    theirs: str
-    allowed: tuple[Any, ...]
-    is_written: bool = True
-
-    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        entries.check_only(self.theirs, self.allowed)
+    def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        entries.check_only(theirs, allowed)
         return {}
 
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        return {self.theirs: self.allowed[0]} if self.is_written else {}
+    return FieldRule(read, lambda model: {theirs: allowed[0]} if is_written else {})
 
 
-@dataclass(frozen=True)
-class Irrelevant(FieldRule):
+def irrelevant(*theirs: str) -> FieldRule:
     """Their fields that do not change the logits; they are not written."""
 
-    theirs: tuple[str, ...]
-
-    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        entries.skip(*self.theirs)
+    def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        entries.skip(*theirs)
         return {}
 
-
-@dataclass(frozen=True)
-class Functions(FieldRule):
-    """Fields whose correspondence needs a function each way, such as the windows of layers."""
-
-    reader: Callable[[Entries, Mapping[str, Any]], Mapping[str, Any]]
-    writer: Callable[[ModelConfig], Mapping[str, Any]]
-
-    def read(self, entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        return self.reader(entries, fields)
-
-    def write(self, model: ModelConfig) -> Mapping[str, Any]:
-        """See `FieldRule`."""
-        return self.writer(model)
+    return FieldRule(read)
 
 
-def tied_head(default: bool) -> Mapped:
+def tied_head(default: bool) -> FieldRule:
     """The rule for `tie_word_embeddings`; `default` is the family's value where the field is absent."""
-    return Mapped("untie_embeddings_and_output_weights", "tie_word_embeddings", ((True, False), (False, True)), default)
+    return mapped("untie_embeddings_and_output_weights", "tie_word_embeddings", ((True, False), (False, True)), default)
+
+
+def attention_biases(default: bool = False, *, elsewhere: bool = False) -> FieldRule:
+    """The rule for `attention_bias`: the biases of queries, keys, values and output.
+
+    Args:
+        default: the family's value where the field is absent.
+        elsewhere: whether the other matrices have biases.
+    """
+
+    def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        biases = entries.take("attention_bias", default)
+        return {"add_bias_linear": elsewhere, "add_qkv_bias": biases, "attention_output_bias": biases}
+
+    return FieldRule(read, lambda model: {"attention_bias": model.add_qkv_bias})
 
 
 # (their name, our name); where a family writes another word for one, it has its own pairs.

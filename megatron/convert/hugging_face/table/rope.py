@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.table.fields import Entries, Functions
+from megatron.convert.hugging_face.table.fields import Entries, FieldRule
 
 _NAMES = {
     "default": "none",
@@ -60,7 +60,7 @@ def rope_fields(
     *,
     theta_name: str = "rope_theta",
     percent_name: str = "partial_rotary_factor",
-) -> Functions:
+) -> FieldRule:
     """The rule for one kind of rotation in all layers.
 
     Args:
@@ -92,7 +92,7 @@ def rope_fields(
         older_scaling = {"type": parameters["rope_type"], **scaling} if scaled else None
         return {"rope_parameters": parameters, **older, "rope_scaling": older_scaling}
 
-    return Functions(read, write)
+    return FieldRule(read, write)
 
 
 def merged_parameters(entries: Entries, theta_name: str, percent_name: str) -> tuple[dict[str, Any], str]:

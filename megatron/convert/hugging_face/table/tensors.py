@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 
 from megatron.errors import ConversionError
 
+OUR_LAYER = "decoder.layers.{layer}."
+
 
 @dataclass(frozen=True)
 class DimensionRange:
@@ -64,22 +66,19 @@ def vector(ours: str, theirs: str) -> TensorMapping:
     return TensorMapping(ours, (MappedPart(theirs, columns=0),))
 
 
-def linear(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
-    """Weight and bias of a linear layer."""
-    return matrix(f"{ours}.weight", f"{theirs}.weight"), vector(f"{ours}.bias", f"{theirs}.bias")
-
-
 def norm(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a norm."""
     return vector(f"{ours}.weight", f"{theirs}.weight"), vector(f"{ours}.bias", f"{theirs}.bias")
 
 
+def linear(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
+    """Weight and bias of a linear layer."""
+    return _linear(ours, ((theirs, ()),))
+
+
 def linear_transposed(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a linear layer that they store as [in, out]."""
-    return (
-        TensorMapping(f"{ours}.weight", (MappedPart(f"{theirs}.weight", order=(1, 0)),)),
-        vector(f"{ours}.bias", f"{theirs}.bias"),
-    )
+    return _linear(ours, ((theirs, ()),), order=(1, 0))
 
 
 _QUERIES, _KEYS, _VALUES = DimensionRange(1, 0, -2), DimensionRange(1, -2, -1), DimensionRange(1, -1)
@@ -90,11 +89,7 @@ def separate_query_key_value(ours: str, query: str, key: str, value: str) -> tup
 
     With the same name three times: one tensor with all queries, below them all keys, then all values.
     """
-    names = ((query, _QUERIES), (key, _KEYS), (value, _VALUES))
-    return (
-        TensorMapping(f"{ours}.weight", tuple(MappedPart(f"{name}.weight", (block,)) for name, block in names)),
-        TensorMapping(f"{ours}.bias", tuple(MappedPart(f"{name}.bias", (block,), columns=0) for name, block in names)),
-    )
+    return _linear(ours, ((query, (_QUERIES,)), (key, (_KEYS,)), (value, (_VALUES,))))
 
 
 def gate_and_up(ours: str, gate: str, up: str) -> tuple[TensorMapping, TensorMapping]:
@@ -102,21 +97,21 @@ def gate_and_up(ours: str, gate: str, up: str) -> tuple[TensorMapping, TensorMap
 
     With the same name twice: one tensor with the gate above.
     """
-    halves = ((gate, DimensionRange(0, 0, 1)), (up, DimensionRange(0, 1)))
-    return (
-        TensorMapping(f"{ours}.weight", tuple(MappedPart(f"{name}.weight", (block,)) for name, block in halves)),
-        TensorMapping(f"{ours}.bias", tuple(MappedPart(f"{name}.bias", (block,), columns=0) for name, block in halves)),
+    return _linear(ours, ((gate, (DimensionRange(0, 0, 1),)), (up, (DimensionRange(0, 1),))))
+
+
+def experts(theirs: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
+    """The router, and experts [E, 2, f, h] and [E, h, f] that they store as three matrices for each `{expert}`."""
+    expert = theirs + ".experts.{expert}."
+    halves = (
+        MappedPart(f"{expert}{gate}.weight", (DimensionRange(1, 0, 1),)),
+        MappedPart(f"{expert}{up}.weight", (DimensionRange(1, 1),)),
     )
-
-
-def expert_gate_and_up(ours: str, gate: str, up: str) -> TensorMapping:
-    """The experts' gated layers [E, 2, f, h], which they store as two matrices for each `{expert}`."""
-    return TensorMapping(ours, (MappedPart(gate, (DimensionRange(1, 0, 1),)), MappedPart(up, (DimensionRange(1, 1),))))
-
-
-def expert_matrix(ours: str, theirs: str) -> TensorMapping:
-    """The experts' matrices [E, out, in], which they store as one for each `{expert}`."""
-    return TensorMapping(ours, (MappedPart(theirs),))
+    return (
+        matrix(OUR_LAYER + "mlp.router.weight", f"{theirs}.gate.weight"),
+        TensorMapping(OUR_LAYER + "mlp.experts.linear_fc1.weight", halves),
+        matrix(OUR_LAYER + "mlp.experts.linear_fc2.weight", f"{expert}{down}.weight"),
+    )
 
 
 def below(prefix: str, rules: Iterable[TensorMapping]) -> tuple[TensorMapping, ...]:
@@ -211,6 +206,16 @@ def parts_by_tensor(tensors: Iterable[BoundTensor]) -> dict[str, list[tuple[Boun
         for part in tensor.parts:
             by_tensor.setdefault(part.theirs, []).append((tensor, part))
     return {name: sorted(parts, key=lambda entry: entry[1].first_row) for name, parts in by_tensor.items()}
+
+
+def _linear(
+    ours: str, parts: Sequence[tuple[str, tuple[DimensionRange, ...]]], order: tuple[int, ...] = ()
+) -> tuple[TensorMapping, TensorMapping]:
+    """Weight and bias of a linear layer, of which they store these blocks under these names."""
+    return (
+        TensorMapping(f"{ours}.weight", tuple(MappedPart(f"{name}.weight", blocks, order) for name, blocks in parts)),
+        TensorMapping(f"{ours}.bias", tuple(MappedPart(f"{name}.bias", blocks, columns=0) for name, blocks in parts)),
+    )
 
 
 def _bound_parts(rule: TensorMapping, shape: tuple[int, ...], numbers: Mapping[str, str]) -> Iterator[BoundPart]:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.table.fields import Entries, Functions
+from megatron.convert.hugging_face.table.fields import Entries, FieldRule
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
-def window_of_all_layers(default: int | None = None) -> Functions:
+def window_of_all_layers(default: int | None = None) -> FieldRule:
     """The rule of families in which all blocks have the window `sliding_window`, or none has.
 
     Args:
@@ -27,10 +27,10 @@ def window_of_all_layers(default: int | None = None) -> Functions:
             given = default
         return {"attention_window": checked_window(entries, given)}
 
-    return Functions(read, _write_one_window)
+    return FieldRule(read, _write_one_window)
 
 
-def switched_window(by_layer: bool = True) -> Functions:
+def switched_window(by_layer: bool = True) -> FieldRule:
     """The rule of the Qwen families: `sliding_window` counts only with `use_sliding_window`.
 
     Args:
@@ -58,7 +58,7 @@ def switched_window(by_layer: bool = True) -> Functions:
             written |= {"max_window_layers": first, "layer_types": layer_types(pattern)}
         return written
 
-    return Functions(read, write)
+    return FieldRule(read, write)
 
 
 def read_layer_types(entries: Entries, layers: int) -> tuple[int, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,10 @@ _SAMPLING = (
 )  # fmt: skip
 _SEED_BITS = 62
 _HIGHEST_TEMPERATURE = 2.0  # OpenAI's
+_UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "store": ("nothing is stored", (False,)),
+    "service_tier": ("there is one tier", ("auto", "default")),
+}
 # By their definition these say nothing about the answer.
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
@@ -94,6 +98,62 @@ def check_model(fields: JsonFields, served: Served) -> None:
         )
 
 
+def read_common(
+    fields: JsonFields, served: Served, limits: ServerLimits, prompts: int, stop_texts: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The fields of an `Ask` that requests for completions and for chat name alike.
+
+    Args:
+        prompts: how many there are.
+        stop_texts: that end an answer anyway.
+
+    Raises:
+        Refusal: a value has the wrong type or is out of bounds.
+    """
+    choices = read_choices(fields, prompts, limits)
+    streams, with_usage = read_streaming(fields)
+    return {
+        "choices": choices,
+        "sampling": read_sampling(fields, served),
+        "stop_texts": (*stop_texts, *read_stop(fields, limits)),
+        "streams": streams,
+        "with_usage": with_usage,
+    }
+
+
+def refuse_rest(fields: JsonFields, unsupported: Mapping[str, tuple[str, tuple[Any, ...]]]) -> None:
+    """Refuses what this server never does, and the fields that nothing has read.
+
+    Args:
+        unsupported: why a field is not supported, and the values that ask for what happens anyway.
+    """
+    for name, (reason, harmless) in {**unsupported, **_UNSUPPORTED}.items():
+        fields.unsupported(name, reason, harmless=harmless)
+    fields.without_effect(*_WITHOUT_EFFECT)
+    fields.finish()
+
+
+def token_list(value: Any, place: str, vocab_size: int) -> tuple[int, ...]:
+    """A prompt as token ids.
+
+    Raises:
+        Refusal: it is not a list of ids of the vocabulary.
+    """
+    if not isinstance(value, list) or not value:
+        raise refuse_field(place, "must be a text, or a list of token ids that is not empty")
+    for token in value:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise refuse_field(place, f"holds {printable(token, 60)}, but a token id is from 0 to {vocab_size - 1}")
+    return tuple(value)
+
+
+def lengths(
+    served: Served, prompts: Sequence[tuple[int, ...]], asked: int | None, limits: ServerLimits
+) -> tuple[int, ...]:
+    """The most tokens of an answer to each prompt."""
+    return tuple(served.new_tokens(len(prompt), asked, limits.new_tokens) for prompt in prompts)
+
+
 def read_sampling(fields: JsonFields, served: Served) -> Sampling:
     """How tokens are chosen; without a seed, by a fresh one.
 
@@ -162,31 +222,3 @@ def read_choices(fields: JsonFields, prompts: int, limits: ServerLimits) -> int:
             "n", f"is {count} for each of {prompts} prompts, but one request may have {limits.sequences} answers"
         )
     return count
-
-
-def read_ignored(fields: JsonFields) -> None:
-    """Accepts what says nothing about the answer, and refuses what this server never does."""
-    fields.without_effect(*_WITHOUT_EFFECT)
-    fields.unsupported("store", "nothing is stored", harmless=(False,))
-    fields.unsupported("service_tier", "there is one tier", harmless=("auto", "default"))
-
-
-def token_list(value: Any, place: str, vocab_size: int) -> tuple[int, ...]:
-    """A prompt as token ids.
-
-    Raises:
-        Refusal: it is not a list of ids of the vocabulary.
-    """
-    if not isinstance(value, list) or not value:
-        raise refuse_field(place, "must be a text, or a list of token ids that is not empty")
-    for token in value:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise refuse_field(place, f"holds {printable(token, 60)}, but a token id is from 0 to {vocab_size - 1}")
-    return tuple(value)
-
-
-def lengths(
-    served: Served, prompts: Sequence[tuple[int, ...]], asked: int | None, limits: ServerLimits
-) -> tuple[int, ...]:
-    """The most tokens of an answer to each prompt."""
-    return tuple(served.new_tokens(len(prompt), asked, limits.new_tokens) for prompt in prompts)

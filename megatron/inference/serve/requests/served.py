@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.errors import ConfigError, DataError
 from megatron.inference.loading import LoadedModel
@@ -50,22 +49,6 @@ class Served:
     def chat_stop_ids(self) -> frozenset[int]:
         """The tokens that end every answer in a conversation."""
         return self.stop_ids | (self.template.stop_ids(self.tokenizer) if self.eod_id is not None else frozenset())
-
-    def head(self, kind: str, name: str, created_at: int) -> dict[str, Any]:
-        """The fields that begin every object of an answer.
-
-        Args:
-            kind: of the object, such as `text_completion`.
-            name: of the answer.
-            created_at: seconds since 1970.
-        """
-        return {
-            "id": name,
-            "object": kind,
-            "created": created_at,
-            "model": self.name,
-            "system_fingerprint": self.fingerprint,
-        }
 
     def prompt_of_text(self, text: str) -> tuple[int, ...]:
         """The tokens of a text, see `encode_prompt`.

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from megatron.convert.hugging_face.table.fields import (
-    Constant,
     Entries,
     FieldRule,
-    Functions,
-    Irrelevant,
-    Mapped,
-    Only,
-    Same,
+    constant,
+    irrelevant,
+    mapped,
+    only,
     read_fields,
+    same,
     tied_head,
     write_fields,
 )
@@ -26,34 +25,34 @@ from tests.helpers.networks import tiny_config
 @pytest.mark.parametrize(
     ("rule", "given", "read"),
     [
-        (Same("hidden_size", "n_embd"), {"n_embd": 32}, {"hidden_size": 32}),
-        (Same("hidden_size", "n_embd", 64), {}, {"hidden_size": 64}),
-        (Same("hidden_size", "n_embd", 64), {"n_embd": None}, {"hidden_size": 64}),
-        (Same("layernorm_epsilon", "eps"), {"eps": 1}, {"layernorm_epsilon": 1.0}),
-        (Same("ffn_hidden_size", "n_inner", lambda found: 4 * found["hidden_size"]), {}, {"ffn_hidden_size": 128}),
-        (Mapped("activation_function", "act", (("relu", "relu"),)), {"act": "relu"}, {"activation_function": "relu"}),
+        (same("hidden_size", "n_embd"), {"n_embd": 32}, {"hidden_size": 32}),
+        (same("hidden_size", "n_embd", 64), {}, {"hidden_size": 64}),
+        (same("hidden_size", "n_embd", 64), {"n_embd": None}, {"hidden_size": 64}),
+        (same("layernorm_epsilon", "eps"), {"eps": 1}, {"layernorm_epsilon": 1.0}),
+        (same("ffn_hidden_size", "n_inner", lambda found: 4 * found["hidden_size"]), {}, {"ffn_hidden_size": 128}),
+        (mapped("activation_function", "act", (("relu", "relu"),)), {"act": "relu"}, {"activation_function": "relu"}),
         (tied_head(default=True), {}, {"untie_embeddings_and_output_weights": False}),
         (tied_head(default=True), {"tie_word_embeddings": False}, {"untie_embeddings_and_output_weights": True}),
-        (Constant({"normalization": "RMSNorm"}), {}, {"normalization": "RMSNorm"}),
-        (Only("scale", (True,)), {"scale": True}, {}),
-        (Only("scale", (True,)), {}, {}),
-        (Irrelevant(("summary",)), {"summary": "anything"}, {}),
+        (constant(normalization="RMSNorm"), {}, {"normalization": "RMSNorm"}),
+        (only("scale", True), {"scale": True}, {}),
+        (only("scale", True), {}, {}),
+        (irrelevant("summary"), {"summary": "anything"}, {}),
     ],
 )
 def test_a_rule_reads(rule: FieldRule, given: dict[str, Any], read: dict[str, Any]) -> None:
-    start = Constant({"hidden_size": 32})
+    start = constant(hidden_size=32)
     assert read_fields((start, rule), given) == {"hidden_size": 32, **read}
 
 
 def test_rules_write_what_they_read() -> None:
     rules = (
-        Same("hidden_size", "n_embd"),
-        Mapped("activation_function", "act", (("gelu_new", "gelu_tanh"), ("gelu_fast", "gelu_tanh"))),
-        Mapped("normalization", "norm", (("rms", "RMSNorm"),)),
-        Constant({"normalization": "LayerNorm"}),
-        Only("scale", (True, False)),
-        Irrelevant(("summary",)),
-        Functions(lambda entries, found: {}, lambda model: {"pattern": (1, 0)}),
+        same("hidden_size", "n_embd"),
+        mapped("activation_function", "act", (("gelu_new", "gelu_tanh"), ("gelu_fast", "gelu_tanh"))),
+        mapped("normalization", "norm", (("rms", "RMSNorm"),)),
+        constant(normalization="LayerNorm"),
+        only("scale", True, False),
+        irrelevant("summary"),
+        FieldRule(lambda entries, found: {}, lambda model: {"pattern": (1, 0)}),
     )
     assert write_fields(rules, tiny_config()) == {"n_embd": 32, "act": "gelu_new", "scale": True, "pattern": [1, 0]}
 
@@ -61,16 +60,16 @@ def test_rules_write_what_they_read() -> None:
 @pytest.mark.parametrize(
     ("rule", "given", "says"),
     [
-        (Same("hidden_size", "n_embd"), {}, "config.json has no n_embd, which this family needs"),
-        (Same("hidden_size", "n_embd"), {"n_embd": "32"}, '"n_embd": "32", which should be a whole number'),
-        (Same("hidden_size", "n_embd"), {"n_embd": True}, '"n_embd": true, which should be a whole number'),
-        (Same("hidden_size", "n_embd"), {"n_embd": 32.0}, '"n_embd": 32.0, which should be a whole number'),
-        (Same("layernorm_epsilon", "eps"), {"eps": "1e-5"}, '"eps": "1e-5", which should be a number'),
-        (Mapped("hidden_size", "size", ((1, 1),)), {"size": True}, '"size": true, which is not among .* 1'),
-        (Only("scale", (1, 2)), {"scale": 3}, '"scale": 3, which is supported only as 1 or 2'),
-        (Irrelevant(()), {"unknown": {"a": 1}}, r'"unknown": \{"a": 1\}, which no rule of this family knows'),
-        (Irrelevant(()), {"is_encoder_decoder": True}, '"is_encoder_decoder": true, which is supported only as false'),
-        (Irrelevant(()), {"long": "x" * 200}, r'"long": "xxx.*\.\.\., which no rule'),
+        (same("hidden_size", "n_embd"), {}, "config.json has no n_embd, which this family needs"),
+        (same("hidden_size", "n_embd"), {"n_embd": "32"}, '"n_embd": "32", which should be a whole number'),
+        (same("hidden_size", "n_embd"), {"n_embd": True}, '"n_embd": true, which should be a whole number'),
+        (same("hidden_size", "n_embd"), {"n_embd": 32.0}, '"n_embd": 32.0, which should be a whole number'),
+        (same("layernorm_epsilon", "eps"), {"eps": "1e-5"}, '"eps": "1e-5", which should be a number'),
+        (mapped("hidden_size", "size", ((1, 1),)), {"size": True}, '"size": true, which is not among .* 1'),
+        (only("scale", 1, 2), {"scale": 3}, '"scale": 3, which is supported only as 1 or 2'),
+        (irrelevant(), {"unknown": {"a": 1}}, r'"unknown": \{"a": 1\}, which no rule of this family knows'),
+        (irrelevant(), {"is_encoder_decoder": True}, '"is_encoder_decoder": true, which is supported only as false'),
+        (irrelevant(), {"long": "x" * 200}, r'"long": "xxx.*\.\.\., which no rule'),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_value(rule: FieldRule, given: dict[str, Any], says: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.table.family import essential_fields
-from megatron.convert.hugging_face.table.fields import Constant, read_fields, write_fields
+from megatron.convert.hugging_face.table.fields import constant, read_fields, write_fields
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.errors import ConversionError
 
@@ -21,7 +21,7 @@ LONG = {"short_factor": [1, 1.5], "long_factor": [2, 3], "original_max_position_
 
 
 def read(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    found = read_fields((Constant(SIZES), rope_fields(**defaults)), config)
+    found = read_fields((constant(**SIZES), rope_fields(**defaults)), config)
     return {name: value for name, value in found.items() if name not in SIZES}
 
 

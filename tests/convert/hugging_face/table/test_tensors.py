@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from megatron.convert.hugging_face.table.tensors import (
     MappedPart,
     TensorMapping,
     bind,
-    expert_gate_and_up,
-    expert_matrix,
+    experts,
     gate_and_up,
     linear_transposed,
     matrix,
@@ -73,14 +73,14 @@ def moved(tensors: list[BoundTensor], ours: Mapping[str, torch.Tensor]) -> dict[
         (gate_and_up("w", "g", "u"), GATED, {"g.weight": GATED[0], "u.weight": GATED[1]}),
         (gate_and_up("w", "t", "t"), GATED, {"t.weight": GATED.view(12, 4)}),
         (
-            (expert_gate_and_up("w", "{expert}.g", "{expert}.u"),),
+            (replace(experts("m", "g", "u", "d")[1], ours="w"),),
             EXPERTS,
-            {f"{e}.{name}": EXPERTS[e, half] for e in range(3) for half, name in enumerate("gu")},
+            {f"m.experts.{e}.{name}.weight": EXPERTS[e, half] for e in range(3) for half, name in enumerate("gu")},
         ),
         (
-            (expert_matrix("w", "{expert}.d"),),
+            (replace(experts("m", "g", "u", "d")[2], ours="w"),),
             EXPERTS[:, 0],
-            {f"{expert}.d": EXPERTS[expert, 0] for expert in range(3)},
+            {f"m.experts.{expert}.d.weight": EXPERTS[expert, 0] for expert in range(3)},
         ),
         (
             (TensorMapping("w", (MappedPart("t", unused_rows=2),)),),  # RoBERTa's positions

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron.tokenizers.library import LibraryTokenizer
+from megatron.tokenizers.library import Tokenizer
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 
 
 @pytest.fixture(scope="package")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LibraryTokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 WORDS = 60  # of every three words, one continues another
@@ -23,7 +23,7 @@ def write_vocabulary(folder: Path) -> TokenizerChoice:
     return TokenizerChoice("BertWordPieceLowerCase", str(path))
 
 
-def tokenizer_of(folder: Path) -> LibraryTokenizer:
+def tokenizer_of(folder: Path) -> Tokenizer:
     """The tokenizer of a vocabulary written into the folder."""
     return build_tokenizer(write_vocabulary(folder))
 

@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 from megatron.checkpoint import SaveOptions, load, read_tensors, save
+from megatron.checkpoint.saving import write_pieces
 from megatron.checkpoint.snapshot import take_snapshot
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.writer import write_pieces
 from megatron.errors import NumericsError, StorageError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey

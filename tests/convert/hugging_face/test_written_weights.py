@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files, write_files, write_json
+from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 from megatron.errors import StorageError
 
 VALUES = {

@@ -1,1 +1,0 @@
-"""Families of encoders: attention in both directions, and heads for masked tokens."""
