@@ -20,9 +20,9 @@ WALKS = {
     "From jsonl to `.bin/.idx`": 9,
     "From `.bin/.idx` to a batch": 9,
     "From a batch to the loss": 8,
-    "### One parameter, into a checkpoint and into another layout": 10,
+    "### One parameter, into a checkpoint and into another layout": 9,
     "### A prompt, to a text": 9,
-    "### A tensor of a Hugging Face model, in and out": 9,
+    "### A tensor of a Hugging Face model, in and out": 8,
 }
 SHARD_TYPES = ("ShardSpec", "PieceKey", "StoredPiece")
 TABLES = "megatron/convert/hugging_face"

@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.library import Tokenizer, TokenizerProperties, rust_tokenizer
-from megatron.tokenizers.package import require_tokenizers
-from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_file, read_tokenizer_json
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_file, read_tokenizer_json, require_tokenizers
 
 GPT2_END_OF_DOCUMENT = "<|endoftext|>"
 _END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_DOCUMENT, "</s>")

@@ -9,10 +9,8 @@ from typing import Any
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.encoders.fast_encoder import without_panics
-from megatron.tokenizers.library import Tokenizer, TokenizerProperties, called_special, rust_tokenizer
-from megatron.tokenizers.package import require_tokenizers
-from megatron.tokenizers.roles import ROLES
-from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_json
+from megatron.tokenizers.library import ROLES, Tokenizer, TokenizerProperties, called_special, rust_tokenizer
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_json, require_tokenizers
 
 _END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
 TOKENIZER_FOLDER = "tokenizer"  # of an imported model's tokenizer, next to its checkpoints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,12 +18,23 @@ from megatron.errors import ConfigError
 from megatron.tokenizers.behaviour import Parts, parts_of, summaries
 from megatron.tokenizers.encoders.fast_encoder import FastEncoder, added_ids, fast_encoder
 from megatron.tokenizers.encoders.long_text import can_cut_before_spaces
-from megatron.tokenizers.roles import CLS, MASK, PAD, SEP, role_ids
 from megatron.tokenizers.tokenizer_files import sha256
 
 _ANY_LETTER = "a"
 _BROKEN = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+CLS, SEP, MASK, PAD = "cls", "sep", "mask", "pad"
+# Special tokens of masked language models, by what vocabularies write them as. BERT's name their own; RoBERTa's begin
+# and end a sample with the tokens that begin and end a text.
+_WRITTEN: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        CLS: ("[CLS]", "<CLS>", "<cls>", "<s>"),
+        SEP: ("[SEP]", "<SEP>", "<sep>", "</s>"),
+        MASK: ("[MASK]", "<MASK>", "<mask>"),
+        PAD: ("[PAD]", "<PAD>", "<pad>"),
+    }
+)
+ROLES = tuple(_WRITTEN)
 
 Ids = npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.int64]
@@ -60,7 +72,7 @@ class TokenizerProperties:
         is_exact: whether decoding gives back every text byte for byte.
         unknown_id: the id for text outside the vocabulary; None where there is none.
         roles: special tokens whose roles in masked samples its files name; the others are known by what they are
-            written as, see `roles.py`.
+            written as, see `role_ids`.
     """
 
     name: str
@@ -153,28 +165,9 @@ class Tokenizer:
         return ids
 
     @cached_property
-    def _roles(self) -> Mapping[str, int]:
+    def roles(self) -> Mapping[str, int]:
+        """The ids of the special tokens of masked samples, by role (`ROLES`), those that the tokenizer has."""
         return {**role_ids(self.special_ids), **self._facts.roles}
-
-    @property
-    def cls_id(self) -> int | None:
-        """The id that begins a masked sample; None where there is none, as for the next three."""
-        return self._roles.get(CLS)
-
-    @property
-    def sep_id(self) -> int | None:
-        """The id that ends a part of a masked sample."""
-        return self._roles.get(SEP)
-
-    @property
-    def mask_id(self) -> int | None:
-        """The id that hides a token."""
-        return self._roles.get(MASK)
-
-    @property
-    def pad_id(self) -> int | None:
-        """The id that fills up a sample."""
-        return self._roles.get(PAD)
 
     def written(self, token: int) -> str | None:
         """A token as the vocabulary has it; None where there is no such id."""
@@ -299,6 +292,16 @@ def _bytes_of(written: str) -> bytes | None:
     stand_ins = {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
     numbers = [stand_ins.get(letter, ord(letter)) for letter in written]
     return bytes(numbers) if written and max(numbers) < 0x100 else None
+
+
+def role_ids(special_ids: Mapping[str, int]) -> dict[str, int]:
+    """The id of each role that one of the special tokens is known for."""
+    ids = {}
+    for role, texts in _WRITTEN.items():
+        known = [special_ids[text] for text in texts if text in special_ids]
+        if known:
+            ids[role] = known[0]
+    return ids
 
 
 def called_special(tokenizer: Any) -> dict[str, int]:

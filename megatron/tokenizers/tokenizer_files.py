@@ -1,4 +1,4 @@
-"""Reading the files that tokenizers consist of, and hashing what they say."""
+"""Reading the files that tokenizers consist of, hashing what they say, and the package that many are made with."""
 
 from __future__ import annotations
 
@@ -88,3 +88,17 @@ def canonical(content: Any) -> str:
 def sha256(text: str) -> str:
     """Hash of a text, hexadecimal."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def require_tokenizers() -> None:
+    """Checks that the package `tokenizers`, which a broken environment may lack, is there to be imported.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError as failure:
+        raise ConfigError(
+            "this vocabulary or tokenizer needs the tokenizers package: pip install tokenizers."
+        ) from failure

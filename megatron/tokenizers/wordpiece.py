@@ -23,8 +23,7 @@ from megatron.tokenizers.library import (
     TokenizerProperties,
     rust_tokenizer,
 )
-from megatron.tokenizers.package import require_tokenizers
-from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_file
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_file, require_tokenizers
 
 UNKNOWN_TOKEN = "[UNK]"
 ADDED_TOKENS = ("[BOS]", "[EOS]")

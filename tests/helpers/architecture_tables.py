@@ -89,7 +89,6 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
     "megatron.convert.hugging_face": ("table", "families", "."),
-    "megatron.convert.hugging_face.families": ("encoders", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
 NEVER_BY_TRAINING = "corpus"  # imported by tools only
@@ -97,7 +96,7 @@ NEVER_BY_TRAINING = "corpus"  # imported by tools only
 # What is foreign, and the files that may touch it. A name covers its attributes.
 HOMES = {
     # The second writes what Megatron-LM stores its arguments in.
-    "argparse": ("megatron/config/flags/command_line.py", "megatron/convert/megatron_output/torch_writer.py"),
+    "argparse": ("megatron/config/flags/command_line.py", "megatron/convert/megatron_output/output_tensors.py"),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
     "torch.distributed": ("megatron/parallel/",),
@@ -120,7 +119,7 @@ HOMES = {
     "shelve": (),
     "marshal": (),
     "torch.load": (),
-    "torch.save": ("megatron/convert/megatron_output/torch_writer.py",),  # other programs' formats are pickles
+    "torch.save": ("megatron/convert/megatron_output/output_tensors.py",),  # other programs' formats are pickles
     "torch.serialization": (),
     "os.system": (),
     "os.popen": (),
@@ -166,7 +165,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "tokenizers": (
         "megatron/tokenizers/gpt2.py",
         "megatron/tokenizers/hugging_face.py",
-        "megatron/tokenizers/package.py",
+        "megatron/tokenizers/tokenizer_files.py",
         "megatron/tokenizers/wordpiece.py",
         "megatron/corpus/vocabulary/learning.py",
         "megatron/corpus/vocabulary/wordpiece.py",

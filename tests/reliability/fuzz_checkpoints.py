@@ -28,8 +28,7 @@ import torch
 from megatron import log
 from megatron.checkpoint import SaveOptions, load_newest, newest_record, read_tensors, save
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
-from megatron.checkpoint.analysis.summary import summarize
-from megatron.checkpoint.analysis.tables import summary_lines
+from megatron.checkpoint.analysis.summary import summarize, summary_lines
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
 from megatron.config.program_flags import laid_over

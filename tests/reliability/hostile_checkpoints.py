@@ -41,8 +41,7 @@ from megatron.checkpoint import (
     verify,
 )
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
-from megatron.checkpoint.analysis.summary import summarize
-from megatron.checkpoint.analysis.tables import summary_lines
+from megatron.checkpoint.analysis.summary import summarize, summary_lines
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import LaunchError, MegatronError, StorageError
 from megatron.parallel.mesh import ParallelMesh

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.tokenizers.gpt2 import byte_level_bpe
-from megatron.tokenizers.package import require_tokenizers
+from megatron.tokenizers.tokenizer_files import require_tokenizers
 from megatron.tokenizers.wordpiece import wordpiece
 from tools import train_tokenizer
 

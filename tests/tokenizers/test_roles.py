@@ -8,13 +8,13 @@ import pytest
 
 from megatron.errors import DataError
 from megatron.tokenizers.hugging_face import hugging_face_tokenizer
-from megatron.tokenizers.roles import role_ids
+from megatron.tokenizers.library import ROLES, role_ids
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.tokenizers.wordpiece import wordpiece
 
 
 def roles(tokenizer):
-    return tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id
+    return tuple(map(tokenizer.roles.get, ROLES))
 
 
 def test_the_first_way_of_writing_wins():

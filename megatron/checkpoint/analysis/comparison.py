@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.analysis.slices import SLICE_BYTES, CheckpointTensor, OpenCheckpoint, batches_of, slices_of
-from megatron.checkpoint.analysis.summary import chosen_tensors
+from megatron.checkpoint.analysis.summary import chosen_tensors, flat_config, heading, shape_text, table, value_text
 from megatron.checkpoint.layout import is_regrouped
-from megatron.config.run import in_current_sections
 from megatron.parallel.pieces import Kind
 
 
@@ -168,14 +167,41 @@ def compare(
     )
 
 
-def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored configuration by "section.field"; where they came from is left out."""
-    return {
-        f"{section}.{name}": value
-        for section, entries in in_current_sections(config).items()
-        if section != "provenance" and isinstance(entries, Mapping)
-        for name, value in entries.items()
-    }
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """A comparison: what only one has, tensors that differ as a table, fields that differ, and a verdict."""
+    yield from heading(comparison.first)
+    yield from heading(comparison.second)
+    for which, names in (("first", comparison.only_first), ("second", comparison.only_second)):
+        for name in names:
+            yield f"only in the {which}: {name}"
+    for change in comparison.other_shape:
+        yield f"of another shape: {change.field} {shape_text(change.first)} and {shape_text(change.second)}"
+    different = [entry for entry in comparison.differences if entry.different]
+    if different:
+        rows = [
+            (
+                entry.name,
+                entry.kind,
+                f"{entry.different} of {entry.elements}",
+                f"{entry.largest_absolute:.3g}",
+                f"{entry.largest_relative:.3g}",
+                f"{entry.relative_norm:.3g}",
+            )
+            for entry in different
+        ]
+        columns = ("tensor", "kind", "elements", "largest absolute", "largest relative", "norm ratio")
+        yield from table(columns, rows, texts=2)
+    for change in (*comparison.config, *comparison.progress):
+        yield f"{change.field}: {value_text(change.first)} and {value_text(change.second)}"
+    if comparison.holds_same_tensors:
+        yield f"EQUAL: all {len(comparison.differences)} tensors, bit for bit"
+        return
+    apart = [*comparison.only_first, *comparison.only_second, *(change.field for change in comparison.other_shape)]
+    largest = max((entry.largest_absolute for entry in different), default=0.0)
+    yield (
+        f"DIFFERENT: {len(different)} of the {len(comparison.differences)} tensors that were compared (largest "
+        f"absolute difference {largest:.3g}), and {len(apart)} that could not be compared"
+    )
 
 
 def _kinds(one: CheckpointTensor, other: CheckpointTensor, with_moments: bool) -> Iterator[Kind]:

@@ -1,9 +1,9 @@
-"""What is in a checkpoint: its tensors with figures of their values, its record and its sizes."""
+"""What is in a checkpoint: its tensors with figures of their values, its record and its sizes; and as lines of text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,8 +12,12 @@ import torch
 
 from megatron.checkpoint.analysis.slices import SLICE_BYTES, CheckpointTensor, OpenCheckpoint, batches_of, slices_of
 from megatron.checkpoint.manifest import ITEM_BYTES
+from megatron.config.run import in_current_sections
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind
+
+_LONGEST_VALUE = 60
+_UNITS = ("bytes", "KB", "MB", "GB", "TB")
 
 
 @dataclass
@@ -174,3 +178,104 @@ def summarize(
         for key, values in zip(batch, checkpoint.read(batch), strict=True):
             figures[key.name].setdefault(key.kind, ValueFigures()).add(values)
     return CheckpointSummary(checkpoint, [TensorSummary(chosen[name], figures[name]) for name in sorted(chosen)])
+
+
+def summary_lines(summary: CheckpointSummary) -> Iterator[str]:
+    """A summary: the run, the tensors as a table, and the configuration as far as it was given."""
+    checkpoint = summary.checkpoint
+    yield from heading(checkpoint)
+    files = checkpoint.manifest.files
+    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.bytes_by_kind.items())
+    yield f"  files      {len(files)}, {size_text(sum(file.size_bytes for file in files))}: {kinds}"
+    yield ""
+    rows = [row for tensor in summary.tensors for row in _tensor_rows(tensor)]
+    yield from table(("tensor", "shape", "kind", "type", "norm", "mean", "smallest", "largest"), rows, texts=4)
+    norm = "" if summary.norm is None else f", norm of the weights {summary.norm:.6g}"
+    yield f"{len(summary.tensors)} tensors, {summary.elements:,} elements{norm}"
+    yield ""
+    yield from _config_lines(checkpoint)
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> Iterator[str]:
+    """Columns of equal width; the first `texts` are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    for place, row in enumerate((heading, *rows)):
+        cells = [
+            cell.ljust(width) if number < texts else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield " | ".join(cells).rstrip()
+        if place == 0:
+            yield "-" * (sum(widths) + 3 * (len(widths) - 1))
+
+
+def size_text(size_bytes: float) -> str:
+    """A size with its unit, to four digits."""
+    power = min(len(_UNITS) - 1, int(math.log10(size_bytes) // 3)) if size_bytes >= 1 else 0
+    return f"{size_bytes / 1000**power:.4g} {_UNITS[power]}"
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a stored configuration by "section.field"; where they came from is left out."""
+    return {
+        f"{section}.{name}": value
+        for section, entries in in_current_sections(config).items()
+        if section != "provenance" and isinstance(entries, Mapping)
+        for name, value in entries.items()
+    }
+
+
+def heading(checkpoint: OpenCheckpoint) -> Iterator[str]:
+    """What a checkpoint is, how far its run had come, and its tokenizer."""
+    record = checkpoint.record
+    progress = record.progress
+    yield f"checkpoint {checkpoint.folder}"
+    yield (
+        f"  progress   step {progress.step}, {progress.consumed_samples} samples and {progress.consumed_tokens} tokens "
+        f"consumed, {progress.skipped_steps} steps skipped, {record.optimizer_updates} updates of the optimizer"
+    )
+    yield (
+        f"  tokenizer  {record.tokenizer.name}, {record.tokenizer.vocab_size} tokens, "
+        f"fingerprint {str(record.tokenizer.fingerprint)[:12]}; written by version {record.program_version}"
+    )
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def value_text(value: Any) -> str:
+    """A value, cut short."""
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _tensor_rows(summary: TensorSummary) -> Iterator[tuple[str, ...]]:
+    """A row for each kind whose values were read, and one for the kinds that were not."""
+    tensor = summary.tensor
+    for kind, figures in summary.figures.items():
+        yield (tensor.name, shape_text(tensor.shape), kind, tensor.kinds[kind], *_figures(figures))
+    left: list[Kind] = [kind for kind in tensor.kinds if kind not in summary.figures]
+    if left and not summary.figures:
+        types = dict.fromkeys(tensor.kinds[kind] for kind in left)
+        yield (tensor.name, shape_text(tensor.shape), " ".join(left), " ".join(types), "", "", "", "")
+
+
+def _figures(figures: ValueFigures) -> tuple[str, ...]:
+    if not figures.finite:
+        return ("", "", "", f"{figures.not_finite} not finite")
+    mean = figures.total / figures.finite
+    largest = f"{figures.largest:.4g}"
+    if figures.not_finite:
+        largest += f", {figures.not_finite} not finite"
+    return (f"{figures.norm:.6g}", f"{mean:.3g}", f"{figures.smallest:.4g}", largest)
+
+
+def _config_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
+    """The stored fields that were not left at their defaults."""
+    config = checkpoint.record.config
+    given = {name for name, source in dict(config.get("provenance", {})).items() if source != "default"}
+    for name, value in flat_config(config).items():
+        if not given or name in given:
+            yield f"{name} = {value_text(value)}"

@@ -1,4 +1,6 @@
-"""What the stored arguments of a fork say: the network, flags of ours, and how far the run had come.
+"""The arguments that a fork stores, both ways: the network, flags of ours, and how far the run had come.
+
+That a network can be expressed at all is checked by reading back the arguments that would be written.
 
 Source: bigscience and deepspeedai Megatron-DeepSpeed and NVIDIA Megatron-LM, `megatron/arguments.py` and
 `megatron/training/arguments.py`; what each option means there is in `megatron/model/transformer.py`.
@@ -13,7 +15,10 @@ from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM, RMS_NORM
 from megatron.config.architecture.positions import ALIBI, LEARNED, NO_POSITIONS, ROPE
+from megatron.config.flags.fields import MUST_MATCH, resume_rule
+from megatron.config.run import fields_of
 from megatron.convert.megatron_format.foreign_model import TrainingState
+from megatron.convert.megatron_format.names import BIGSCIENCE, CORE, DEEPSPEEDAI
 from megatron.convert.pickles.reader import ForeignObject
 from megatron.errors import ConfigError, ConversionError
 
@@ -44,7 +49,34 @@ SAME_FLAGS = (
 BY_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
 BY_STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
 
-_BIGSCIENCE_POSITIONS = {1: ROPE, 2: LEARNED, 3: ALIBI, "rotary": ROPE, "absolute": LEARNED, "alibi": ALIBI}
+# Fields of the network that mean the same there and here.
+_NETWORK = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "apply_residual_connection_post_layernorm",
+)
+# The flags of the run that are written.
+_RUN = (
+    *SAME_FLAGS,
+    *BY_SAMPLES,
+    *BY_STEPS,
+    "rampup_batch_size",
+    "fp16",
+    "bf16",
+    "make_vocab_size_divisible_by",
+    "tokenizer_type",
+    "vocab_file",
+    "merge_file",
+)
+_BIGSCIENCE_POSITIONS = {"rotary": ROPE, "absolute": LEARNED, "alibi": ALIBI}
+_NUMBERED_POSITIONS = {1: ROPE, 2: LEARNED, 3: ALIBI}
 _NVIDIA_POSITIONS = {"learned_absolute": LEARNED, "rope": ROPE, "none": NO_POSITIONS}
 _GLU = {"geglu": "gelu", "reglu": "relu", "liglu": "linear", "swiglu": "silu"}
 # Options of networks that ours is not, with the value that means "off".
@@ -159,6 +191,65 @@ def training_state(
     )
 
 
+def stored_arguments(
+    model: ModelConfig, run: Mapping[str, Any], progress: Progress, naming: str, *, tensor_ranks: int, stages: int
+) -> dict[str, Any]:
+    """The arguments of the program whose naming it is.
+
+    Args:
+        run: our configuration by field.
+
+    Raises:
+        ConversionError: the program cannot express the network; names the fields and their values.
+    """
+    has_tanh = model.activation_function == "gelu_tanh"  # the fused form, which needs a bias; else OpenAI's
+    arguments: dict[str, Any] = {name: getattr(model, name) for name in _NETWORK}
+    arguments |= {"bias_gelu_fusion": has_tanh and model.add_bias_linear}
+    arguments |= {"openai_gelu": has_tanh and not model.add_bias_linear and naming != CORE}
+    forms = {BIGSCIENCE: _bigscience, DEEPSPEEDAI: _deepspeedai}
+    arguments |= forms.get(naming, _nvidia)(model)
+    _check_expressed(model, arguments, naming)
+    return {
+        **{name: run[name] for name in _RUN if name in run},
+        **arguments,
+        "tensor_model_parallel_size": tensor_ranks,
+        "pipeline_model_parallel_size": stages,
+        "padded_vocab_size": model.padded_vocab_size,
+        "iteration": progress.step,
+        "consumed_train_samples": progress.consumed_samples,
+        "consumed_train_tokens": progress.consumed_tokens,
+        "consumed_valid_samples": 0,
+    }
+
+
+def scheduler_state(run: Mapping[str, Any], progress: Progress, naming: str) -> dict[str, Any]:
+    """The state of the learning-rate schedule, which the other programs count in samples."""
+    batch = run["global_batch_size"]
+    if run.get("train_samples") is not None:
+        decay = run.get("lr_decay_samples") or run["train_samples"]
+        warmup = run.get("lr_warmup_samples") or 0
+    else:
+        decay = (run.get("lr_decay_iters") or run["train_iters"]) * batch
+        warmup = (run.get("lr_warmup_iters") or 0) * batch
+    if run.get("lr_warmup_fraction"):
+        warmup = run["lr_warmup_fraction"] * decay
+    counted = {"max_lr": run["lr"], "min_lr": run["min_lr"], "num_steps": progress.consumed_samples}
+    style, decay_rate = run["lr_decay_style"], run["weight_decay"]
+    if naming == BIGSCIENCE:
+        tokens = {"warmup_tokens": None, "num_tokens": progress.consumed_tokens}
+        return {**counted, **tokens, "warmup_steps": warmup, "decay_style": style, "decay_steps": decay}
+    return {
+        **counted,
+        "lr_warmup_steps": warmup,
+        "lr_decay_style": style,
+        "lr_decay_steps": decay,
+        "start_wd": decay_rate,
+        "end_wd": decay_rate,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": decay,
+    }
+
+
 def _check(stored: Stored) -> None:
     for name, off in _REFUSED.items():
         if stored.get(name, off) not in (off, None, False):
@@ -212,7 +303,8 @@ def _position_kind(stored: Stored, fork: Fork) -> str:
     if isinstance(value, ForeignObject):  # an enumeration
         value = value.arguments[0] if value.arguments else None
     if fork == "bigscience":
-        kind = _BIGSCIENCE_POSITIONS.get(value) if isinstance(value, int | str) else None
+        words: Mapping[Any, str] = _NUMBERED_POSITIONS if isinstance(value, int) else _BIGSCIENCE_POSITIONS
+        kind = words.get(value) if isinstance(value, int | str) else None
     elif fork == "nvidia":
         kind = _NVIDIA_POSITIONS.get(value) if isinstance(value, str) else LEARNED if value is None else None
     elif stored.get("use_rotary_position_embeddings"):
@@ -307,3 +399,91 @@ def _shown(value: Any) -> str:
 
 def _count(value: Any) -> int:
     return value if type(value) is int and value >= 0 else 0
+
+
+def _bigscience(model: ModelConfig) -> dict[str, Any]:
+    glu = _word_for(model.activation_function, _GLU) if model.gated_linear_unit else None
+    return {
+        "deepspeed": True,
+        "position_embedding_type": _word_for(model.position_embedding_type, _BIGSCIENCE_POSITIONS),
+        "glu_activation": glu,
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "embed_layernorm": model.embed_layernorm,
+    }
+
+
+def _deepspeedai(model: ModelConfig) -> dict[str, Any]:
+    is_rotary = model.position_embedding_type == ROPE
+    return {
+        "deepspeed": True,
+        "use_rotary_position_embeddings": is_rotary,
+        "add_position_embedding": model.position_embedding_type == LEARNED,
+        "rope_theta": _whole(model.rotary_base),
+        "rotary_percent": model.rotary_percent,
+        "normalization": model.normalization.lower(),
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "apply_layernorm_1p": model.apply_layernorm_1p,
+        "num_key_value_heads": model.num_query_groups,
+        **_newer_feed_forward(model),
+    }
+
+
+def _nvidia(model: ModelConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "transformer_impl": "local",
+        "position_embedding_type": _word_for(model.position_embedding_type, _NVIDIA_POSITIONS)
+        or model.position_embedding_type,
+        "rotary_base": _whole(model.rotary_base),
+        "rotary_percent": model.rotary_percent,
+        "rotary_interleaved": model.rotary_interleaved,
+        "normalization": model.normalization,
+        "norm_epsilon": model.layernorm_epsilon,
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "apply_layernorm_1p": model.apply_layernorm_1p,
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear,
+        "qk_layernorm": model.qk_layernorm,
+        **_newer_feed_forward(model),
+    }
+    if model.attention_window is not None:
+        fields["window_size"] = (model.attention_window - 1, 0)  # without the token itself
+    if model.uses_rope and model.rope_scaling_type == "linear":
+        fields["rotary_seq_len_interpolation_factor"] = model.rope_scaling_factor
+    if model.uses_rope and model.rope_scaling_type == "llama3":
+        fields |= {"use_rope_scaling": True, "rope_scaling_factor": model.rope_scaling_factor}
+    return fields
+
+
+def _newer_feed_forward(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "swiglu": model.gated_linear_unit and model.activation_function == "silu",
+        "squared_relu": model.activation_function == "squared_relu",
+        "add_bias_linear": model.add_bias_linear,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+    }
+
+
+def _check_expressed(model: ModelConfig, arguments: Mapping[str, Any], naming: str) -> None:
+    """Reads the arguments back; a network that is not the same cannot be expressed by them."""
+    read = model_config(arguments, model.vocab_size, rotary_is_sound=True, is_core=naming == CORE)
+    lost = [
+        f"{field.name} {getattr(model, field.name)} would be read as {getattr(read, field.name)}"
+        for field in fields_of(ModelConfig)
+        if resume_rule(field) == MUST_MATCH and getattr(model, field.name) != getattr(read, field.name)
+    ]
+    if lost:
+        raise ConversionError(
+            f"the network cannot be written with --naming {naming}: {'; '.join(lost)}. Another --naming may have words "
+            "for it; tools/convert/export_hf.py writes more networks."
+        )
+
+
+def _whole(number: float) -> float | int:
+    """A number whose flag takes whole numbers there, where it is one."""
+    return int(number) if number == int(number) else number
+
+
+def _word_for(ours: str, words: Mapping[str, str]) -> str | None:
+    """Their word for one of our values; None where they have none."""
+    return next((theirs for theirs, value in words.items() if value == ours), None)

@@ -1,7 +1,13 @@
-"""What is written, and the checkpoint that it is read from, one part of a tensor at a time."""
+"""What is written, the checkpoint that it is read from, one part of a tensor at a time, and the files of torch.
+
+The only file that calls `torch.save`: the formats written here are pickles by definition. It writes dictionaries of
+tensors, numbers and texts, and the arguments of a run as `argparse.Namespace`, which is what the programs that read
+them expect. Nothing here, nor anywhere else in this process, reads a pickle.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -15,9 +21,10 @@ from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.config import ModelConfig
 from megatron.config.layout import heads_problems, widths_problems
+from megatron.convert.megatron_format.names import BIGSCIENCE
 from megatron.convert.megatron_format.sharding_rules import ShardingRule, StoredRowOrder, tensor_rules
-from megatron.convert.megatron_output.naming import BIGSCIENCE
-from megatron.errors import ConversionError
+from megatron.errors import ConversionError, StorageError
+from megatron.files.replacing import write_new
 from megatron.parallel.pieces import Kind, PieceKey
 
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
@@ -107,6 +114,25 @@ class OurTensors:
             key = PieceKey(name, kind, tuple(shape), tuple(start), tuple(stop), 0, math.prod(local))
             values = self.checkpoint.read([key])[0].view(local)
         return dataclasses.replace(rule, shape=local, split=None).cut(values, 0, 1, order, local_rows)
+
+
+def namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
+    """Arguments in the form in which the other programs store theirs."""
+    return argparse.Namespace(**arguments)
+
+
+def write_object(path: Path, value: Any) -> None:
+    """Pickles a value into a new file, in a folder that is made if it is missing, and waits until it is on the disk.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_new(path, lambda file: torch.save(value, file))
+    except (OSError, RuntimeError) as failure:  # torch's writer turns a full disk into a RuntimeError
+        reason = getattr(failure, "strerror", None) or str(failure).splitlines()[0]
+        raise StorageError(f"cannot write {path}: {reason}. Free space there or name another folder.") from failure
 
 
 def _check_split(request: OutputRequest) -> None:

@@ -21,11 +21,10 @@ from megatron import log
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.storage import Storage, cannot_write, write_text
 from megatron.convert.hugging_face.importing import unfinished_folder
+from megatron.convert.megatron_format.arguments import scheduler_state, stored_arguments
+from megatron.convert.megatron_format.names import CLASSIC, StagedTensor, stage_tensors
 from megatron.convert.megatron_format.sharding_rules import CURRENT_VERSION
-from megatron.convert.megatron_output.arguments import scheduler_state, stored_arguments
-from megatron.convert.megatron_output.naming import CLASSIC, StagedTensor, stage_tensors
-from megatron.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest
-from megatron.convert.megatron_output.torch_writer import namespace, write_object
+from megatron.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, namespace, write_object
 from megatron.parallel.pieces import Kind
 
 _POINTER = "latest_checkpointed_iteration.txt"

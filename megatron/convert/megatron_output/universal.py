@@ -19,11 +19,10 @@ import torch
 from megatron import log
 from megatron.checkpoint.storage import write_text
 from megatron.convert.hugging_face.importing import unfinished_folder
+from megatron.convert.megatron_format.arguments import scheduler_state, stored_arguments
+from megatron.convert.megatron_format.names import parameter_name
 from megatron.convert.megatron_format.sharding_rules import ShardingRule
-from megatron.convert.megatron_output.arguments import scheduler_state, stored_arguments
-from megatron.convert.megatron_output.naming import parameter_name
-from megatron.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest
-from megatron.convert.megatron_output.torch_writer import namespace, write_object
+from megatron.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, namespace, write_object
 
 # The version of DeepSpeed whose format this is; its loader asks for one.
 DEEPSPEED_VERSION = "0.19.8"

@@ -1,5 +1,5 @@
 """Reads pickled files of other programs without executing them, in a child process with limits.
 
-`reader` is for callers. The modules that the child imports (`values`, `unpickler`, `containers`, `description`,
-`child`) need the standard library only, so that it starts quickly and stays small.
+`reader` is for callers. The modules that the child imports (`unpickler`, `containers`, `child`) need the standard
+library only, so that it starts quickly and stays small.
 """

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.convert.pickles.containers import FileRange, read_range
-from megatron.convert.pickles.values import (
+from megatron.convert.pickles.unpickler import (
     AdmittedName,
     NumberArray,
     NumberType,

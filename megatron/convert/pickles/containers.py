@@ -13,8 +13,14 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from megatron.convert.pickles.unpickler import InertUnpickler, storage_type
-from megatron.convert.pickles.values import ITEM_BYTES, RefusedError, StorageBytes, shown
+from megatron.convert.pickles.unpickler import (
+    ITEM_BYTES,
+    InertUnpickler,
+    RefusedError,
+    StorageBytes,
+    shown,
+    storage_type,
+)
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LARGEST_PICKLE_BYTES = 2**29

@@ -16,7 +16,7 @@ import torch
 
 from megatron.checkpoint.manifest import unreadable
 from megatron.checkpoint.storage import Storage, opened, read_range
-from megatron.convert.pickles.values import NAMESPACES
+from megatron.convert.pickles.unpickler import NAMESPACES
 from megatron.errors import CheckpointError
 
 _ROOT = Path(__file__).resolve().parents[3]

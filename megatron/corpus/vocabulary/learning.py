@@ -22,8 +22,8 @@ from megatron.errors import ConfigError, DataError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import check_writable, discard, publish_together, write_temporary
 from megatron.tokenizers.gpt2 import byte_level_bpe
-from megatron.tokenizers.package import require_tokenizers
 from megatron.tokenizers.tokenizer import GPT2_END_OF_DOCUMENT
+from megatron.tokenizers.tokenizer_files import require_tokenizers
 
 _BLOCK_BYTES = 1 << 20
 _BYTES = 256

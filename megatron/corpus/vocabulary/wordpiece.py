@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.package import require_tokenizers
+from megatron.tokenizers.tokenizer_files import require_tokenizers
 from megatron.tokenizers.wordpiece import ADDED_TOKENS, CONTINUATION, UNKNOWN_TOKEN, wordpiece
 
 _BERT_TOKENS = ("[PAD]", UNKNOWN_TOKEN, "[CLS]", "[SEP]", "[MASK]")

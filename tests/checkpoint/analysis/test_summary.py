@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.analysis.summary import ValueFigures, summarize
-from megatron.checkpoint.analysis.tables import summary_lines
+from megatron.checkpoint.analysis.summary import ValueFigures, summarize, summary_lines
 from megatron.errors import CheckpointError
 from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.fake_pieces import make_state

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron.convert.hugging_face.streaming import network_shapes
-from megatron.convert.megatron_format.names import classic_in_block, layer_of
 from megatron.convert.megatron_format.sharding_rules import StoredRowOrder, tensor_rules
 from megatron.errors import ConversionError
 from tests.helpers.networks import tiny_config
@@ -47,10 +46,3 @@ def test_cutting_and_joining_undo_each_other(changes: dict[str, Any], gate_last:
 def test_experts_are_refused() -> None:
     with pytest.raises(ConversionError, match="--num-experts 4"):
         tensor_rules(tiny_config(num_experts=4))
-
-
-def test_names_inside_a_block() -> None:
-    assert layer_of("decoder.layers.11.mlp.linear_fc1.bias") == 11 and layer_of("output_layer.weight") is None
-    assert classic_in_block("decoder.layers.11.mlp.linear_fc1.bias") == "mlp.dense_h_to_4h.bias"
-    with pytest.raises(ConversionError, match=r"output_layer\.weight is not a tensor of a block"):
-        classic_in_block("output_layer.weight")

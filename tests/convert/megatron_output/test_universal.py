@@ -12,7 +12,7 @@ from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint import read_tensors
-from megatron.convert.megatron_output.naming import parameter_name
+from megatron.convert.megatron_format.names import parameter_name
 from megatron.convert.megatron_output.output_tensors import OurTensors
 from megatron.convert.megatron_output.universal import write_universal
 from megatron.errors import ConversionError

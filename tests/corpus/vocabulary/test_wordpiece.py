@@ -18,4 +18,4 @@ def test_wordpiece_ids_are_the_same_both_ways(tmp_path: Path) -> None:
         assert len(by_lines.encode(text)) < len(text)
     assert by_lines.eod_id == by_json.eod_id == 901
     for tokenizer in (by_lines, by_json):
-        assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id) == (2, 3, 4, 0)
+        assert tokenizer.roles == {"cls": 2, "sep": 3, "mask": 4, "pad": 0}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.roles import CLS, MASK, PAD, ROLES, SEP
+from megatron.tokenizers.library import CLS, MASK, PAD, ROLES, SEP
 from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.tokenizers.wordpiece import CONTINUATION
 
@@ -52,8 +52,7 @@ class MaskedVocabulary:
         Raises:
             ConfigError: it lacks a token.
         """
-        asked = zip(ROLES, (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id), strict=True)
-        ids = {role: number for role, number in asked if number is not None}
+        ids = dict(tokenizer.roles)
         eod_id = _end_of_document(tokenizer)
         if eod_id is not None and not needs_all:
             ids = {CLS: eod_id, SEP: eod_id, PAD: eod_id, **ids}

@@ -113,10 +113,10 @@ def test_choices_are_counted_over_all_prompts() -> None:
 
 def test_what_says_nothing_about_the_answer_is_accepted() -> None:
     fields = JsonFields({"user": "me", "metadata": {}, "store": False, "service_tier": "auto"})
-    asks.read_ignored(fields)
+    asks.refuse_rest(fields, {})
     fields.finish()
     with pytest.raises(Refusal, match="'store' is not supported here: nothing is stored"):
-        asks.read_ignored(JsonFields({"store": True}))
+        asks.refuse_rest(JsonFields({"store": True}), {})
 
 
 def test_prompts_of_tokens_must_be_of_the_vocabulary() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.convert.megatron_output.torch_writer import namespace, write_object
+from megatron.convert.megatron_output.output_tensors import namespace, write_object
 from megatron.errors import StorageError
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.convert.megatron_format.names import our_names
+from megatron.convert.megatron_format.names import our_names, parameter_name, stage_tensors
 from megatron.convert.megatron_format.sharding_rules import tensor_rules
-from megatron.convert.megatron_output.naming import parameter_name, stage_tensors
 from tests.helpers.networks import tiny_config
 
 UNTIED = tiny_config(untie_embeddings_and_output_weights=True)

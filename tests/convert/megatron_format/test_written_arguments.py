@@ -9,8 +9,7 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
-from megatron.convert.megatron_format.arguments import model_config
-from megatron.convert.megatron_output.arguments import scheduler_state, stored_arguments
+from megatron.convert.megatron_format.arguments import model_config, scheduler_state, stored_arguments
 from megatron.errors import ConversionError
 from tests.helpers.networks import tiny_config
 
