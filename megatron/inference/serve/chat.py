@@ -12,7 +12,7 @@ from megatron.inference.serve.answers import AnswerForm
 from megatron.inference.serve.requests.asks import (
     Ask,
     lengths,
-    read_common,
+    read_generation,
     refuse_rest,
 )
 from megatron.inference.serve.requests.fields import JsonFields, checked_text, kind_of, refuse_field
@@ -63,7 +63,7 @@ def read_chat(fields: JsonFields, served: Served, limits: ServerLimits) -> Ask:
         new_tokens=lengths(served, [prompt], _most_tokens(fields), limits),
         stop_ids=served.chat_stop_ids,
         top_logprobs=(alternatives or 0) if shows else None,
-        **read_common(fields, served, limits, 1, tuple(served.template.stop_texts)),
+        **read_generation(fields, served, limits, 1, tuple(served.template.stop_texts)),
     )
     refuse_rest(fields, _UNSUPPORTED)
     return ask

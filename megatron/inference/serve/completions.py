@@ -13,7 +13,7 @@ from megatron.inference.serve.answers import AnswerForm
 from megatron.inference.serve.requests.asks import (
     Ask,
     lengths,
-    read_common,
+    read_generation,
     refuse_rest,
     token_list,
 )
@@ -45,7 +45,7 @@ def read_completion(fields: JsonFields, served: Served, limits: ServerLimits) ->
         stop_ids=served.stop_ids,
         top_logprobs=top_logprobs,
         scores_prompts=echoes and (top_logprobs is not None or asked == 0),
-        **read_common(fields, served, limits, len(prompts)),
+        **read_generation(fields, served, limits, len(prompts)),
     )
     refuse_rest(
         fields,

@@ -98,7 +98,7 @@ def check_model(fields: JsonFields, served: Served) -> None:
         )
 
 
-def read_common(
+def read_generation(
     fields: JsonFields, served: Served, limits: ServerLimits, prompts: int, stop_texts: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The fields of an `Ask` that requests for completions and for chat name alike.
