@@ -93,7 +93,7 @@ class TrainTokenizerFlags(ConfigSection):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
-    from megatron.tokenizers.package import require_tokenizers
+    from megatron.tokenizers.tokenizer_files import require_tokenizers
 
     from megatron.corpus.vocabulary.learning import check_vocabulary_place, save_vocabulary, special_tokens
 
