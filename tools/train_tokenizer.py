@@ -93,9 +93,8 @@ class TrainTokenizerFlags(ConfigSection):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
-    from megatron.tokenizers.tokenizer_files import require_tokenizers
-
     from megatron.corpus.vocabulary.learning import check_vocabulary_place, save_vocabulary, special_tokens
+    from megatron.tokenizers.tokenizer_files import require_tokenizers
 
     require_tokenizers()
     check_vocabulary_place(flags.output_prefix, flags.model_type)

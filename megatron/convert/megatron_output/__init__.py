@@ -1,4 +1,4 @@
 """Writes our checkpoints in formats of other programs: Megatron-LM's `torch` layout and DeepSpeed's universal format.
 
-`torch_writer` is the only place that pickles, and it only writes.
+`output_tensors` is the only place that pickles, and it only writes.
 """
