@@ -31,4 +31,4 @@ export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS="${OMP_NUM_THREAD
 python="$folder/bin/python"
 say "torch $("$python" -c 'import torch; print(torch.__version__)'), every ${SAMPLE}th test of $FOLDERS"
 # shellcheck disable=SC2086
-"$python" -m pytest -q -p no:cacheprovider -p tests.helpers.every_nth --every "$SAMPLE" "$@" $FOLDERS
+"$python" -m pytest -q -p no:cacheprovider -p tests.helpers.suite.every_nth --every "$SAMPLE" "$@" $FOLDERS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import architecture_tables
+from tests.helpers.architecture import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -109,10 +109,10 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_the_packages_stand_in_import_order() -> None:
     rows = re.findall(r"^\| `megatron/(\w+)(?:\.py|/)` \|[^|]+\|([^|]*)\|$", TEXT, flags=re.M)
-    places = architecture_tables.PACKAGE_PLACES
+    places = tables.PACKAGE_PLACES
     assert [name for name, _ in rows] == sorted(places, key=lambda name: places[name])
     for name, sub_packages in rows:
-        expected = [entry for entry in architecture_tables.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
+        expected = [entry for entry in tables.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
         named = [code for code in codes(sub_packages) if code in expected]
         assert named == expected, name
 
@@ -123,9 +123,9 @@ def test_the_limits_are_those_of_the_architecture_rules() -> None:
     )
     assert found is not None
     assert [int(number) for number in found.groups()] == [
-        architecture_tables.MAXIMUM_FILE_LINES,
-        architecture_tables.MAXIMUM_FUNCTION_LINES,
-        architecture_tables.MAXIMUM_FOLDER_FILES,
+        tables.MAXIMUM_FILE_LINES,
+        tables.MAXIMUM_FUNCTION_LINES,
+        tables.MAXIMUM_FOLDER_FILES,
     ]
 
 

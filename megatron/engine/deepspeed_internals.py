@@ -2,7 +2,7 @@
 
 `OptimizerView` shows the fp32 weights and gradients inside the optimizer that DeepSpeed returned; `view_of` chooses its
 class by the ZeRO stage. What follows concerns the parameters of ZeRO-3, the pipeline engine and the messages.
-tests/engine/test_deepspeed_internals.py holds every name against the installed version.
+tests/engine/deepspeed/test_deepspeed_internals.py holds every name against the installed version.
 
 Source: DeepSpeed 0.19.8, in the files that each part names.
 """

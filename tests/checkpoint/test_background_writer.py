@@ -19,7 +19,7 @@ from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, NumericsError, PeerLostError, StorageError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.saved_state import MESH
+from tests.checkpoint.made.saved_state import MESH
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 

@@ -26,7 +26,7 @@ from megatron.checkpoint.checks import (
 )
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
-from tests.checkpoint.saved_state import save_state
+from tests.checkpoint.made.saved_state import save_state
 
 MOST_RECORD_VALUES = 2**20
 

@@ -26,7 +26,7 @@ from megatron.checkpoint.layout import (
 )
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.fake_pieces import cut_keys, cut_out
+from tests.checkpoint.made.fake_pieces import cut_keys, cut_out
 
 
 def stored(keys: list[PieceKey]) -> Catalogue:

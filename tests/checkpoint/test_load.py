@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron.checkpoint import DamagedError, SaveOptions, load, read_record, read_tensors, save, verify
 from megatron.checkpoint.manifest import read_manifest
 from megatron.errors import CheckpointError
-from tests.checkpoint.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
-from tests.checkpoint.saved_state import MESH, RECORD, save_state
+from tests.checkpoint.made.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.made.saved_state import MESH, RECORD, save_state
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.errors import DamagedError
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.saved_state import RECORD, CountingStorage, save_state
+from tests.checkpoint.made.saved_state import RECORD, CountingStorage, save_state
 
 
 def test_a_checkpoint_contains_only_safetensors_and_a_manifest(

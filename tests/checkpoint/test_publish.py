@@ -10,8 +10,8 @@ import pytest
 from megatron.checkpoint import Found, find, load, load_newest
 from megatron.checkpoint.publish import link_checkpoint, remove_checkpoint, sweep, sweep_at_start
 from megatron.checkpoint.storage import Storage
-from tests.checkpoint.fake_pieces import make_state, whole_sink
-from tests.checkpoint.saved_state import MESH, RECORD, save_state
+from tests.checkpoint.made.fake_pieces import make_state, whole_sink
+from tests.checkpoint.made.saved_state import MESH, RECORD, save_state
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

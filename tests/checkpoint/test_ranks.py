@@ -15,7 +15,7 @@ from megatron.errors import CheckpointError, LaunchError, MegatronError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.made.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
 from tests.helpers.ranks import run_ranks
 
 

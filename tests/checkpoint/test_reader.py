@@ -14,8 +14,8 @@ import torch
 
 from megatron.checkpoint import DamagedError, SaveOptions, load, save
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.fake_pieces import Sink, make_state, whole_sink
-from tests.checkpoint.saved_state import MESH, CountingStorage, save_state
+from tests.checkpoint.made.fake_pieces import Sink, make_state, whole_sink
+from tests.checkpoint.made.saved_state import MESH, CountingStorage, save_state
 
 
 def big_state() -> tuple[torch.Tensor, list[tuple[PieceKey, torch.Tensor]]]:

@@ -13,7 +13,7 @@ import pytest
 from megatron.checkpoint.record import Progress, Record
 from megatron.data.order.plan import GroupPlan, Phase, PhaseMember, SourcePlan
 from megatron.errors import CheckpointError, DataError
-from tests.checkpoint.records import PLAN, make_record
+from tests.checkpoint.made.records import PLAN, make_record
 
 PATH = Path("run/iter_0000004")
 

@@ -26,8 +26,8 @@ from megatron.checkpoint import (
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.pieces import Kind, PieceKey
-from tests.checkpoint.fake_pieces import cut_for_ranks, make_state, whole_sink
-from tests.checkpoint.saved_state import MESH, RECORD, save_state
+from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.made.saved_state import MESH, RECORD, save_state
 
 
 def test_an_empty_directory_gives_none_and_an_unknown_format_is_an_error(

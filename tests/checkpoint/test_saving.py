@@ -11,9 +11,9 @@ from megatron.checkpoint import load_newest, newest_record, save
 from megatron.errors import CheckpointError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.saved_state import MESH
+from tests.checkpoint.made.saved_state import MESH
 from tests.helpers.layouts import Layout
-from tests.helpers.message_sizes import MessageSizes, count_messages
+from tests.helpers.machines.message_sizes import MessageSizes, count_messages
 from tests.helpers.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from megatron.checkpoint import read_tensors, save, take_snapshot, write_snapsho
 from megatron.checkpoint.snapshot import laid_out
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.saved_state import MESH
+from tests.checkpoint.made.saved_state import MESH
 
 
 @pytest.mark.parametrize(

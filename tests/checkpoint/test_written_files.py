@@ -17,7 +17,7 @@ from megatron.checkpoint.storage import Storage
 from megatron.errors import NumericsError, StorageError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.saved_state import MESH
+from tests.checkpoint.made.saved_state import MESH
 
 
 def test_the_safetensors_library_reads_the_pieces(tmp_path: Path) -> None:

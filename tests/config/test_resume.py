@@ -232,7 +232,7 @@ def test_the_context_of_rotary_positions_is_the_checkpoints() -> None:
         )
 
 
-OLDER = Path(__file__).with_name("older_config.json")  # written when there were five sections
+OLDER = Path(__file__).parent / "golden" / "older_config.json"  # written when there were five sections
 
 
 def test_a_field_name_occurs_in_one_section_only() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config import parse
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
-from tests.helpers.recording_shell import recorded
+from tests.helpers.commands.recording_shell import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 # The test that runs the blocks of a document, but for those that say why they are not run.
@@ -34,13 +34,13 @@ RUN_BY = {
     "docs/published_commands.md": "docs/site/test_published_commands.py",
     "docs/serving.md": "docs/guides/test_serving_guide.py",
     "docs/training.md": "docs/test_readme.py",
-    "docs/tutorial_deepspeed.md": "seeds/test_003_5.py",
+    "docs/tutorial_deepspeed.md": "seeds/hello_deepspeed/test_003_5.py",
     "docs/watching_a_run.md": "docs/guides/test_watching_guide.py",
-    "docs/seeds/dsgpt2.md": "seeds/dsgpt2_example.py",
+    "docs/seeds/dsgpt2.md": "seeds/dsgpt2/example.py",
     "docs/seeds/gpt2_all_in.md": "examples/test_gpt2_all_in_guide.py",
-    "docs/seeds/hello_deepspeed.md": "seeds/test_003_5.py",
-    "docs/seeds/jax_lm_training.md": "helpers/jax_lm_page.py",
-    "docs/seeds/turkish_gpt2.md": "seeds/turkish.py",
+    "docs/seeds/hello_deepspeed.md": "seeds/hello_deepspeed/test_003_5.py",
+    "docs/seeds/jax_lm_training.md": "helpers/projects/jax_lm_page.py",
+    "docs/seeds/turkish_gpt2.md": "seeds/turkish_gpt2/guide.py",
 }
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)

@@ -18,9 +18,9 @@ from megatron.config.flags.fields import flags_of
 from megatron.config.parse import field_flags
 from megatron.config.program_flags import parse_over, read_program
 from megatron.config.sampling_flags import BeamFlags
+from tests.helpers.commands.recording_shell import recorded
 from tests.helpers.programs import forking_python
-from tests.helpers.recording_shell import recorded
-from tests.reliability.fuzz import FuzzFlags
+from tests.reliability.fuzzing.fuzz import FuzzFlags
 from train_on_text import OwnTextFlags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ RUN_BY_THEIR_GUIDES = {
     "docs/masked_language_models.md": "docs/guides/test_masked_guide.py",
     "docs/prefix_lm.md": "docs/guides/test_prefix_guide.py",
     "docs/serving.md": "docs/guides/test_serving_guide.py",
-    "docs/tutorial_deepspeed.md": "seeds/test_003_5.py",
+    "docs/tutorial_deepspeed.md": "seeds/hello_deepspeed/test_003_5.py",
     "docs/watching_a_run.md": "docs/guides/test_watching_guide.py",
 }
 LAUNCH_SCRIPTS = ("examples/slurm/pretrain_gpt.slurm",)
@@ -73,7 +73,7 @@ def check(command: list[str]) -> None:
     Raises:
         ConfigError: the program would refuse it.
     """
-    if command[:3] == ["python", "-m", "tests.reliability.fuzz"]:
+    if command[:3] == ["python", "-m", "tests.reliability.fuzzing.fuzz"]:
         parse_flags(FuzzFlags, command[3:])
         return
     if command[0] == "curl":  # tests/docs/guides/test_serving_guide.py runs it
@@ -202,7 +202,9 @@ def test_files_that_are_named_exist() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_flags_that_are_named_exist(document: str) -> None:
-    known = set(re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "flags.txt").read_text(), flags=re.M))
+    known = set(
+        re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "golden" / "flags.txt").read_text(), flags=re.M)
+    )
     known |= {spelling for entry in field_flags().values() for spelling in entry.spellings}
     known |= {spelling for entry in flags_of(BeamFlags) for spelling in entry.spellings}
     known |= {spelling for entry in flags_of(HelloDeepSpeedEngineFlags) for spelling in entry.spellings}

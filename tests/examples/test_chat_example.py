@@ -13,7 +13,7 @@ import pytest
 from megatron.config import parse, parse_flags
 from megatron.config.program_flags import parse_over
 from megatron.evaluation.tasks.tasks_file import read_tasks
-from tests.helpers.recording_shell import recorded
+from tests.helpers.commands.recording_shell import recorded
 from tools.chat import ChatFlags
 from tools.corpus.build_demo_corpus import DemoCorpusFlags
 from tools.evaluate import EvaluateFlags

@@ -34,8 +34,8 @@ DSGPT2 = ("1_upload", "2_clean", "3_vocabulary", "4_statistics", "5_train", "6_f
 # Where each other script runs at a tiny size.
 RUN_BY = {
     **dict.fromkeys(RANKS, "tests/examples/test_example_scripts.py"),
-    **dict.fromkeys([f"turkish/{name}.sh" for name in TURKISH], "tests/seeds/turkish.py"),
-    **dict.fromkeys([f"dsgpt2/{name}.sh" for name in DSGPT2], "tests/seeds/dsgpt2_example.py"),
+    **dict.fromkeys([f"turkish/{name}.sh" for name in TURKISH], "tests/seeds/turkish_gpt2/guide.py"),
+    **dict.fromkeys([f"dsgpt2/{name}.sh" for name in DSGPT2], "tests/seeds/dsgpt2/example.py"),
     "slurm/pretrain.slurm": "tests/launch/test_slurm.py",
     "slurm/pretrain_gpt.slurm": "tests/docs/test_readme.py",
     "quickstart.sh": "tests/examples/test_kill_and_resume.py",

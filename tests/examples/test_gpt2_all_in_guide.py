@@ -16,8 +16,8 @@ from examples.gpt2_all_in.flags import AllInOneTrainer
 from megatron.config.flags.fields import flags_of
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.all_in_one import MODEL
 from tests.helpers.programs import forking_python
+from tests.helpers.projects.all_in_one import MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "seeds" / "gpt2_all_in.md").read_text()

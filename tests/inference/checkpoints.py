@@ -11,7 +11,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.checkpoint.records import make_record
+from tests.checkpoint.made.records import make_record
 from tests.helpers.networks import build_gpt
 from tests.helpers.vocabulary import write_vocabulary
 from tests.tokenizers.chat.tokenizers_with_tokens import gpt2_with

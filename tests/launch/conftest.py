@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cluster import REPOSITORY, Cluster, missing_for_hosts, missing_for_slurm
+from tests.helpers.machines.cluster import REPOSITORY, Cluster, missing_for_hosts, missing_for_slurm
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cluster import HOSTS, Cluster
+from tests.helpers.machines.cluster import HOSTS, Cluster
 from tests.helpers.tiny_run import TinyCorpus, losses
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.slow]

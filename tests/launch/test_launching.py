@@ -19,7 +19,7 @@ from megatron.launch.launching import check_program, launch
 from megatron.launch.request import LaunchRequest
 from megatron.parallel.processes import born_at
 from tests.config.command_lines import words
-from tests.helpers.fake_ssh import FakeSsh
+from tests.helpers.machines.fake_ssh import FakeSsh
 
 TOOL = Path(__file__).parents[2] / "tools" / "launch.py"
 # Writes what it was given; then ends with a code at once, or saves at SIGTERM.

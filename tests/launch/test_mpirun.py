@@ -13,7 +13,7 @@ import time
 import pytest
 
 from megatron.parallel.processes import born_at
-from tests.helpers.cluster import REPOSITORY
+from tests.helpers.machines.cluster import REPOSITORY
 from tests.helpers.ranks import LAUNCH_VARIABLES
 
 # Forks would have other parents than mpirun's daemon: a process of its own for each rank.

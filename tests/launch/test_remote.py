@@ -12,7 +12,7 @@ from megatron.launch.hostfile import Host
 from megatron.launch.plan import FREE_PORT, Plan
 from megatron.launch.remote import become_srun, free_port, run_by_ssh
 from megatron.launch.supervise import Patience
-from tests.helpers.fake_ssh import FakeSsh
+from tests.helpers.machines.fake_ssh import FakeSsh
 
 PLAN = Plan((Host("a"), Host("b")), 1, "launch.py", sys.executable, "/", ("p.py",), {}, "a", 1234, Patience(0, 5))
 

@@ -12,7 +12,7 @@ import pytest
 from megatron.errors import LaunchError
 from megatron.launch.slurm import expand_hostlist
 from megatron.observe.metrics_file import read_steps
-from tests.helpers.cluster import HOSTS, Cluster
+from tests.helpers.machines.cluster import HOSTS, Cluster
 from tests.helpers.tiny_run import TinyCorpus
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.slow]

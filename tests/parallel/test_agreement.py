@@ -13,7 +13,7 @@ from megatron.parallel.agreement import gather_on_first, is_same_on_all, run_on_
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.layouts import Layout
-from tests.helpers.message_sizes import MessageSizes, count_messages
+from tests.helpers.machines.message_sizes import MessageSizes, count_messages
 from tests.helpers.ranks import run_ranks
 
 SINGLE = ParallelMesh.single()

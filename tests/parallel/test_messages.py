@@ -12,7 +12,7 @@ from megatron.parallel import messages
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis, ParallelMesh
 from tests.helpers.layouts import Layout
-from tests.helpers.message_sizes import count_messages
+from tests.helpers.machines.message_sizes import count_messages
 from tests.helpers.ranks import run_ranks
 
 AXIS = ParallelMesh.single().control

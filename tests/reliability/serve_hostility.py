@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
-from tests.helpers.serving import chat_server
+from tests.helpers.web.serving import chat_server
 
 CONCURRENT = 16
 CASE_SECONDS = 60.0

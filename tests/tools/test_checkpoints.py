@@ -13,8 +13,8 @@ from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
 from tests.checkpoint.analysis.stored import save_checkpoint
-from tests.checkpoint.fake_pieces import make_state
 from tests.checkpoint.keeping.checkpoints import MESH, OTHER_RUN, RUN, hidden, save_step, steps
+from tests.checkpoint.made.fake_pieces import make_state
 from tools import checkpoints
 
 

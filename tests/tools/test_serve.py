@@ -17,7 +17,7 @@ import pytest
 
 from megatron.errors import CheckpointError, ConfigError
 from tests.helpers.ranks import run_ranks
-from tests.helpers.serving import chat_server, start_server
+from tests.helpers.web.serving import chat_server, start_server
 from tests.inference.checkpoints import make_checkpoint
 from tools import serve
 

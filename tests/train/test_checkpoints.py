@@ -21,7 +21,7 @@ from megatron.train import checkpoints
 from megatron.train.checkpoints import Saves, run_record
 from megatron.train.part import Part, Parts
 from megatron.train.restarts.identity import RunIdentity
-from tests.checkpoint.records import PLAN
+from tests.checkpoint.made.records import PLAN
 
 
 class Disk:

@@ -10,8 +10,8 @@ from megatron.checkpoint import SaveOptions, save
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.config import ModelConfig
 from megatron.parallel.mesh import ParallelMesh
-from tests.checkpoint.fake_pieces import State, cut_for_ranks
-from tests.checkpoint.records import make_record
+from tests.checkpoint.made.fake_pieces import State, cut_for_ranks
+from tests.checkpoint.made.records import make_record
 from tests.helpers.networks import tiny_config
 
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.record import Record
 from megatron.errors import CheckpointError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.checkpoint.analysis.stored import save_checkpoint
-from tests.checkpoint.fake_pieces import SHAPES, make_state
+from tests.checkpoint.made.fake_pieces import SHAPES, make_state
 from tests.helpers.networks import tiny_config
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.analysis.comparison import TensorDifference, compare, comparison_lines
 from tests.checkpoint.analysis.stored import save_checkpoint
-from tests.checkpoint.fake_pieces import SHAPES, make_state
+from tests.checkpoint.made.fake_pieces import SHAPES, make_state
 from tests.helpers.networks import tiny_config
 
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"

@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint.analysis.slices import OpenCheckpoint, batches_of, slices_of
 from megatron.errors import CheckpointError, DamagedError
 from tests.checkpoint.analysis.stored import save_checkpoint
-from tests.checkpoint.fake_pieces import make_state
+from tests.checkpoint.made.fake_pieces import make_state
 
 
 def test_slices_make_up_every_tensor(tmp_path: Path) -> None:

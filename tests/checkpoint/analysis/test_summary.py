@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.analysis.summary import ValueFigures, summarize, summary_lines
 from megatron.errors import CheckpointError
 from tests.checkpoint.analysis.stored import save_checkpoint
-from tests.checkpoint.fake_pieces import make_state
+from tests.checkpoint.made.fake_pieces import make_state
 
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 

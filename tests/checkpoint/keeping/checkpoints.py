@@ -12,7 +12,7 @@ from megatron.checkpoint import SaveOptions, load_newest, save
 from megatron.checkpoint.saving import AfterCommit
 from megatron.checkpoint.storage import Storage
 from megatron.parallel.mesh import ParallelMesh
-from tests.checkpoint.fake_pieces import State, cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.made.fake_pieces import State, cut_for_ranks, make_state, whole_sink
 
 MESH = ParallelMesh.single()
 RUN = "0123456789abcdef"

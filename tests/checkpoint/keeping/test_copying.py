@@ -14,9 +14,9 @@ from megatron.checkpoint.storage import Storage
 from megatron.config import ParallelRequest
 from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.joining import open_mesh
-from tests.checkpoint.fake_pieces import cut_for_ranks, make_state
 from tests.checkpoint.keeping.checkpoints import MESH, hidden, loaded_seed, save_step, steps
-from tests.helpers.faulty_disk import FaultyDisk, faulty_disk
+from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state
+from tests.helpers.machines.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.ranks import run_ranks
 
 

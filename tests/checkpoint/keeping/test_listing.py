@@ -13,7 +13,7 @@ from megatron.checkpoint.keeping.listing import ManifestSummaries, entries_in, o
 from megatron.checkpoint.storage import Storage
 from megatron.errors import DamagedError, StorageError
 from tests.checkpoint.keeping.checkpoints import RUN, save_step
-from tests.checkpoint.saved_state import save_state
+from tests.checkpoint.made.saved_state import save_state
 
 
 def test_a_manifest_is_parsed_once_and_sizes_are_looked_at_each_time(

@@ -15,7 +15,7 @@ from megatron.config.files.deepspeed_keys import check_settings
 from megatron.config.files.deepspeed_table import GOVERNED as IS_GOVERNED
 from megatron.config.files.deepspeed_table import IGNORED, KEYS, REFUSED, SUPPORTED, key_table
 
-GOLDEN = Path(__file__).resolve().parents[1] / "deepspeed_keys.txt"
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "deepspeed_keys.txt"
 # The classes that describe a section, and where it stands in the file.
 MODELS = {
     "zero_optimization": ("runtime.zero.config", "DeepSpeedZeroConfig"),
@@ -69,7 +69,9 @@ def checked(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]
 
 
 def test_the_golden_list_of_keys() -> None:
-    assert GOLDEN.read_text(encoding="utf-8") == golden_text(), "run: python -m tests.config.write_deepspeed_keys"
+    assert GOLDEN.read_text(encoding="utf-8") == golden_text(), (
+        "run: python -m tests.config.golden.write_deepspeed_keys"
+    )
 
 
 def test_every_key_that_deepspeed_reads_has_a_status() -> None:

@@ -14,9 +14,9 @@ from megatron.config.parse import field_flags, flag_table
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
-HERE = Path(__file__).parent.parent
-GOLDEN = HERE / "flags.txt"
-HEADER = "# name | type | default | status. Made by: python -m tests.config.write_flags\n"
+FOLDER = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = FOLDER / "flags.txt"
+HEADER = "# name | type | default | status. Made by: python -m tests.config.golden.write_flags\n"
 
 
 def golden_text() -> str:
@@ -37,12 +37,12 @@ def known_spellings() -> set[str]:
 
 def test_the_golden_list_is_current() -> None:
     assert GOLDEN.read_text(encoding="utf-8") == golden_text(), (
-        "run python -m tests.config.write_flags and look at the difference"
+        "run python -m tests.config.golden.write_flags and look at the difference"
     )
 
 
 def test_every_upstream_flag_is_known() -> None:
-    lines = (HERE / "upstream_flags.txt").read_text(encoding="utf-8").splitlines()
+    lines = (FOLDER / "upstream_flags.txt").read_text(encoding="utf-8").splitlines()
     names = {line for line in lines if line.startswith("--")}
     assert len(names) > 300
     assert names - known_spellings() == set()
@@ -116,7 +116,7 @@ DONE_IN_CONFIG = {
 
 
 def test_a_supported_flag_is_read_somewhere() -> None:
-    root = HERE.parents[1]
+    root = FOLDER.parents[2]
     files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py"), *root.glob("finetune_*.py")]
     config = root / "megatron" / "config"
     files = [file for file in files if config not in file.parents]

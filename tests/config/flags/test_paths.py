@@ -52,7 +52,7 @@ def test_every_path_flag_of_every_program_refuses_a_pipe(tmp_path: Path) -> None
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.path_flags", str(pipe)],
+        [sys.executable, "-m", "tests.helpers.commands.path_flags", str(pipe)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from megatron.convert.megatron_format.foreign_model import ForeignPieces
 from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
 from tests.convert.deepspeed_format.upstream_network import train_with_deepspeed
-from tests.convert.foreign_files import (
+from tests.convert.foreign.foreign_files import (
     VOCABULARY,
     Foreign,
     check_equal,

@@ -9,7 +9,7 @@ import pytest
 from megatron.convert.foreign import open_foreign
 from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
-from tests.convert.foreign_files import VOCABULARY, foreign, gpt2_arguments, save, write_universal
+from tests.convert.foreign.foreign_files import VOCABULARY, foreign, gpt2_arguments, save, write_universal
 
 
 def test_incomplete_folders_are_refused(tmp_path: Path) -> None:

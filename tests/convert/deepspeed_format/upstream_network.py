@@ -21,7 +21,7 @@ from megatron.config import parse
 from megatron.data.build import build_split_datasets
 from megatron.data.sources.request import DataRequest
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.convert.foreign_files import gpt2_arguments
+from tests.convert.foreign.foreign_files import gpt2_arguments
 
 WIDTH, HEADS, LAYERS, POSITIONS, ROWS = 32, 4, 2, 32, 640
 STEPS_BEFORE, STEPS_AFTER, BATCH, MICRO_BATCH = 3, 3, 4, 2

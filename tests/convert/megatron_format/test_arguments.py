@@ -8,7 +8,7 @@ import pytest
 
 from megatron.convert.megatron_format.arguments import fork_of, gate_is_last, model_config
 from megatron.errors import ConversionError
-from tests.convert.foreign_files import gpt2_arguments
+from tests.convert.foreign.foreign_files import gpt2_arguments
 
 
 def stored(**changes: Any) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from megatron.convert.foreign import open_foreign
 from megatron.convert.megatron_format.foreign_model import ForeignPieces
 from megatron.convert.megatron_format.sharding_rules import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices
-from tests.convert.foreign_files import VOCABULARY
-from tests.helpers.megatron_core import python_with_core
+from tests.convert.foreign.foreign_files import VOCABULARY
 from tests.helpers.networks import build_gpt, forward
+from tests.helpers.projects.megatron_core import python_with_core
 
 WRITER = Path(__file__).with_name("core_writer.py")
 GPT2: dict[str, Any] = {

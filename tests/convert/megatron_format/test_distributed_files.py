@@ -17,7 +17,7 @@ from megatron.convert.megatron_format.foreign_model import ForeignPieces
 from megatron.convert.megatron_format.sharding_rules import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import CheckpointError, ConversionError
-from tests.convert.foreign_files import VOCABULARY, Foreign, gpt2_arguments, save
+from tests.convert.foreign.foreign_files import VOCABULARY, Foreign, gpt2_arguments, save
 
 ARGUMENTS: dict[str, Any] = {
     "num_layers": 3, "transformer_impl": "transformer_engine", "swiglu": True, "ffn_hidden_size": 64,

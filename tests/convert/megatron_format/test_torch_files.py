@@ -13,7 +13,7 @@ from megatron.convert.megatron_format.foreign_model import ForeignPieces
 from megatron.convert.megatron_format.sharding_rules import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices, StoredMoments, moments_of
 from megatron.convert.pickles.reader import ForeignTensor
-from tests.convert.foreign_files import (
+from tests.convert.foreign.foreign_files import (
     VOCABULARY,
     Foreign,
     check_equal,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.checkpoint.analysis.comparison import compare
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
-from tests.convert.foreign_files import foreign, gpt2_arguments, write_torch_layout
+from tests.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
 from tests.helpers.programs import forking_python
 from tests.helpers.tiny_run import write_tiny_corpus
 from tools.convert import import_megatron

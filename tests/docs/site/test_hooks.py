@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.browser import headless_chromium
+from tests.helpers.web.browser import headless_chromium
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.slow

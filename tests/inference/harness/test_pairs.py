@@ -16,7 +16,7 @@ from megatron.inference.loading import LoadedModel, open_checkpoint
 from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_continuation, encode_prompt
-from tests.helpers.serving import start_server
+from tests.helpers.web.serving import start_server
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tests.inference.harness.harness_tasks import offline
 from tests.tokenizers.framed import framed_choice, framed_tokenizer

@@ -24,7 +24,7 @@ from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.service import Service
 from megatron.inference.serve.web import read_page
 from megatron.secret_text import SecretText
-from tests.helpers.browser import headless_chromium
+from tests.helpers.web.browser import headless_chromium
 from tests.inference.serve.fakes import FakeEngine, Running, running
 from tests.inference.serve.listening import Listening, listening
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.browser import headless_chromium
+from tests.helpers.web.browser import headless_chromium
 from tests.observe.dashboard.listening import listening
 from tests.observe.dashboard.run_folders import step, write_lines, write_run
 

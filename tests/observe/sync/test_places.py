@@ -9,7 +9,7 @@ import pytest
 
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.sync.places import CopyPlace, DirectoryPlace, RemotePlace, place_of
-from tests.helpers.fake_ssh import FakeSsh
+from tests.helpers.machines.fake_ssh import FakeSsh
 
 ODD = "it's $HOME; `id` && *\nend"
 CONTENT = b"\0\xff" + b"bytes" * 100

@@ -11,7 +11,7 @@ from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageE
 from megatron.observe.sync.places import CopyPlace, DirectoryPlace, RemotePlace
 from megatron.observe.sync.run_copy import copy_run
 from tests.checkpoint.keeping.checkpoints import save_step
-from tests.helpers.fake_ssh import FakeSsh
+from tests.helpers.machines.fake_ssh import FakeSsh
 
 
 @pytest.fixture

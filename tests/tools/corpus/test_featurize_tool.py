@@ -15,7 +15,7 @@ from megatron.config.flags.command_line import parse_flags
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.errors import ConfigError
-from tests.helpers.jax_lm import PREPROCESS_FLAGS
+from tests.helpers.projects.jax_lm import PREPROCESS_FLAGS
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 from tools.corpus.featurize import FeaturizeFlags, divide, make_in_worker
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.tokenizers.tokenizer import build_tokenizer
-from tests.helpers.megatron_core import python_with_core
+from tests.helpers.projects.megatron_core import python_with_core
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from tests.helpers.fake_ssh import FakeSsh
+from tests.helpers.machines.fake_ssh import FakeSsh
 from tools.runs import sync_run
 
 

@@ -25,8 +25,8 @@ from megatron.train.restarts.identity import (
     read_identity,
     write_identity,
 )
-from tests.checkpoint.fake_pieces import make_state, whole_sink
-from tests.checkpoint.records import make_record
+from tests.checkpoint.made.fake_pieces import make_state, whole_sink
+from tests.checkpoint.made.records import make_record
 
 MESH = ParallelMesh.single()
 ONE, TWO = "1" * 16, "2" * 16

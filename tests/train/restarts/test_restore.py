@@ -19,8 +19,8 @@ from megatron.tokenizers.record import TokenizerRecord
 from megatron.train.restarts import restore
 from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
 from megatron.train.restarts.restore import SavedRun, Start, check_tokenizer, find_saved_run, find_start, load_tensors
-from tests.checkpoint.fake_pieces import make_state, whole_sink
-from tests.checkpoint.records import make_record
+from tests.checkpoint.made.fake_pieces import make_state, whole_sink
+from tests.checkpoint.made.records import make_record
 from tests.train.samples import run_config
 
 MESH = ParallelMesh.single()

@@ -1,0 +1,1 @@
+"""Saves that fail, and files that are damaged."""

@@ -1,0 +1,1 @@
+"""Pieces, records and checkpoints for tests that need some."""

@@ -1,0 +1,1 @@
+"""Lists that the code must agree with, and the programs that write them."""

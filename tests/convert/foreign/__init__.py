@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, written as they write them."""

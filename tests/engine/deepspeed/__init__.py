@@ -1,0 +1,1 @@
+"""What meets DeepSpeed: its settings, groups and private names."""

@@ -1,0 +1,215 @@
+"""A contract with the installed DeepSpeed: each private name that is relied upon is there and does what is expected."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
+
+from megatron.engine.deepspeed_internals import (
+    _SCALER_COUNTERS,
+    AccumulatedView,
+    BuiltStage,
+    DirectView,
+    OptimizerView,
+    PartitionedView,
+    SubGroupView,
+    is_whole,
+    mark_parameter,
+    partition_of,
+    replaced_backend,
+    skip_shared_memory_build,
+    tensors_in,
+    whole_numel,
+)
+from megatron.engine.engine import Engine
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
+from megatron.train.start_up.engine_opening import build_engine
+from tests.engine.engine_runs import BF16, RECIPE
+from tests.helpers.architecture.tables import DEEPSPEED_PRIVATE
+from tests.helpers.ranks import run_ranks
+from tests.parity.layouts import layout_config, local_batches
+
+# ZeRO stage, flags, the view that must be chosen, and whether each rank holds all reduced gradients
+RUNS: tuple[tuple[int, list[str], type[OptimizerView], bool], ...] = (
+    (0, [], DirectView, True),
+    (1, [], PartitionedView, False),
+    (1, BF16, AccumulatedView, True),
+    (2, [], PartitionedView, False),
+    (2, BF16, PartitionedView, False),
+    (3, [], SubGroupView, False),
+    (3, BF16, SubGroupView, False),
+)
+NEW_VALUE = 0.5  # exact in bf16
+
+
+def held_weights(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The weights of a parameter that this rank computes with, flat."""
+    partition = partition_of(parameter)
+    return parameter.data.view(-1) if partition is None else partition[: engine.view.slice_of(parameter).values.numel()]
+
+
+def check_slices(engine: Engine) -> None:
+    """Slices cover each parameter once per copy, show the weights, and are views into what the optimizer updates."""
+    view, mesh = engine.view, engine.mesh
+    trained = {id(parameter) for group in view.groups() for parameter in group}
+    masters = {tensor.data_ptr() for tensor in view.masters()}
+    for parameter in engine.parameters():
+        part = view.slice_of(parameter)
+        assert id(parameter) in trained
+        length = 0 if part is None else part.values.numel()
+        total = all_reduce_sum(torch.tensor([length]), mesh.gradient)
+        assert int(total) == whole_numel(parameter) * (mesh.gradient.size if view.is_direct else 1)
+        if part is not None:
+            first = 0 if partition_of(parameter) is not None else part.first
+            weights = held_weights(engine, parameter)[first : first + length]
+            assert torch.equal(part.values.to(weights.dtype), weights)
+            assert part.values.data_ptr() == part.flat.data_ptr() + part.offset * part.flat.element_size()
+            assert part.flat.data_ptr() in masters
+
+
+def check_gradients(engine: Engine, config: Any, each_holds_all: bool) -> float:
+    """The norm is that of the reduced gradients, taken when the update begins."""
+    squares: list[float] = []
+
+    def measure(phase: str) -> None:
+        if phase == "step":
+            reduced = list(engine.view.reduced_gradients())
+            assert {id(tensor) for tensor in reduced} <= {id(tensor) for tensor in engine.view.gradients()}
+            squares.append(sum(float(tensor.double().square().sum()) for tensor in reduced))
+
+    engine.on_phase = measure
+    engine.train_batch(local_batches(RECIPE, config, engine.mesh, 0, True), RECIPE.learning_rate)
+    square = torch.tensor([squares[-1]], dtype=torch.float64)
+    if not each_holds_all:
+        square = all_reduce_sum(square, engine.mesh.gradient)
+    norm = float(engine.view.norm())
+    assert norm > 0 and norm == pytest.approx(float(square) ** 0.5, rel=1e-4)
+    return norm
+
+
+def check_refreshing(engine: Engine) -> None:
+    """What is written into slices is what the network computes with, after a refresh."""
+    parts = [engine.view.slice_of(parameter) for parameter in engine.parameters()]
+    for part in parts:
+        if part is not None:
+            part.values.fill_(NEW_VALUE)
+    engine.view.refresh_weights()
+    for parameter, part in zip(engine.parameters(), parts, strict=True):
+        if part is not None or partition_of(parameter) is None:
+            assert (held_weights(engine, parameter) == NEW_VALUE).all()
+        if is_whole(parameter):
+            assert (parameter.data == NEW_VALUE).all() and parameter.numel() == whole_numel(parameter)
+
+
+def norms_of_views(rank: int) -> list[float]:
+    """Checks the view of each ZeRO stage on one rank; the norms of its first step."""
+    norms = []
+    for stage, flags, view_class, each_holds_all in RUNS:
+        config = layout_config(RECIPE, (1, 1, 2), stage, flags)
+        engine = build_engine(config, open_mesh(config.parallel))
+        assert type(engine.view) is view_class, (stage, flags)
+        check_slices(engine)
+        norms.append(check_gradients(engine, config, each_holds_all))
+        check_refreshing(engine)
+        if stage > 0 and not flags:  # without fp16 the scaler is a constant
+            assert engine.view.loss_scale() == 1.0 and engine.view.loss_scale_state()["cur_scale"] == 1.0
+        if stage == 3:
+            with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+                assert all(is_whole(parameter) for parameter in engine.parameters())
+            assert not all(is_whole(parameter) for parameter in engine.parameters()) or not flags
+    return norms
+
+
+def test_each_view_shows_the_same_optimizer_on_two_ranks() -> None:
+    first, second = run_ranks(norms_of_views, 2)
+    assert first == second
+    assert first == pytest.approx([first[0]] * len(first), rel=2e-2)  # bf16
+    in_fp32 = [norm for norm, (_, flags, *_) in zip(first, RUNS, strict=True) if not flags]
+    assert in_fp32 == pytest.approx([first[0]] * len(in_fp32), rel=1e-5)
+
+
+def phases_of_a_pipeline(rank: int) -> set[str]:
+    """The phases that one stage announced in a step."""
+    config = layout_config(RECIPE, (1, 2, 1), 1, [])
+    engine = build_engine(config, open_mesh(config.parallel))
+    phases: set[str] = set()
+    engine.on_phase = phases.add
+    untouched = dict(type(engine.deepspeed)._INSTRUCTION_MAP)
+    engine.train_batch(local_batches(RECIPE, config, engine.mesh, 0, True), RECIPE.learning_rate)
+    assert type(engine.deepspeed)._INSTRUCTION_MAP == untouched != engine.deepspeed._INSTRUCTION_MAP
+    assert engine.deepspeed.grid is engine.module._grid
+    return phases
+
+
+def test_a_pipeline_engine_runs_a_built_stage_and_announces_its_instructions() -> None:
+    assert run_ranks(phases_of_a_pipeline, 2) == [{"forward", "backward", "p2p", "step"}] * 2
+
+
+def test_a_built_stage_sets_what_the_constructor_would() -> None:
+    stage = BuiltStage(ParallelMesh.single(), loss=lambda: torch.zeros(()))
+    own = set(vars(stage)) - set(vars(torch.nn.Module()))
+    source = inspect.getsource(PipelineModule)
+    assert own and [name for name in own if f"self.{name} = " not in source and f"self.{name}: " not in source] == []
+    assert stage.get_additional_losses() is None
+
+
+def test_every_private_name_occurs_in_the_installed_version() -> None:
+    folder = Path(deepspeed.__file__).parent
+    files = [*(folder / "runtime").rglob("*.py"), *(folder / "utils").glob("*.py"), *(folder / "comm").glob("*.py")]
+    text = "\n".join(path.read_text() for path in (*files, folder / "ops" / "__init__.py"))
+    assert sorted(name for name in DEEPSPEED_PRIVATE if name not in text) == []
+
+
+def test_a_mark_decides_what_the_norm_counts() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    mark_parameter(parameter, is_counted=True, is_tied_copy=True)
+    assert is_model_parallel_parameter(parameter) and getattr(parameter, PIPE_REPLICATED)
+    mark_parameter(parameter, is_counted=False)
+    assert not is_model_parallel_parameter(parameter) and not getattr(parameter, PIPE_REPLICATED)
+
+
+def test_the_loss_scaler_has_the_counters_that_a_checkpoint_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: 1)
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", alone)
+    scaler = DynamicLossScaler(
+        init_scale=4.0,
+        scale_window=1,
+        min_scale=1,
+        delayed_shift=2,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=False,
+        dtype=torch.half,
+    )
+    before = {name: getattr(scaler, name) for name in _SCALER_COUNTERS}
+    scaler.update_scale(True)
+    scaler.update_scale(True)
+    changed = {name for name in _SCALER_COUNTERS if getattr(scaler, name) != before[name]}
+    assert changed == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
+
+
+def test_messages_and_the_build_of_collectives_are_where_they_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    skip_shared_memory_build()
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+    for backend in (None, SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: 3)):
+        monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
+        with replaced_backend(lambda own: SimpleNamespace(**{**vars(own), "get_rank": lambda group=None: 7})):
+            assert backend is None or deepspeed.comm.get_rank() == 7
+        assert deepspeed.comm.comm.cdb is backend
+
+
+def test_tensors_are_taken_out_of_any_nesting() -> None:
+    first, second = torch.zeros(1), torch.ones(2)
+    nested = {0: [first, None], 1: ({"a": second}, 3.0), 2: None}
+    assert [tensor.numel() for tensor in tensors_in(nested)] == [1, 2]

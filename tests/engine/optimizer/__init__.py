@@ -1,0 +1,1 @@
+"""Optimizer states and their updates: precision, place and moment."""

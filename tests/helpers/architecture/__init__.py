@@ -1,0 +1,1 @@
+"""The project's rules, what they go by, and questions about parsed files."""

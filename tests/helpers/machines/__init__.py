@@ -1,0 +1,1 @@
+"""Hosts, disks and networks that this machine only pretends to have, and what crosses them."""

@@ -1,0 +1,1 @@
+"""Short runs of the programs of other projects."""

@@ -1,0 +1,1 @@
+"""How pytest runs the suite."""

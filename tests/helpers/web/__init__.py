@@ -1,0 +1,1 @@
+"""A server and a browser."""

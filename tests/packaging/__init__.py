@@ -1,0 +1,1 @@
+"""What visitors and installers get: the package, its versions, containers."""

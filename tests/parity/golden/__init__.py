@@ -1,0 +1,1 @@
+"""Loss curves that the repository keeps."""

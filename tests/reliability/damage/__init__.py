@@ -1,0 +1,1 @@
+"""Checkpoints and values that are damaged, by chance or on purpose."""

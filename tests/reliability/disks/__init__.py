@@ -1,0 +1,1 @@
+"""Disks that lose power or are full."""

@@ -1,0 +1,1 @@
+"""Processes that are killed, stopped or hang, and start again."""

@@ -1,0 +1,185 @@
+"""Ranks that hang, fail or die at chosen places of a run: `python -m tests.reliability.kills.hangs --cases 60`.
+
+In each case one rank of a run is struck by a fault. All ranks must end, within the time limit for one that hangs and
+within seconds for one that fails or dies, with the right exit code, and one message must name the rank that was struck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import ExitCode
+from tests.helpers.machines.rank_processes import RankEnd, run_rank_processes
+from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
+
+HANG_SECONDS = 3
+# Tensor and pipeline sizes, and ranks.
+LAYOUTS = {"tp2": (2, 1, 2), "dp2": (1, 1, 2), "pp2": (1, 2, 2), "tp2pp2": (2, 2, 4)}
+PHASES = ("data", "forward", "p2p", "backward", "step", "evaluation", "save")
+STARTS = ("join", "load", "index")  # a rank that is stopped there is found; one that is stuck, only after minutes
+HANGS = ("stop", "spin", "sleep", "hold")
+ENDS = {"kill": -9, "exit": 9, "error": int(ExitCode.DATA), "bug": 1}
+_LIMIT_SECONDS = 120.0
+# What loaded machines may need beyond the five seconds that are promised.
+_SLACK_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault and where it strikes.
+
+    Args:
+        kind: one of `HANGS` or `ENDS`.
+        phase: one of `PHASES`, or of `STARTS`, or `init`, or `loader`, the thread that reads ahead.
+    """
+
+    layout: str
+    kind: str
+    rank: int
+    phase: str
+    step: int = 3
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether the rank stays, and makes no progress."""
+        return self.kind in HANGS
+
+    def codes(self) -> list[int]:
+        """The exit codes of all ranks."""
+        common = {"error": int(ExitCode.DATA), "bug": 1}.get(self.kind, int(ExitCode.REQUEUE))
+        if self.is_hang:
+            common = int(ExitCode.HANG)
+        found = [common] * LAYOUTS[self.layout][2]
+        if self.kind in ("stop", "hold"):
+            found[self.rank] = -9  # killed by another rank
+        elif self.kind in ENDS:
+            found[self.rank] = ENDS[self.kind]
+        return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case found; `seconds` from the fault to the end of the last rank."""
+
+    fault: Fault
+    seconds: float
+    is_named: bool
+    problem: str
+
+
+def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
+    """Runs the program with a fault."""
+    tp_size, pp_size, world_size = LAYOUTS[fault.layout]
+    note = folder / "struck"
+    folder.mkdir()
+    flags = corpus.flags(
+        "--hang-timeout-seconds",
+        str(HANG_SECONDS),
+        folder=folder,
+        train_iters=8,
+        save_interval=3,
+        eval_interval=3,
+        micro_batch_size=1,
+        lr_warmup_fraction=None,
+        tensor_model_parallel_size=tp_size,
+        pipeline_model_parallel_size=pp_size,
+    )
+    told = {"kind": fault.kind, "rank": fault.rank, "phase": fault.phase, "step": fault.step, "note": str(note)}
+    told["hang_seconds"] = HANG_SECONDS
+    words = ["-m", "tests.reliability.kills.faulty_run", json.dumps(told), *flags]
+    try:
+        ends = run_rank_processes(words, world_size, _LIMIT_SECONDS)
+    except AssertionError as failure:
+        return Outcome(fault, _LIMIT_SECONDS, False, str(failure))
+    if not note.exists():
+        return Outcome(fault, 0.0, False, f"the fault did not strike: {[end.code for end in ends]}")
+    seconds = max(end.at for end in ends) - float(note.read_text())
+    messages = [line for end in ends for line in end.errors.splitlines() if re.match(r"(\[rank \d+\] )?error: ", line)]
+    is_named = len(messages) == 1 and _names(fault, messages[0])
+    return Outcome(fault, seconds, is_named, "; ".join(_problems(fault, ends, seconds, messages, folder)))
+
+
+def _names(fault: Fault, message: str) -> bool:
+    """Whether a message is about the rank; while the ranks join, another one says it of it."""
+    if fault.phase == "join":
+        return f"error: rank {fault.rank} (" in message
+    return message.startswith(f"[rank {fault.rank}] error: ")
+
+
+def _problems(fault: Fault, ends: list[RankEnd], seconds: float, messages: list[str], folder: Path) -> Iterator[str]:
+    texts = "\n".join(end.errors for end in ends)
+    codes = [end.code for end in ends]
+    if codes != fault.codes():
+        yield f"exit codes {codes} and not {fault.codes()}:\n{texts}"
+    if len(messages) != 1 or not _names(fault, messages[0]):
+        yield f"the messages are {messages}:\n{texts}"
+    if "Traceback" in texts and fault.kind != "bug":
+        yield f"a traceback:\n{texts}"
+    if seconds > _SLACK_SECONDS + (HANG_SECONDS if fault.is_hang else 0):
+        yield f"it took {seconds:.1f} s"
+    reports = [*folder.glob("run/hang-*.txt"), *folder.glob("checkpoints/hang-*.txt")]
+    if fault.is_hang and len(reports) != (fault.phase != "join"):
+        yield f"{len(reports)} files of stacks"
+    if fault.kind in ("spin", "sleep") and not any("in strike" in path.read_text() for path in reports):
+        yield "the stacks do not show the fault"
+
+
+def draw(number: int, drawn: random.Random) -> Fault:
+    """The fault of a case: kinds and layouts in turn, the rest at random."""
+    kinds = [*HANGS, *ENDS]
+    layout = list(LAYOUTS)[number % len(LAYOUTS)]
+    kind = kinds[number // len(LAYOUTS) % len(kinds)]
+    world_size, pp_size = LAYOUTS[layout][2], LAYOUTS[layout][1]
+    phases = [phase for phase in PHASES if pp_size > 1 or phase != "p2p"]
+    places = phases if kind in HANGS else [*phases, "init"]  # a hang in start-up is only found after minutes
+    if kind in ("sleep", "spin", "error", "kill"):
+        places.append("loader")
+    rank = drawn.randrange(world_size)
+    return Fault(layout, kind, rank, drawn.choice(places), 3)
+
+
+def campaign(folder: Path, cases: int, seed: int) -> list[Outcome]:
+    """Runs cases in turn."""
+    drawn = random.Random(seed)
+    corpus = write_tiny_corpus(folder)
+    found = []
+    for number in range(cases):
+        found.append(run_case(corpus, folder / f"case{number}", draw(number, drawn)))
+        print(json.dumps([str(found[-1].fault), round(found[-1].seconds, 2), found[-1].problem]), file=sys.stderr)
+    return found
+
+
+def main() -> int:
+    """Runs the campaign and prints its figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = campaign(Path(folder), asked.cases, asked.seed)
+    figures: dict[str, object] = {"cases": len(found), "problems": sum(bool(outcome.problem) for outcome in found)}
+    for name, chosen in (
+        ("hangs", [outcome for outcome in found if outcome.fault.is_hang]),
+        ("ends", [outcome for outcome in found if not outcome.fault.is_hang]),
+    ):
+        seconds = sorted(outcome.seconds for outcome in chosen)
+        figures[name] = {
+            "cases": len(chosen),
+            "named": sum(outcome.is_named for outcome in chosen),
+            "median_seconds": round(seconds[len(seconds) // 2], 2) if seconds else None,
+            "most_seconds": round(seconds[-1], 2) if seconds else None,
+        }
+    print(json.dumps({"hang_timeout_seconds": HANG_SECONDS, **figures}))
+    return int(figures["problems"] != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

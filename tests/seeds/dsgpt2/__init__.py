@@ -1,0 +1,1 @@
+"""The scenarios of dsGPT2."""

@@ -1,0 +1,1 @@
+"""The scenarios of GPT-2 all in."""

@@ -1,0 +1,129 @@
+"""Scenario 004.2: training on windows by jax-lm-training's flags: lines, losses, layouts, checkpoints, restore."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.jax_lm_training.jax_lm import log_style as style
+from examples.jax_lm_training.jax_lm import train
+from megatron.checkpoint.record import Progress
+from megatron.data.datasets.rows import RowDataset
+from megatron.data.datasets.sample import Sample
+from megatron.data.formats.parquet_windows import WindowFile
+from megatron.inference.loading import open_checkpoint
+from megatron.model.interface.step_context import StepSettings
+from megatron.observe.metrics_file import read_records, read_steps
+from megatron.observe.report import Outputs, Pace, Report
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.projects.jax_lm_page import PageRun
+from tests.helpers.ranks import run_ranks
+from tests.train.samples import WORKLOAD, Outcome, optim_config, report_config
+
+pytestmark = pytest.mark.xdist_group("jax-lm-training")  # one worker, so that the page is executed once
+FIGURES = r"epoch: (\d+) step: (\d+)/(\d+) loss: (\d+\.\d{4}) ppl: (\d+\.\d\d)"
+TRAIN_LINE = re.compile(rf"\[TRAIN\] {FIGURES} ETA \d+:\d\d:\d\d")
+EVAL_LINE = re.compile(rf"\[EVAL\] {FIGURES}")
+BATCH, STEPS, EPOCH_STEPS, INTERRUPTED_AT = 4, 24, 12, 7
+
+
+def test_004_2_train_lm(jax_lm: PageRun) -> None:
+    lines = jax_lm.log("artifacts")
+    trained = [found.groups() for found in map(TRAIN_LINE.fullmatch, lines) if found]
+    evaluated = [found.groups() for found in map(EVAL_LINE.fullmatch, lines) if found]
+    assert [(int(epoch), int(step)) for epoch, step, *_ in trained] == [
+        (int(step > EPOCH_STEPS), step) for step in range(2, STEPS + 1, 2)
+    ]
+    assert [int(step) for _, step, *_ in evaluated] == [6, 12, 18, 24]
+    assert {int(steps) for _, _, steps, *_ in trained + evaluated} == {STEPS}
+    for *_, loss, ppl in trained + evaluated:
+        assert float(ppl) == pytest.approx(math.exp(float(loss)), rel=1e-4, abs=0.01)
+    assert lines.count("save checkpoint to artifacts/") == 6  # every 4 steps; 12 and 24 also end an epoch
+    assert sorted(path.name for path in (jax_lm.folder / "artifacts").glob("iter_*")) == [
+        "iter_0000016", "iter_0000020", "iter_0000024",
+    ]  # fmt: skip
+    whole, parts = (read_steps(jax_lm.folder / save / "run") for save in ("artifacts", "twin"))
+    assert sorted(whole) == sorted(parts) == list(range(1, STEPS + 1))
+    # Two processes up to the interruption; then one, which restored the checkpoint.
+    assert [parts[step]["lm_loss"] for step in parts] == pytest.approx(
+        [whole[step]["lm_loss"] for step in parts], rel=1e-5
+    )
+    assert whole[1]["learning_rate"] == 3e-3
+    assert whole[STEPS]["learning_rate"] == pytest.approx(3e-3 / STEPS)
+    assert f"resumed twin/iter_{INTERRUPTED_AT:07d}: iteration {INTERRUPTED_AT}" in jax_lm.err
+
+
+def test_the_loss_is_the_mean_over_real_tokens(jax_lm: PageRun) -> None:
+    tokenizer = {"data.tokenizer_name_or_path": str(jax_lm.folder / "data" / "tr-tokenizer.json")}
+    loaded = open_checkpoint(str(jax_lm.folder / "artifacts"), tokenizer, ParallelMesh.single())
+    with WindowFile(jax_lm.folder / "dataset" / "wikitext.test-00000-of-00001") as file:
+        windows = file.read(0)
+    ids = torch.from_numpy(windows.input_ids)
+    with torch.inference_mode():
+        context = StepSettings().context(torch.zeros(len(ids), dtype=torch.int64), first_sample=0)
+        scores = loaded.model(ids, context)[..., : loaded.vocab_size].float().log_softmax(-1)  # [b, s, v]
+    nats, tokens = 0.0, 0
+    for row in range(len(ids)):
+        for place in range(1, ids.shape[1]):
+            if windows.attention_mask[row, place] and windows.labels[row, place] != -100:
+                nats -= float(scores[row, place - 1, ids[row, place]])
+                tokens += 1
+    records = read_records(jax_lm.folder / "artifacts" / "run" / "metrics.jsonl")
+    (loss,) = [one["lm_loss"] for one in records if one["kind"] == "evaluation" and one["iteration"] == STEPS]
+    assert loss == pytest.approx(nats / tokens, rel=1e-4)
+    assert (windows.attention_mask == 0).any(), "without padding, the mean over all positions would be the same"
+
+
+def test_a_restored_run_reads_only_what_follows(jax_lm: PageRun, tmp_path: Path) -> None:
+    words = [
+        *("--train-dataset-paths", str(jax_lm.folder / "dataset/wikitext.train**"), "--eval-dataset-paths"),
+        *(str(jax_lm.folder / "dataset/wikitext.test**"), "--model-save-dir", str(tmp_path / "rest")),
+        *("--tokenizer-model", str(jax_lm.folder / "data/tr-tokenizer.json"), "--batch-size", "4", "--num-epochs", "2"),
+        *("--max-sequence-length", "32", "--max-position-embeddings", "32", "--learning-rate", "3e-3"),
+        *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0"),
+        *("--restore-checkpoint-path", str(jax_lm.folder / "twin" / "iter_0000020"), "--eval-iters", "0"),
+    ]
+    ((code, read),) = run_ranks(restore, 1, words)
+    assert code == 0
+    assert sorted(read) == list(range(20 * BATCH, STEPS * BATCH))
+
+
+def restore(rank: int, words: Sequence[str]) -> tuple[int, list[int]]:
+    """Continues a run; returns its exit code and the number of each sample that is read."""
+    read: list[int] = []
+    original = RowDataset.read
+
+    def recorded(dataset: RowDataset, sample: int) -> Sample:
+        read.append(sample)
+        return original(dataset, sample)
+
+    RowDataset.read = recorded  # type: ignore[method-assign]
+    return train.main(list(words)), read
+
+
+def test_the_remaining_time_is_right_after_the_third_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow start, steps of a second that vary by a third, and evaluations and saves in between."""
+    now, steps, interval = 0.0, 2000, 100
+    report = Report(
+        report_config(log_interval=interval),
+        optim_config(train_iters=steps),
+        WORKLOAD,
+        Outputs(style),
+        pace=Pace(lambda: now),
+    )
+    report.started(Progress())
+    lines_at = []
+    for step in range(1, steps + 1):
+        now += (60.0 if step == 1 else 1.0) * (1.0 + 0.3 * math.sin(step))
+        report.step(Progress(step, 8 * step, 128 * step), Outcome(), 0.1, 1.0)
+        if step % interval == 0:
+            lines_at.append(now)
+            now += 7.0  # evaluates and saves
+    for began_at, line in list(zip(lines_at, capsys.readouterr().out.splitlines(), strict=True))[2:-1]:
+        hours, minutes, seconds = map(int, line.rpartition("ETA ")[2].split(":"))
+        assert 3600 * hours + 60 * minutes + seconds == pytest.approx(now - began_at, rel=0.15)

@@ -1,0 +1,1 @@
+"""The scenarios of Turkish GPT-2."""

@@ -1,0 +1,1 @@
+"""Whole runs, from flags to losses and exit codes."""
