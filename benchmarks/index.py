@@ -30,11 +30,11 @@ from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.build import build_split_datasets
+from megatron.data.formats.index_layout import MMAP_HEADER, MMAP_MAGIC
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.data.loader import BatchLoader
 from megatron.data.order.index_map import build_indices
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 
 _CHUNK_DOCUMENTS = 1 << 22
 _LONGEST_TOKENS = 1999

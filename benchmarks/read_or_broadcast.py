@@ -29,7 +29,7 @@ from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import MicroBatches
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 
 
 @dataclass(frozen=True)

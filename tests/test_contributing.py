@@ -17,8 +17,8 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 # Where a data flow begins (the line before its list) and the most files it may number.
 WALKS = {
     "### `--tensor-model-parallel-size` to a split matrix": 10,
-    "From jsonl to `.bin/.idx`": 9,
-    "From `.bin/.idx` to a batch": 9,
+    "From jsonl to `.bin/.idx`": 8,
+    "From `.bin/.idx` to a batch": 8,
     "From a batch to the loss": 8,
     "### One parameter, into a checkpoint and into another layout": 9,
     "### A prompt, to a text": 9,

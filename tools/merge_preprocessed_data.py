@@ -57,7 +57,7 @@ def main() -> int:
     from megatron.corpus.preprocess.merge import merge
 
     plan = merge(flags.datasets, flags.output_prefix)
-    log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
+    log.info(_summary(flags, *plan.starts[-1], plan.index.bin_bytes))
     return 0
 
 
@@ -76,12 +76,12 @@ def _merge_distributed(flags: MergeFlags) -> int:
     )
     ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: all_gather_json(value, mesh.world))
     plan = merge(flags.datasets, flags.output_prefix, ranks)
-    log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
+    log.info(_summary(flags, *plan.starts[-1], plan.index.bin_bytes))
     close_mesh(mesh)
     return 0
 
 
-def _summary(flags: MergeFlags, documents: int, sequences: int, tokens: int, size_bytes: int) -> str:
+def _summary(flags: MergeFlags, sequences: int, documents: int, tokens: int, size_bytes: int) -> str:
     return (
         f"Merged {len(flags.datasets)} datasets into {flags.output_prefix} (.bin, .idx): {documents} documents, "
         f"{sequences} sequences, {tokens} tokens, {size_bytes / 1e6:.1f} MB."

@@ -2,6 +2,11 @@
 
 For programs that take raw text. All ranks of a run ask for the same folder at once; the first one makes it. A program's
 `TextRecipe` says what a document is and what the tokenizer knows.
+
+Running text is cut into documents, so that a part of it can be held out: a split of token files gives whole documents
+to training and validation, and a book in one file would be one. A cut is made at the first blank line after
+`_PIECE_LETTERS`, long compared with a sample and short compared with a book, and wherever a line says `<|endoftext|>`,
+which is how corpora in plain text separate their documents.
 """
 
 from __future__ import annotations
@@ -9,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron import log
-from megatron.corpus.cut_text import write_pieces
 from megatron.corpus.inputs.demo import LEAST_BYTES, write_demo_corpus
 from megatron.corpus.inputs.input_blocks import check_inputs, total_bytes
 from megatron.corpus.inputs.input_paths import expand_inputs
@@ -25,7 +31,7 @@ from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.order.index_cache import wait_for_lock
 from megatron.errors import ConfigError, DataError
 from megatron.files.failures import storage_error
-from megatron.files.plain import read_plain_json
+from megatron.files.plain import open_plain, read_plain_json
 from megatron.files.replacing import write_atomically
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
@@ -34,6 +40,9 @@ _LEARNT_FROM_BYTES = 10_000_000
 _RECORD = "dataset.json"
 _PIECES = "pieces.jsonl"
 _LINES = "\n"
+_END_OF_TEXT = "<|endoftext|>"
+_PIECE_LETTERS = 16_384
+_LINE_LETTERS = 1 << 20  # a longer line is cut
 
 
 @dataclass(frozen=True)
@@ -170,3 +179,45 @@ def _progress(inputs: tuple[str, ...]) -> Iterator[ProgressLine]:
         progress.clear()
         raise
     progress.finish()
+
+
+def pieces(lines: Iterable[str]) -> Iterator[str]:
+    """The documents of running text, given line by line with its line ends."""
+    held: list[str] = []
+    letters = 0
+    for line in lines:
+        is_end = line.strip() == _END_OF_TEXT
+        if not is_end:
+            held.append(line)
+            letters += len(line)
+        if held and (is_end or (letters >= _PIECE_LETTERS and not line.strip()) or letters >= _LINE_LETTERS):
+            yield "".join(held)
+            held, letters = [], 0
+    if held:
+        yield "".join(held)
+
+
+def write_pieces(paths: Iterable[str], output: Path) -> None:
+    """Writes the documents of UTF-8 files as jsonl."""
+    write_atomically(output, lambda stream: _write_texts(paths, stream))
+
+
+def _write_texts(paths: Iterable[str], stream: BinaryIO) -> None:
+    for path in paths:
+        for text in pieces(_lines(path)):
+            if text.strip():
+                stream.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+
+
+def _lines(path: str) -> Iterator[str]:
+    try:
+        with TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as file:
+            while line := file.readline(_LINE_LETTERS):
+                yield line
+    except UnicodeDecodeError as failure:
+        raise DataError(
+            f"{path}: byte {failure.start} of a block is not UTF-8 ({failure.reason}). Convert the file first: "
+            f"iconv -f WINDOWS-1252 -t UTF-8 {path} (or whatever its encoding is)."
+        ) from failure
+    except OSError as failure:
+        raise storage_error(Path(path), failure) from failure

@@ -15,13 +15,12 @@ from megatron.config.flags.blends import read_blend, shown_split
 from megatron.config.objective.loss import CAUSAL
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.open_files import allow_open_files, uses_of
-from megatron.data.datasets.sample import SampleDataset, SourceDataset
+from megatron.data.datasets.sample import SampleDataset
 from megatron.data.order.blend import blend_order
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember, SourcePlan
 from megatron.data.order.resumed_plan import resumed_plan
 from megatron.data.order.splits import fraction_range, split_boundaries
-from megatron.data.sources.request import DataRequest
-from megatron.data.sources.source import Source, SourceUse, check_examples
+from megatron.data.sources.source import DataRequest, Source, SourceUse, check_examples
 from megatron.data.sources.source_kinds import source_facts, source_of
 from megatron.errors import ConfigError, DataError, MegatronError, joined
 from megatron.secret_text import masked
@@ -396,8 +395,8 @@ def _build_group(group: GroupPlan, plan: DataPlan, sources: DataSources) -> Samp
 
 
 def _build_phase(
-    group: GroupPlan, number: int, parts: Mapping[int, SourceDataset], sources: DataSources
-) -> SourceDataset | BlendedDataset:
+    group: GroupPlan, number: int, parts: Mapping[int, SampleDataset], sources: DataSources
+) -> SampleDataset:
     phase, length = group.phases[number], group.length_of(number)
     members = [parts[member.source] for member in phase.members]
     if not phase.blended:

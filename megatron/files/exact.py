@@ -7,6 +7,7 @@ offset, pipes and storage with injected faults share one loop.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -61,3 +62,12 @@ def write_all(write: Callable[[memoryview, int], int], data: Any) -> None:
         if count <= 0:
             raise OSError(errno.EIO, "the file system accepts no more bytes")
         done += count
+
+
+def write_at(descriptor: int, data: Any, offset: int) -> None:
+    """Writes bytes to a place of an open file.
+
+    Raises:
+        OSError: as `write_all`.
+    """
+    write_all(lambda rest, done: os.pwrite(descriptor, rest, offset + done), data)

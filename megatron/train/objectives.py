@@ -7,10 +7,9 @@ import torch
 from megatron.config import RunConfig
 from megatron.config.objective.loss import MASKED, MULTITASK, PREFIX, SAMPLES
 from megatron.config.objective.masking import SENTENCES
+from megatron.data.datasets.changed_samples import PrefixDataset, ShortenedDataset
 from megatron.data.datasets.masked.masked_options import MaskedOptions
-from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import SampleDataset
-from megatron.data.datasets.shortened import ShortenedDataset
 from megatron.data.loader import BatchOptions
 from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings

@@ -24,7 +24,7 @@ from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.read_ahead import ReadAhead
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer

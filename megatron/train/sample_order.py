@@ -21,7 +21,7 @@ from megatron.data.build import build_split_datasets
 from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.sample import DocumentSpan, SampleDataset
 from megatron.data.order.plan import DataPlan
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import Tokenizer
 

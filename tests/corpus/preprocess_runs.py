@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.corpus.inputs.input_blocks import InputBlock
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
 from megatron.corpus.workers.progress import ProgressLine

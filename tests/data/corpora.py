@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 
 GOLDEN_LENGTHS = [5, 9, 3, 12, 7, 1, 20, 4, 8, 11]
 

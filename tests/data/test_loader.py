@@ -8,11 +8,11 @@ import pytest
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.blended import BlendedDataset
+from megatron.data.datasets.changed_samples import ShortenedDataset
 from megatron.data.datasets.sample import Sample
-from megatron.data.datasets.shortened import ShortenedDataset
 from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, predicted_places, segment_ids
 from megatron.data.read_ahead import ReadAhead
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.errors import ConfigError, DataError
 from tests.data.corpora import write_corpus
 
@@ -287,7 +287,7 @@ def test_an_error_in_the_thread_is_raised_when_the_batch_is_requested(ahead):
 def test_a_blend_that_requests_too_many_samples_is_rejected(dataset):
     count = len(dataset) + 1
     with pytest.raises(DataError, match=f"takes {count} samples of .*corpus, which has {count - 1} planned"):
-        BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count))
+        BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count), [0], [0])
 
 
 def test_shortened_samples_keep_their_first_tokens_and_what_follows_each(dataset):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.sources.pairs import pair_prefixes
 
 TARGET = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import DataError
 from megatron.evaluation import item_files
 from megatron.evaluation.item_files import JsonRow, checked_text, read_documents, read_lines, read_rows, token_prefix

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import DataError
 from megatron.files.replacing import remove_leftovers, start_write_back, temporary_name
 

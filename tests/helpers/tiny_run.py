@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import pretrain_gpt
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import MegatronError
 from megatron.observe.metrics_file import read_steps
 from megatron.tokenizers.tokenizer import build_tokenizer

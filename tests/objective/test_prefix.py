@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.data.datasets.prefix import prefix_length
+from megatron.data.datasets.changed_samples import prefix_length
 from megatron.data.loader import Batch
 from megatron.objective.language_model import Z_LOSS, LanguageModelObjective, PrefixObjective
 from megatron.parallel.mesh import Axis

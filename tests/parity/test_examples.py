@@ -14,7 +14,7 @@ from megatron.config import DataConfig, RunConfig
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.loader import Batch, MicroBatches
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets
-from megatron.data.datasets.prefix import prefix_length
+from megatron.data.datasets.changed_samples import prefix_length
 from megatron.data.datasets.sample import Sample
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.loader import MicroBatches
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.parallel.joining import open_mesh
 from megatron.train.objectives import batch_options, samples_to_learn
 from megatron.train.start_up.engine_opening import build_engine

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint import read_tensors
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.projects.jax_lm_page import PageRun, run_page
 from tests.helpers.ranks import run_ranks

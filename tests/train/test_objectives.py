@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
-from megatron.data.datasets.prefix import PrefixDataset
+from megatron.data.datasets.changed_samples import PrefixDataset, ShortenedDataset
 from megatron.data.datasets.sample import Sample, SampleDataset
-from megatron.data.datasets.shortened import ShortenedDataset
 from megatron.model.interface.step_context import MaskKind
 from megatron.objective.language_model import LanguageModelObjective, PrefixObjective
 from megatron.objective.masked import MaskedLanguageModelObjective

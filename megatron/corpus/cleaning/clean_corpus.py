@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron import log
-from megatron.corpus.cleaning.clean_work import CleanWork
-from megatron.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, Dropped
+from megatron.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, CleanWork, Dropped
 from megatron.corpus.cleaning.cleaning_report import CleaningReport
 from megatron.corpus.cleaning.contamination import EvaluationSets
 from megatron.corpus.cleaning.documents.clean_options import CleanOptions
 from megatron.corpus.cleaning.documents.entries import document_of
 from megatron.corpus.cleaning.duplicates import DuplicateFilter, ExactDuplicates
 from megatron.corpus.cleaning.filters.rejections import BAD_LINE
-from megatron.corpus.cleaning.output import check_output, write_lines
-from megatron.corpus.inputs.input_blocks import InputBlock, blocks, check_inputs
+from megatron.corpus.inputs.block import InputBlock
+from megatron.corpus.inputs.compressed import zstandard_library
+from megatron.corpus.inputs.input_blocks import blocks, check_inputs
 from megatron.corpus.inputs.input_paths import STANDARD_INPUT
-from megatron.corpus.inputs.lines import bad_line_advice
+from megatron.corpus.inputs.lines import BadLine, BadLines
 from megatron.corpus.workers.pool import choose_workers, run_blocks
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError
 from megatron.files.replacing import check_writable, remove_leftovers, write_atomically
 
 BLOCK_BYTES = 1 << 20
-_SHOWN_BAD_LINES = 5
+_GZIP_LEVEL = 6
+_ZSTANDARD_ADVICE = "name it .jsonl.gz"
+_ZSTANDARD_LEVEL = 3
 
 
 @dataclass(frozen=True)
@@ -169,32 +173,20 @@ class _Writer:
 
     def write(self, cleaned: Iterable[tuple[InputBlock, CleanedBlock]]) -> None:
         duplicates = DuplicateFilter(self.options)
-        path, line, bad_lines = "", 0, 0
+        path, line, skipped = "", 0, BadLines(self.options.skip_bad_lines, self.progress.clear)
         for block, result in cleaned:
             if block.start == 0 or block.source != path:
                 path, line = block.source, 0
-            bad_lines += self._check_bad_lines(block, result, line, bad_lines)
+            bad = [
+                BadLine(entry.number, entry.offset, entry.detail)
+                for entry in result.dropped
+                if entry.reason == BAD_LINE
+            ]
+            skipped.take(bad, len(bad), block.source, block.start, line)
             self._write_block(result, duplicates, path, line)
             line += result.documents
             self.report.text_bytes += block.size
             self.progress.advance(result.documents, block.size, block.input_bytes)
-
-    def _check_bad_lines(self, block: InputBlock, result: CleanedBlock, line: int, known: int) -> int:
-        """Stops at a bad line, or warns of the first few; gives how many there are."""
-        count = 0
-        for entry in result.dropped:
-            if entry.reason != BAD_LINE:
-                continue
-            where = (
-                f"{block.source}:{line + entry.number + 1}: byte offset {block.start + entry.offset}: {entry.detail}"
-            )
-            if not self.options.skip_bad_lines:
-                raise DataError(f"{where}. {bad_line_advice(block.source, entry.detail)}")
-            if known + count < _SHOWN_BAD_LINES:
-                self.progress.clear()
-                log.warning(f"{where}; skipped")
-            count += 1
-        return count
 
     def _write_block(self, result: CleanedBlock, duplicates: DuplicateFilter, path: str, line: int) -> None:
         report = self.report
@@ -250,3 +242,46 @@ def _runs(stays: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """Half-open ranges of neighbours that stay."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], stays, [False])).astype(np.int8)))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def check_output(flag: str, path: str) -> None:
+    """Checks that a file of this name can be written as its suffix says.
+
+    Raises:
+        ConfigError: the suffix is of a compression that is not written, or its library is missing.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix in (".bz2", ".xz", ".parquet"):
+        raise ConfigError(f"{flag} {path}: {suffix} is not written. Name it .jsonl, .jsonl.gz or .jsonl.zst.")
+    if suffix == ".zst":
+        zstandard_library(path, flag, _ZSTANDARD_ADVICE)
+
+
+def write_lines(path: str, write: Callable[[Any], None]) -> None:
+    """Writes a file through `write`, compressed if the suffix is .gz or .zst; it appears when it is complete.
+
+    The bytes depend on the lines only: no name and no time is put into a .gz file.
+
+    Raises:
+        StorageError: the file system refused; nothing is left behind.
+    """
+
+    def packed(stream: BinaryIO) -> None:
+        with _compressed(path, stream) as lines:
+            write(lines)
+
+    write_atomically(Path(path), packed)
+
+
+@contextlib.contextmanager
+def _compressed(path: str, stream: BinaryIO) -> Iterator[Any]:
+    suffix = Path(path).suffix.lower()
+    if suffix == ".gz":
+        with gzip.GzipFile("", "wb", _GZIP_LEVEL, stream, mtime=0) as lines:
+            yield lines
+    elif suffix == ".zst":
+        compressor = zstandard_library(path, "--output", _ZSTANDARD_ADVICE).ZstdCompressor(level=_ZSTANDARD_LEVEL)
+        with compressor.stream_writer(stream, closefd=False) as lines:
+            yield lines
+    else:
+        yield stream

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +25,14 @@ from megatron.corpus.cleaning.filters.rejections import (
     EMPTY,
     REPAIRED,
     SPACES,
-    CharacterCount,
     DocumentFilter,
-    LanguageCheck,
     Rejection,
-    TokenCount,
-    WordCount,
+    length_filters,
 )
 from megatron.corpus.cleaning.filters.repetition import GopherRepetition
 from megatron.corpus.cleaning.near_duplicates.signatures import Signer
-from megatron.corpus.inputs.input_blocks import InputBlock
+from megatron.corpus.inputs.block import InputBlock
+from megatron.corpus.workers.pool import BlockWork, Message
 
 SHOWN_CHARACTERS = 80
 _BEFORE_A_CHANGE = 20
@@ -116,7 +114,7 @@ class Cleaner:
         self.options = options
         self.counts = counts
         self._repair = TextRepair(options.straighten_quotes) if options.fix_text else None
-        self._filters = _filters(options)
+        self._filters = list(_filters(options))
         self._repetition = GopherRepetition() if options.gopher_repetition else None
         self._signer = Signer(options.near) if options.near is not None else None
         if evaluation is None and options.contamination is not None:
@@ -147,7 +145,7 @@ class Cleaner:
                 texts[number] = self._repaired(number, entry.text, cleaned)
         self._drop(texts, [Rejection(EMPTY) if not text.strip() else None for text in texts.values()], cleaned)
         for judge in self._filters:
-            self._drop(texts, judge.rejections(list(texts.values())), cleaned)
+            self._drop(texts, judge(list(texts.values())), cleaned)
         pieces: dict[int, list[str]] = {}
         if self._splitter is not None:
             self._judge_words(self._splitter, texts, pieces, cleaned)
@@ -247,6 +245,50 @@ class Cleaner:
             cleaned.originals = b"".join(originals)
 
 
+class CleanWork(BlockWork[CleanedBlock]):
+    """Cleans blocks."""
+
+    title = "cleaning"
+
+    def __init__(self, cleaner: Cleaner) -> None:
+        self.cleaner = cleaner
+
+    def recipe(self) -> tuple[Callable[..., CleanWork], tuple[Any, ...]]:
+        return _rebuilt, (self.cleaner.options, self.cleaner.evaluation, self.cleaner.counts)
+
+    def run(self, block: InputBlock) -> CleanedBlock:
+        return self.cleaner.clean(block)
+
+    def pack(self, result: CleanedBlock) -> Message:
+        """Counts and documents as JSON; the arrays and bytes as they are."""
+        kinds: dict[str, Any] = {}
+        buffers: list[Any] = []
+        for name in (entry.name for entry in fields(result)):
+            value = getattr(result, name)
+            if isinstance(value, bytes):
+                kinds[name] = None
+                buffers.append(value)
+            elif isinstance(value, np.ndarray):
+                kinds[name] = [value.dtype.str, list(value.shape)]
+                buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        counts = {"documents": result.documents, "dropped": result.dropped, "changed": result.changed}
+        return Message({**counts, "kinds": kinds}, buffers)
+
+    def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> CleanedBlock:
+        cleaned = CleanedBlock(
+            facts["documents"],
+            [Dropped(*entry) for entry in facts["dropped"]],
+            [Changed(*entry) for entry in facts["changed"]],
+        )
+        for (name, kind), data in zip(facts["kinds"].items(), buffers, strict=True):
+            setattr(cleaned, name, bytes(data) if kind is None else np.frombuffer(data, kind[0]).reshape(kind[1]))
+        return cleaned
+
+
+def _rebuilt(options: CleanOptions, evaluation: EvaluationSets | None, counts: bool) -> CleanWork:
+    return CleanWork(Cleaner(options, evaluation, counts))
+
+
 def text_digest(text: str) -> bytes:
     """Sixteen bytes that two texts share if they differ only in spaces and in how characters are composed (NFC).
 
@@ -262,24 +304,13 @@ def _digests(texts: Iterable[str]) -> npt.NDArray[np.uint64]:
     return np.frombuffer(b"".join([text_digest(text) for text in texts]), np.uint64).reshape(-1, 2)
 
 
-def _filters(options: CleanOptions) -> list[DocumentFilter]:
+def _filters(options: CleanOptions) -> Iterator[DocumentFilter]:
     """The filters that were asked for, cheap ones first."""
-    lengths = options.lengths
-    filters: list[DocumentFilter] = []
-    if lengths.minimum_characters is not None or lengths.maximum_characters is not None:
-        filters.append(CharacterCount(lengths))
-    if lengths.minimum_words is not None or lengths.maximum_words is not None:
-        filters.append(WordCount(lengths))
-    if lengths.minimum_tokens is not None or lengths.maximum_tokens is not None:
-        filters.append(TokenCount(lengths))
+    yield from length_filters(options.lengths)
     if options.gopher_quality:
-        filters.append(GopherQuality(options.minimum_stop_words))
+        yield GopherQuality(options.minimum_stop_words).rejections
     if options.language is not None:
-        choice = options.language
-        filters.append(
-            LanguageCheck(LanguageFilter(choice.languages, choice.threshold, choice.sample_characters)),
-        )
-    return filters
+        yield LanguageFilter(options.language).rejections
 
 
 def _change(number: int, what: str, before: str, after: str) -> Changed:

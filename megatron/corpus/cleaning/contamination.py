@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from megatron.corpus.cleaning.documents.clean_options import ContaminationChoice
 from megatron.corpus.cleaning.documents.words import Hashes, Words, WordSplitter
-from megatron.corpus.inputs.input_blocks import InputBlock, blocks, check_inputs
+from megatron.corpus.inputs.block import InputBlock
+from megatron.corpus.inputs.input_blocks import blocks, check_inputs
 from megatron.corpus.inputs.input_paths import STANDARD_INPUT, expand_inputs, layout_of
 from megatron.errors import ConfigError, DataError
 

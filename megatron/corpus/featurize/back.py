@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.corpus.featurize.window_cutting import Numbers
-from megatron.corpus.inputs.input_blocks import InputBlock
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.preprocess.provenance import SourceLog, versions
-from megatron.data.formats.indexed import IndexedWriter, width_for
+from megatron.data.formats.indexed_writer import IndexedWriter, width_for
 from megatron.data.formats.parquet_windows import WindowFacts, WindowFile, Windows, expand_windows
 from megatron.data.formats.sidecar import Sidecar, check_replaceable
 from megatron.errors import ConfigError, DataError

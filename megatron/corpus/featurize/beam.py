@@ -161,7 +161,7 @@ def _pieces(
         counts["skipped"] += encoded.bad_count
         ids, lengths = encoded.keys[0].ids, encoded.keys[0].lengths
         if ids is not None:
-            documents = documents_of(cutting.facts, lengths, _Slices(ids).read, block.source)
+            documents = documents_of(cutting.facts, lengths, _slices(ids), block.source)
             total += tally(cutting, documents.lengths)
             counts["empty"] += len(lengths) - int(np.count_nonzero(documents.lengths))
             yield from cut(cutting, documents)
@@ -177,14 +177,9 @@ def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[Input
                 yield replace(block, data=block.read(), source=path) if local.path != path else block
 
 
-class _Slices:
-    """Tokens in memory."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self._tokens = tokens
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self._tokens[start:stop]
+def _slices(tokens: np.ndarray) -> Callable[[int, int], np.ndarray]:
+    """Reads tokens in memory."""
+    return lambda start, stop: tokens[start:stop]
 
 
 @cache

@@ -15,7 +15,8 @@ from pathlib import Path
 from megatron import log
 from megatron.corpus.featurize.shards import WindowPlan, check_integers, prepare_folder, write_shards
 from megatron.corpus.featurize.window_cutting import Cutting, Tally
-from megatron.corpus.inputs.input_blocks import InputBlock, blocks, check_inputs
+from megatron.corpus.inputs.block import InputBlock
+from megatron.corpus.inputs.input_blocks import blocks, check_inputs
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess_blocks
 from megatron.corpus.workers.processes import usable_cores
@@ -188,18 +189,6 @@ def featurize(
     """
     check_inputs(inputs, encoding.keys)
     source = blocks(inputs, block_bytes, encoding.document_separator, encoding.keys)
-    return featurize_blocks(source, output_path, encoding, options, workers, progress)
-
-
-def featurize_blocks(
-    source: Iterator[InputBlock],
-    output_path: str,
-    encoding: EncodeOptions,
-    options: WindowOptions,
-    workers: int,
-    progress: ProgressLine,
-) -> FeaturizeResult:
-    """Turns blocks of documents into windows; see `featurize`."""
     cutting = cutting_for_text(encoding, options)
     check_writable(Path(shard_name(output_path, 0, 1)))
     prepare_folder(output_path)

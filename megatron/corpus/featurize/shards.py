@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -97,20 +98,12 @@ class WindowPlan:
             begin = int(bounds[0])
             ends = np.cumsum(np.concatenate([[0], data.lengths[begin : int(bounds[-1])].astype(np.int64)]))
             lengths = np.diff(ends[bounds - begin])
-            read = _Stream(data, int(data.pointers[begin]) if len(ends) > 1 else 0).read
+            read = partial(self._tokens, int(data.pointers[begin]) if len(ends) > 1 else 0)
             yield documents_of(self.cutting.facts, lengths, read, data.prefix, first)
 
-
-@dataclass(frozen=True)
-class _Stream:
-    """The tokens of a pair from a byte offset on: its sequences follow each other without a gap."""
-
-    dataset: IndexedDataset
-    first_byte: int
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        width = self.dataset.dtype.itemsize
-        return self.dataset.tokens_at(self.first_byte + start * width, stop - start)
+    def _tokens(self, first_byte: int, start: int, stop: int) -> np.ndarray:
+        """The tokens [start, stop) from a byte offset on: the sequences of a pair follow each other without a gap."""
+        return self.dataset.tokens_at(first_byte + start * self.dataset.dtype.itemsize, stop - start)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -55,13 +55,24 @@ def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
         DataError: this Python carries less than 10 MB of text.
         StorageError: the file cannot be written; checked before the work where possible.
     """
-    return write_corpus(path, lambda stream, corpus: _write(stream, wanted_bytes, corpus))
+    problem = (
+        f"This Python ({sys.prefix}) carries only {{}} bytes of source text; {LEAST_BYTES} are needed. Use an "
+        "interpreter with its full standard library, or train on a jsonl file of your own."
+    )
+    return write_corpus(path, corpus_documents(), wanted_bytes, LEAST_BYTES, problem)
 
 
-def write_corpus(path: Path, write: Callable[[BinaryIO, DemoCorpus], None]) -> DemoCorpus:
-    """Writes a corpus, which appears when it is complete; `write` counts what it writes.
+def write_corpus(
+    path: Path, documents: Iterable[tuple[str, str]], enough_bytes: int, least_bytes: int, problem: str
+) -> DemoCorpus:
+    """Writes jsonl lines {"text", "src"} until there are enough bytes; the file appears when it is complete.
+
+    Args:
+        documents: (source, text).
+        problem: with a place for the bytes there are, where they are fewer than the least.
 
     Raises:
+        DataError: the problem.
         StorageError: the file cannot be written; checked before the work where possible.
     """
     check_writable(path)
@@ -70,7 +81,18 @@ def write_corpus(path: Path, write: Callable[[BinaryIO, DemoCorpus], None]) -> D
     except OSError as failure:
         raise storage_error(path, failure) from failure
     corpus = DemoCorpus()
-    write_atomically(path, lambda stream: write(stream, corpus))
+
+    def write(stream: BinaryIO) -> None:
+        for source, text in documents:
+            line = json.dumps({"text": text, "src": source}, ensure_ascii=False)
+            corpus.size_bytes += stream.write(line.encode() + b"\n")
+            corpus.documents += 1
+            if corpus.size_bytes >= enough_bytes:
+                return
+        if corpus.size_bytes < least_bytes:
+            raise DataError(problem.format(corpus.size_bytes))
+
+    write_atomically(path, write)
     return corpus
 
 
@@ -82,20 +104,6 @@ def corpus_documents() -> Iterator[tuple[str, str]]:
     for name in ("purelib", "platlib"):
         if name == "purelib" or paths[name] != paths["purelib"]:
             yield from _documents_of(Path(paths[name]), name)
-
-
-def _write(stream: BinaryIO, wanted_bytes: int, corpus: DemoCorpus) -> None:
-    for source, text in corpus_documents():
-        line = json.dumps({"text": text, "src": source}, ensure_ascii=False)
-        corpus.size_bytes += stream.write(line.encode() + b"\n")
-        corpus.documents += 1
-        if corpus.size_bytes >= wanted_bytes:
-            return
-    if corpus.size_bytes < LEAST_BYTES:
-        raise DataError(
-            f"This Python ({sys.prefix}) carries only {corpus.size_bytes} bytes of source text; {LEAST_BYTES} are "
-            "needed. Use an interpreter with its full standard library, or train on a jsonl file of your own."
-        )
 
 
 def _documents_of(root: Path, title: str) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.inputs.compressed import COMPRESSIONS
-from megatron.corpus.inputs.parquet import columns_of
+from megatron.corpus.inputs.parquet import columns_of, packed
 from megatron.errors import ConfigError, DataError
 
 _BATCH_ROWS = 1024
@@ -152,10 +152,14 @@ def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[InputBlock]
     Raises:
         DataError: rows cannot be read.
     """
-    import pyarrow as arrow
+    start = 0
+    for data in packed(_tables(rows, source), block_bytes):
+        yield InputBlock(source, start, len(data), data, 0, "parquet")
+        start += len(data)
 
-    held: list[Any] = []
-    start = done = 0
+
+def _tables(rows: Any, source: str) -> Iterator[Any]:
+    done = 0
     batches = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
     while True:
         try:
@@ -164,18 +168,9 @@ def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[InputBlock]
             raise DataError(
                 f"{source}: rows from {done} on cannot be read: {failure}. Load the data set again."
             ) from failure
-        if held and (table is None or sum(part.nbytes for part in held) >= block_bytes):
-            sink = arrow.BufferOutputStream()
-            with arrow.ipc.new_stream(sink, held[0].schema) as writer:
-                for part in held:
-                    writer.write_table(part)
-            data = bytes(sink.getvalue())
-            yield InputBlock(source, start, len(data), data, 0, "parquet")
-            start += len(data)
-            held = []
         if table is None:
             return
-        held.append(table)
+        yield table
         done += len(table)
 
 

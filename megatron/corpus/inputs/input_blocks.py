@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from megatron import log
-from megatron.corpus.inputs.block import BYTE_ORDER_MARK, LINE_END, InputBlock, as_block_data, shown_path, unreadable
+from megatron.corpus.inputs.block import LINE_END, InputBlock, as_block_data, shown_path, unreadable
 from megatron.corpus.inputs.compressed import check_decompressor, decompressing, is_compressed
 from megatron.corpus.inputs.input_paths import STANDARD_INPUT, InputPart, layout_of
+from megatron.corpus.inputs.lines import BYTE_ORDER_MARK
 from megatron.corpus.inputs.parquet import check_parquet, parquet_rows
 from megatron.corpus.inputs.tables import is_table, open_table
 from megatron.errors import ConfigError, DataError
@@ -126,7 +127,7 @@ def blocks(
 def _rows(path: str, block_bytes: int, keys: Sequence[str]) -> Iterator[InputBlock]:
     on_disk = os.path.getsize(path)
     start = 0
-    for data, _ in parquet_rows(path, keys, block_bytes):
+    for data in parquet_rows(path, keys, block_bytes):
         yield InputBlock(path, start, len(data), data, 0 if start else on_disk, "parquet")
         start += len(data)
 

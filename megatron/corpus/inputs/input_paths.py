@@ -37,11 +37,6 @@ class InputPart:
     start: int = 0
     stop: int | None = None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing of the input is left out."""
-        return self.start == 0 and self.stop is None
-
 
 @dataclass(frozen=True)
 class Shard:

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron import log
 from megatron.corpus.inputs.long_lines import (
     LONG_LINE_BYTES,
     MOST_BYTES_BESIDE_LONG_STRINGS,
     BadPieceError,
     LongLine,
 )
+from megatron.errors import DataError
 from megatron.tokenizers.encoders.long_text import LongText
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_JSON = "not JSON"
 _SHOWN_BAD_LINES = 5
 _REFUSALS = (ValueError, KeyError, TypeError, RecursionError)
@@ -42,13 +44,46 @@ class BadLine:
     reason: str
 
 
-def bad_line_advice(source: str, reason: str) -> str:
-    """What to do about a line that gives no document.
+@dataclass
+class BadLines:
+    """What becomes of bad lines: the first one stops the job, or the first few are shown and all are left out.
 
     Args:
-        source: the file it is in.
-        reason: what is wrong with it.
+        are_skipped: whether they are left out.
+        before_warning: called before one is shown, to remove a progress bar.
+        consequence: follows the reason in the error.
+        count: of those left out.
     """
+
+    are_skipped: bool
+    before_warning: Callable[[], None] | None = None
+    consequence: str = ""
+    count: int = 0
+
+    def take(self, bad: Sequence[BadLine], count: int, source: str, start: int, line: int) -> None:
+        """Takes the bad lines of a block, of which the first few are given.
+
+        Args:
+            source, start: of the block.
+            line: lines of the source before the block.
+
+        Raises:
+            DataError: there is one, and they are not left out.
+        """
+        for entry in bad:
+            where = f"{source}:{line + entry.line + 1}: byte offset {start + entry.offset}: {entry.reason}"
+            if not self.are_skipped:
+                raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}")
+            if self.count < _SHOWN_BAD_LINES:
+                if self.before_warning is not None:
+                    self.before_warning()
+                log.warning(f"{where}; skipped")
+            self.count += 1
+        self.count += count - len(bad)
+
+
+def _advice(source: str, reason: str) -> str:
+    """What to do about a line that gives no document."""
     advice = "Fix the line, or leave such lines out with --on-bad-line skip."
     if not reason.startswith(_NOT_JSON):
         return advice
@@ -64,17 +99,29 @@ class ParsedLines:
     Args:
         texts: for each key, the texts of the good lines in order: `str`, or `LongText` where that was asked for.
         lines: number of lines, bad ones included.
-        bad: the first few bad lines; all of them count in `bad_count`.
+        bad: the first few bad lines, or all that were wanted; every one counts in `bad_count`.
     """
 
     texts: list[list[Any]]
     lines: int = 0
     bad: list[BadLine] = field(default_factory=list)
     bad_count: int = 0
+    shows_all: bool = False
+
+    def add_bad(self, bad: BadLine) -> None:
+        """Counts a bad line, and keeps it if it is wanted."""
+        self.bad_count += 1
+        if self.shows_all or len(self.bad) < _SHOWN_BAD_LINES:
+            self.bad.append(bad)
 
 
 def parse_lines(
-    data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool, hold_long: bool = False
+    data: bytes,
+    keys: Sequence[str],
+    is_first: bool,
+    skip_bad: bool,
+    hold_long: bool = False,
+    shows_all: bool = False,
 ) -> ParsedLines:
     """Takes the texts under `keys` out of every line of a block.
 
@@ -84,30 +131,37 @@ def parse_lines(
         skip_bad: continue after a bad line; otherwise stop at it.
         hold_long: a very long text is given as a `LongText`.
     """
-    skipped_bytes = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
-    if skipped_bytes:
-        data = data[skipped_bytes:]
-    if 0 <= data.find(b"\n") < len(data) - 1:
-        lines = data.split(b"\n")
-        if not lines[-1]:
-            lines.pop()
-    else:  # a single line, which may be too long to copy; its newline does no harm
-        lines = [data] if data else []
-    if max(map(len, lines), default=0) >= LONG_LINE_BYTES:
-        parsed = _parse_keys(lines, keys, skip_bad, hold_long)
-    elif len(keys) == 1 and "." not in keys[0]:
-        parsed = _parse_one_key(lines, keys[0], skip_bad)
+    lines, skipped_bytes = split_lines(data, is_first)
+    parsed = ParsedLines([[] for _ in keys], len(lines), shows_all=shows_all)
+    is_long = max(map(len, lines), default=0) >= LONG_LINE_BYTES
+    if is_long or len(keys) > 1 or "." in keys[0]:
+        _parse_keys(parsed, lines, keys, skip_bad, hold_long and is_long)
     else:
-        parsed = _parse_keys(lines, keys, skip_bad)
+        _parse_one_key(parsed, lines, keys[0], skip_bad)
     if parsed.bad:
         parsed.bad = _with_offsets(parsed.bad, lines, skipped_bytes)
     return parsed
 
 
-def _parse_one_key(lines: list[bytes], key: str, skip_bad: bool) -> ParsedLines:
-    texts: list[Any] = []
-    parsed = ParsedLines([texts], len(lines))
-    append, loads = texts.append, _LOADS
+def split_lines(data: bytes, is_first: bool) -> tuple[list[bytes], int]:
+    """The lines of a block, and how many bytes before them were left out; a single line keeps its newline.
+
+    Args:
+        is_first: the block starts its file, so a byte order mark may come first.
+    """
+    skipped_bytes = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
+    if skipped_bytes:
+        data = data[skipped_bytes:]
+    if not 0 <= data.find(b"\n") < len(data) - 1:  # a single line, which may be too long to copy
+        return ([data] if data else []), skipped_bytes
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines, skipped_bytes
+
+
+def _parse_one_key(parsed: ParsedLines, lines: list[bytes], key: str, skip_bad: bool) -> None:
+    append, loads = parsed.texts[0].append, _LOADS
     for number, line in enumerate(lines):
         try:
             text = loads(line)[key]
@@ -118,35 +172,24 @@ def _parse_one_key(lines: list[bytes], key: str, skip_bad: bool) -> ParsedLines:
             continue
         texts_or_bad = _second_look(line, [key], number)
         if isinstance(texts_or_bad, BadLine):
-            note(parsed, texts_or_bad)
+            parsed.add_bad(texts_or_bad)
             if not skip_bad:
                 break
         else:
             append(texts_or_bad[0])
-    return parsed
 
 
-def _parse_keys(lines: list[bytes], keys: Sequence[str], skip_bad: bool, hold_long: bool = False) -> ParsedLines:
-    kept: list[list[Any]] = [[] for _ in keys]
-    parsed = ParsedLines(kept, len(lines))
+def _parse_keys(parsed: ParsedLines, lines: list[bytes], keys: Sequence[str], skip_bad: bool, hold_long: bool) -> None:
     for number, line in enumerate(lines):
         look = _second_look if len(line) < LONG_LINE_BYTES else _look_at_long
         texts_or_bad = look(line, keys, number)
         if isinstance(texts_or_bad, BadLine):
-            note(parsed, texts_or_bad)
+            parsed.add_bad(texts_or_bad)
             if not skip_bad:
                 break
             continue
-        for texts, text in zip(kept, texts_or_bad, strict=True):
+        for texts, text in zip(parsed.texts, texts_or_bad, strict=True):
             texts.append(text if hold_long or isinstance(text, str) else text.whole())
-    return parsed
-
-
-def note(parsed: ParsedLines, bad: BadLine) -> None:
-    """Counts a bad line, and keeps it if it is among the first."""
-    parsed.bad_count += 1
-    if len(parsed.bad) < _SHOWN_BAD_LINES:
-        parsed.bad.append(bad)
 
 
 def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str | LongText] | BadLine:

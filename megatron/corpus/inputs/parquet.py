@@ -6,7 +6,7 @@ reads without parsing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +27,26 @@ def check_parquet(path: str, keys: Sequence[str]) -> None:
         columns_of(file.schema_arrow.names, path, keys)
 
 
-def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Batches of rows as Arrow streams, about `block_bytes` each, and how many rows each has.
+def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[bytes]:
+    """The rows of a file as Arrow streams, about `block_bytes` each.
 
     Raises:
         ConfigError: pyarrow is missing.
         DataError: the file is damaged, or a column is missing.
     """
-    arrow, _ = _pyarrow(path)
-    with _open(path) as file:
-        columns = columns_of(file.schema_arrow.names, path, keys)
-        _check_counts(file.metadata, path)
-        held: list[Any] = []
-        rows = 0
-        try:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
-                held.append(batch)
-                if sum(batch.nbytes for batch in held) >= block_bytes:
-                    yield _packed(arrow, held), sum(batch.num_rows for batch in held)
-                    rows += sum(batch.num_rows for batch in held)
-                    held = []
-        except (OSError, arrow.ArrowException) as failure:
-            raise DataError(
-                f"{path}: cannot be read past row {rows}: {failure}. The file is damaged; fetch it again or leave it "
-                "out."
-            ) from failure
-        if held:
-            yield _packed(arrow, held), sum(batch.num_rows for batch in held)
-            rows += sum(batch.num_rows for batch in held)
-        if rows != file.metadata.num_rows:
-            raise DataError(
-                f"{path}: its footer counts {file.metadata.num_rows} rows, but row {rows} is the last that could be "
-                "read. The file is damaged; fetch it again or leave it out."
-            )
+    yield from packed(_batches(path, keys), block_bytes)
+
+
+def packed(batches: Iterable[Any], block_bytes: int) -> Iterator[bytes]:
+    """Batches of rows, or tables, as Arrow streams: as many in each as have about `block_bytes`."""
+    held: list[Any] = []
+    for batch in batches:
+        held.append(batch)
+        if sum(part.nbytes for part in held) >= block_bytes:
+            yield _stream(held)
+            held = []
+    if held:
+        yield _stream(held)
 
 
 def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
@@ -102,11 +89,35 @@ def columns_of(names: Sequence[str], title: str, keys: Sequence[str]) -> list[st
     return list(dict.fromkeys(columns))
 
 
-def _packed(arrow: Any, batches: list[Any]) -> bytes:
-    sink = arrow.BufferOutputStream()
-    with arrow.ipc.new_stream(sink, batches[0].schema) as writer:
+def _batches(path: str, keys: Sequence[str]) -> Iterator[Any]:
+    arrow, _ = _pyarrow(path)
+    rows = 0
+    with _open(path) as file:
+        columns = columns_of(file.schema_arrow.names, path, keys)
+        _check_counts(file.metadata, path)
+        try:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
+                yield batch
+                rows += batch.num_rows
+        except (OSError, arrow.ArrowException) as failure:
+            raise DataError(
+                f"{path}: cannot be read past row {rows}: {failure}. The file is damaged; fetch it again or leave it "
+                "out."
+            ) from failure
+        if rows != file.metadata.num_rows:
+            raise DataError(
+                f"{path}: its footer counts {file.metadata.num_rows} rows, but row {rows} is the last that could be "
+                "read. The file is damaged; fetch it again or leave it out."
+            )
+
+
+def _stream(batches: list[Any]) -> bytes:
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:
-            writer.write_batch(batch)
+            writer.write(batch)
     return bytes(sink.getvalue())
 
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron.corpus.inputs.demo import DemoCorpus, corpus_documents, write_corpus
-from megatron.errors import DataError
 
 LEAST_BYTES, ENOUGH_BYTES = 500_000, 1_400_000
 _LEAST_LETTERS, _LEAST_SPACES, _LEAST_SHARE = 60, 9, 0.93
@@ -31,7 +28,12 @@ def write_prose(path: Path) -> DemoCorpus:
         DataError: this Python carries hardly any text.
         StorageError: the file cannot be written; checked before the work where possible.
     """
-    return write_corpus(path, _write)
+    problem = (
+        f"The standard library of this Python carries only {{}} bytes of English; {LEAST_BYTES} are needed. Use an "
+        "interpreter with its full standard library, or train on a text of your own: python train_on_text.py my.txt"
+    )
+    documents = ((source, "\n\n".join(new)) for source, new in prose_documents())
+    return write_corpus(path, documents, ENOUGH_BYTES, LEAST_BYTES, problem)
 
 
 def prose_documents() -> Iterator[tuple[str, list[str]]]:
@@ -84,18 +86,3 @@ def _is_prose(paragraph: str) -> bool:
         return False
     plain = sum(letter.isalpha() or letter in _PLAIN for letter in paragraph)
     return plain > _LEAST_SHARE * len(paragraph)
-
-
-def _write(stream: BinaryIO, corpus: DemoCorpus) -> None:
-    for source, new in prose_documents():
-        line = json.dumps({"text": "\n\n".join(new), "src": source}, ensure_ascii=False)
-        corpus.size_bytes += stream.write(line.encode() + b"\n")
-        corpus.documents += 1
-        if corpus.size_bytes >= ENOUGH_BYTES:
-            return
-    if corpus.size_bytes < LEAST_BYTES:
-        raise DataError(
-            f"The standard library of this Python carries only {corpus.size_bytes} bytes of English; {LEAST_BYTES} are "
-            "needed. Use an interpreter with its full standard library, or train on a text of your own: "
-            "python train_on_text.py my.txt"
-        )

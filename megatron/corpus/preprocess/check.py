@@ -62,16 +62,15 @@ def examine(prefix: str, vocab_size: int | None = None) -> Examination:
     dataset = IndexedDataset(prefix)
     sidecar = read_sidecar(prefix)
     if sidecar is not None:
-        present = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-        if present != (sidecar.sequences, sidecar.documents, sidecar.tokens):
+        if dataset.counts != sidecar.counts:
+            present = "{}, {} and {}".format(*dataset.counts)
             raise DataError(
                 f"{prefix}.json lists {sidecar.sequences} sequences, {sidecar.documents} documents and "
-                f"{sidecar.tokens} tokens; the pair has {present[0]}, {present[1]} and {present[2]}. One is of another "
-                "run: preprocess the corpus again, or remove the .json."
+                f"{sidecar.tokens} tokens; the pair has {present}. One is of another run: preprocess the corpus again, "
+                "or remove the .json."
             )
         vocab_size = sidecar.tokenizer.vocab_size if vocab_size is None else vocab_size
-    counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-    result = Examination(prefix, dataset.dtype.name, *counts, vocab_size)
+    result = Examination(prefix, dataset.dtype.name, *dataset.counts, vocab_size)
     _lengths(dataset, result)
     _tokens(dataset, result)
     return result

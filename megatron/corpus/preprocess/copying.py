@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Iterator
 
-from megatron.files.exact import write_all
+from megatron.files.exact import write_at
 
 _READ_BYTES = 1 << 22
 _CALL_BYTES = 1 << 30
@@ -41,11 +41,6 @@ def copy_into(source: int, target: int, size: int, target_offset: int) -> int:
                 return reached
             reached += count
     return min(size, os.fstat(source).st_size)
-
-
-def write_at(target: int, data: bytes | memoryview, offset: int) -> None:
-    """Writes bytes to a place of a file, however many calls that takes."""
-    write_all(lambda rest, done: os.pwrite(target, rest, offset + done), data)
 
 
 def _stretches(source: int, size: int) -> Iterator[tuple[int, int]]:

@@ -129,7 +129,7 @@ def _merge(parts: Sequence[str], whole: str, copy: str, merging: str, ranks: Job
     """Merges the shares of one key in the way that was asked for."""
 
     def serially(prefix: str) -> Callable[[], int]:
-        return lambda: merge(parts, prefix, is_one_corpus=True).tokens
+        return lambda: merge(parts, prefix, is_one_corpus=True).index.tokens
 
     if merging == "serial":
         ranks.run_on_first(serially(whole))

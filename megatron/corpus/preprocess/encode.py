@@ -1,18 +1,28 @@
-"""Blocks of lines to token ids: the part of preprocessing that runs in every worker."""
+"""Blocks of lines to token ids: the part of preprocessing that runs in every worker.
+
+Of a worker's result the lengths go to the parent, and the ids stay until the worker knows their place: the parent alone
+knows the order of the blocks, and so at which offset of the unfinished file the ids of each belong.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.inputs.documents import parse_block
-from megatron.corpus.inputs.input_blocks import InputBlock
+from megatron.corpus.inputs.block import InputBlock, parse_block
 from megatron.corpus.inputs.lines import BadLine
 from megatron.corpus.preprocess.sentences import SentenceSplitter
-from megatron.data.formats.indexed import width_for
+from megatron.corpus.workers.pool import BlockWork, Message
+from megatron.data.formats.indexed_writer import width_for
+from megatron.files.exact import write_at
+from megatron.files.failures import storage_error
+from megatron.files.replacing import start_write_back
 from megatron.tokenizers.encoders.long_text import LongText, encode_long
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer, surround
 
@@ -188,3 +198,67 @@ class BlockEncoder:
         ]
         lengths = np.array([len(row) for row in rows], np.int64)
         return (rows[0] if len(rows) == 1 else np.concatenate(rows)), lengths
+
+
+class EncodeWork(BlockWork[EncodedBlock]):
+    """Encodes blocks; a spawned worker loads the tokenizer again, but does not check its fast encoder again."""
+
+    title = "preprocessing"
+    is_finished_by_reply = True
+
+    def __init__(self, encoder: BlockEncoder) -> None:
+        self.encoder = encoder
+
+    def recipe(self) -> tuple[Callable[..., EncodeWork], tuple[Any, ...]]:
+        """Options, and the library that the fast encoder was found to agree with."""
+        return _rebuilt, (self.encoder.options, self.encoder.tokenizer.library)
+
+    def run(self, block: InputBlock) -> EncodedBlock:
+        """Encodes a block, see `BlockEncoder.encode`."""
+        return self.encoder.encode(block)
+
+    def pack(self, result: EncodedBlock) -> Message:
+        """All but the ids."""
+        tables = [(key.lengths, key.sequences_per_document) for key in result.keys]
+        facts = {
+            "has_documents": [documents is not None for _, documents in tables],
+            "lines": result.lines,
+            "empty": result.empty,
+            "bad": [[bad.line, bad.offset, bad.reason] for bad in result.bad],
+            "bad_count": result.bad_count,
+        }
+        return Message(facts, [table for pair in tables for table in pair if table is not None])
+
+    def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> EncodedBlock:
+        """The block without its ids; its `place` replies to the worker."""
+        rest = iter(buffers)
+
+        def table() -> npt.NDArray[np.int64]:
+            return np.frombuffer(next(rest), np.int64)
+
+        keys = tuple(EncodedKey(None, table(), table() if has else None) for has in facts["has_documents"])
+        bad = tuple(BadLine(*entry) for entry in facts["bad"])
+        return EncodedBlock(keys, facts["lines"], facts["empty"], bad, facts["bad_count"], reply)
+
+    def finish(self, result: EncodedBlock, reply: Sequence[tuple[str, int]]) -> None:
+        """Writes the ids of each key to their place (path, byte offset) in the unfinished `.bin` file.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        for key, (path, offset) in zip(result.keys, reply, strict=True):
+            if key.ids is None or not key.ids.size:
+                continue
+            try:
+                descriptor = os.open(path, os.O_WRONLY)
+                try:
+                    write_at(descriptor, key.ids.view(np.uint8).data, offset)
+                    start_write_back(descriptor, offset, key.ids.nbytes)
+                finally:
+                    os.close(descriptor)
+            except OSError as failure:
+                raise storage_error(Path(path), failure) from failure
+
+
+def _rebuilt(options: EncodeOptions, known_library: str) -> EncodeWork:
+    return EncodeWork(BlockEncoder(options, known_library))

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.corpus.preprocess.copying import copy_into, write_at
+from megatron.corpus.preprocess.copying import copy_into
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.index_layout import IndexLayout
-from megatron.data.formats.indexed import IndexedDataset, clear_leftovers
+from megatron.data.formats.indexed import IndexedDataset, read_token_index
+from megatron.data.formats.indexed_writer import clear_leftovers
 from megatron.data.formats.sidecar import (
     Sidecar,
     SourceRecord,
@@ -33,8 +34,8 @@ from megatron.data.formats.sidecar import (
     sidecar_path,
     write_temporary_sidecar,
 )
-from megatron.data.formats.token_index import read_token_index
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.files.exact import write_at
 from megatron.files.failures import storage_error
 from megatron.files.plain import open_plain
 from megatron.files.replacing import discard, publish_together, sync_file, temporary_name
@@ -62,42 +63,24 @@ class MergePart:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Which pairs are merged into which file, and where each part goes."""
+    """Which pairs are merged into which file."""
 
     output_prefix: str
     parts: tuple[MergePart, ...]
 
     @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """Element type of the `.bin` files."""
-        return np.dtype(self.parts[0].dtype)
-
-    @cached_property
-    def sequences(self) -> int:
-        """Sequences of the result."""
-        return sum(part.sequences for part in self.parts)
-
-    @cached_property
-    def documents(self) -> int:
-        """Documents of the result."""
-        return sum(part.documents for part in self.parts)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens of the result."""
-        return sum(part.tokens for part in self.parts)
-
-    @cached_property
-    def bin_bytes(self) -> int:
-        """Size of the merged `.bin` file."""
-        return self.tokens * self.dtype.itemsize
-
-    @cached_property
     def index(self) -> IndexLayout:
         """The `.idx` file: in the cached layout if all parts have it, with NVIDIA's table of modes if one has."""
+        sequences, documents, tokens = self.starts[-1]
         has_modes = any(part.has_modes for part in self.parts)
         is_cached = all(part.is_cached for part in self.parts)
-        return IndexLayout(is_cached, self.dtype, self.sequences, self.documents, self.tokens, has_modes)
+        return IndexLayout(is_cached, sequences, documents, np.dtype(self.parts[0].dtype), tokens, has_modes)
+
+    @cached_property
+    def starts(self) -> list[list[int]]:
+        """Sequences, documents and tokens before each part, and in all."""
+        counts = [(part.sequences, part.documents, part.tokens) for part in self.parts]
+        return np.cumsum([(0, 0, 0), *counts], axis=0, dtype=np.int64).tolist()  # type: ignore[no-any-return]
 
 
 def merge(
@@ -153,8 +136,7 @@ def _survey(prefix: str) -> list[Any]:
 def _facts(dataset: IndexedDataset) -> MergePart:
     if dataset.dtype.kind not in "iu":
         raise DataError(f"{dataset.prefix} holds {dataset.dtype.name}, not token ids; such data cannot be merged.")
-    counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-    return MergePart(dataset.prefix, dataset.dtype.str, *counts, dataset.modes is not None, dataset.is_cached)
+    return MergePart(dataset.prefix, dataset.dtype.str, *dataset.counts, dataset.modes is not None, dataset.is_cached)
 
 
 def _checked(plan: MergePlan) -> Sidecar | None:
@@ -169,9 +151,9 @@ def _checked(plan: MergePlan) -> Sidecar | None:
     for part in plan.parts[1:]:
         if part.dtype != first.dtype:
             raise DataError(
-                f"{first.prefix} holds {plan.dtype.name} and {part.prefix} holds {np.dtype(part.dtype).name}: pairs of "
-                "different widths cannot be merged. Preprocess one of them again with the tokenizer, and the "
-                "--dataset-impl, of the other (cached and lazy always hold int32)."
+                f"{first.prefix} holds {np.dtype(first.dtype).name} and {part.prefix} holds "
+                f"{np.dtype(part.dtype).name}: pairs of different widths cannot be merged. Preprocess one of them "
+                "again with the tokenizer, and the --dataset-impl, of the other (cached and lazy always hold int32)."
             )
     filled = [part for part in plan.parts if part.sequences]
     for part in filled:
@@ -222,18 +204,6 @@ def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
     )
 
 
-@dataclass(frozen=True)
-class _Start:
-    """How much of the result comes before a part."""
-
-    sequences: int
-    documents: int
-    tokens: int
-
-    def after(self, part: MergePart) -> _Start:
-        return _Start(self.sequences + part.sequences, self.documents + part.documents, self.tokens + part.tokens)
-
-
 @contextmanager
 def _temporaries(plan: MergePlan, ranks: JobRanks) -> Iterator[tuple[str, str]]:
     """The two files of the result under temporary names, at full size and filled with zeros; removed at the end."""
@@ -250,7 +220,7 @@ def _create(plan: MergePlan, bin_path: Path, idx_path: Path) -> list[str]:
     clear_leftovers(plan.output_prefix)
     try:
         bin_path.parent.mkdir(parents=True, exist_ok=True)
-        for path, size in ((bin_path, plan.bin_bytes), (idx_path, plan.index.size_bytes)):
+        for path, size in ((bin_path, plan.index.bin_bytes), (idx_path, plan.index.size_bytes)):
             with path.open("xb") as stream:
                 stream.truncate(size)
     except OSError as failure:
@@ -265,11 +235,8 @@ def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -
             if 0 in own:
                 for offset, data in plan.index.frame():
                     write_at(index.fileno(), data, offset)
-            start = _Start(0, 0, 0)
-            for place, part in enumerate(plan.parts):
-                if place in own:
-                    _copy_part(plan, part, start, target.fileno(), index.fileno())
-                start = start.after(part)
+            for place in own:
+                _copy_part(plan, plan.parts[place], plan.starts[place], target.fileno(), index.fileno())
             sync_file(target.fileno())
             sync_file(index.fileno())
     except OSError as failure:
@@ -277,17 +244,17 @@ def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -
 
 
 def _refused(plan: MergePlan, failure: OSError) -> StorageError:
-    return storage_error(Path(f"{plan.output_prefix}.bin"), failure, plan.bin_bytes + plan.index.size_bytes)
+    return storage_error(Path(f"{plan.output_prefix}.bin"), failure, plan.index.bin_bytes + plan.index.size_bytes)
 
 
-def _copy_part(plan: MergePlan, part: MergePart, before: _Start, target: int, index: int) -> None:
+def _copy_part(plan: MergePlan, part: MergePart, before: Sequence[int], target: int, index: int) -> None:
     dataset = IndexedDataset(part.prefix)
     if _facts(dataset) != part:
         raise DataError(
             f"{part.prefix} was rewritten while it was being merged. Start again when nothing writes to it."
         )
-    sequences, documents, tokens = before.sequences, before.documents, before.tokens
-    itemsize = plan.dtype.itemsize
+    sequences, documents, tokens = before
+    itemsize = plan.index.dtype.itemsize
     size = part.tokens * itemsize
     with open_plain(dataset.bin_path, buffering=0) as source:
         copied = copy_into(source.fileno(), target, size, tokens * itemsize)
@@ -331,17 +298,18 @@ def _verify(plan: MergePlan, bin_path: Path, idx_path: Path) -> None:
     Raises:
         DataError: what was written is not what was meant; the disk or its file system lost bytes.
     """
-    table = read_token_index(idx_path, bin_path, bin_path.stat().st_size)
-    held = (len(table.lengths), len(table.documents) - 1, table.tokens, table.dtype, idx_path.stat().st_size)
-    if held != (plan.sequences, plan.documents, plan.tokens, plan.dtype, plan.index.size_bytes):
+    table, index = read_token_index(idx_path, bin_path, bin_path.stat().st_size), plan.index
+    held = (len(table.lengths), len(table.documents) - 1, table.tokens)
+    wanted = (index.sequences, index.documents, index.tokens)
+    if (*held, table.dtype, idx_path.stat().st_size) != (*wanted, index.dtype, index.size_bytes):
         raise DataError(
-            f"The merged index holds {held[0]} sequences, {held[1]} documents and {held[2]} tokens; the parts have "
-            f"{plan.sequences}, {plan.documents} and {plan.tokens}. The disk lost bytes: nothing was published."
+            "The merged index holds {} sequences, {} documents and {} tokens; the parts have {}, {} and {}. The disk "
+            "lost bytes: nothing was published.".format(*held, *wanted)
         )
     start = 0
     with open_plain(bin_path, buffering=0) as merged:
         for part in plan.parts:
-            size = part.tokens * plan.dtype.itemsize
+            size = part.tokens * index.dtype.itemsize
             with open_plain(f"{part.prefix}.bin", buffering=0) as source:
                 for offset in (0, max(0, size - _PROBE_BYTES)):
                     count = min(_PROBE_BYTES, size)

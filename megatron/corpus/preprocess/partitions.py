@@ -217,10 +217,7 @@ def _sidecar_of(prefix: str) -> Sidecar | None:
         dataset, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
     except DataError:
         return None
-    counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-    if sidecar is None or counts != (sidecar.sequences, sidecar.documents, sidecar.tokens):
-        return None
-    return sidecar
+    return sidecar if sidecar is not None and sidecar.counts == dataset.counts else None
 
 
 def _result(wholes: tuple[str, ...]) -> PreprocessResult:

@@ -7,22 +7,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from megatron import log
-from megatron.corpus.inputs.input_blocks import InputBlock, blocks, check_documents
+from megatron.corpus.inputs.block import InputBlock
+from megatron.corpus.inputs.input_blocks import blocks, check_documents
 from megatron.corpus.inputs.input_paths import InputPart
-from megatron.corpus.inputs.lines import bad_line_advice
-from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
-from megatron.corpus.preprocess.encode_work import EncodeWork
+from megatron.corpus.inputs.lines import BadLines
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions, EncodeWork
 from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.corpus.workers.pool import choose_workers, run_blocks
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.formats.indexed import IndexedWriter, publish_pairs
+from megatron.data.formats.indexed_writer import IndexedWriter, publish_pairs
 from megatron.data.formats.sidecar import Sidecar, check_replaceable
-from megatron.errors import DataError
 from megatron.files.plain import open_plain
 from megatron.tokenizers.record import TokenizerRecord
 
 BLOCK_BYTES = 4 << 20
-_SHOWN_BAD_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -147,19 +145,15 @@ def _write(
     options: EncodeOptions,
     progress: ProgressLine,
 ) -> PreprocessResult:
-    good = skipped = text_bytes = line = bytes_before = 0
+    good = text_bytes = line = bytes_before = 0
     path = ""
+    skipped = BadLines(options.skip_bad_lines, progress.clear)
     for block, result in encoded:
         if block.start == 0 or block.source != path:  # a source begins, or the part of it that is to be encoded here
             path, line, bytes_before = block.source, block.first_line, block.start
-        for bad in result.bad:
-            number = _newlines(path, bytes_before) + line + bad.line + 1
-            where = f"{path}:{number}: byte offset {block.start + bad.offset}: {bad.reason}"
-            if not options.skip_bad_lines:
-                raise DataError(f"{where}. {bad_line_advice(path, bad.reason)}")
-            if skipped < _SHOWN_BAD_LINES:
-                progress.clear()
-                log.warning(f"{where}; skipped")
+        if result.bad:
+            lines_before = _newlines(path, bytes_before) + line
+            skipped.take(result.bad, result.bad_count, path, block.start, lines_before)
         places = []
         for writer, key in zip(writers, result.keys, strict=True):
             if key.ids is None:
@@ -170,13 +164,12 @@ def _write(
             result.place(places)
         line += result.lines
         good += result.lines - result.bad_count
-        skipped += result.bad_count
         text_bytes += block.size
         progress.advance(result.lines, block.size, block.input_bytes)
     documents = sum(writer.document_count for writer in writers)
     empty = tuple(good - writer.document_count for writer in writers)
     tokens = tuple(writer.tokens for writer in writers)
-    return PreprocessResult(prefixes, documents, empty, skipped, tokens, text_bytes)
+    return PreprocessResult(prefixes, documents, empty, skipped.count, tokens, text_bytes)
 
 
 def _newlines(path: str, size: int) -> int:

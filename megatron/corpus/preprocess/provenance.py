@@ -10,7 +10,7 @@ from io import FileIO
 from typing import Any, cast
 
 from megatron import __version__
-from megatron.corpus.inputs.input_blocks import InputBlock
+from megatron.corpus.inputs.block import InputBlock
 from megatron.data.formats.sidecar import SourceRecord
 from megatron.files.plain import open_plain
 

@@ -21,12 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron import log
-from megatron.corpus.inputs.block import BYTE_ORDER_MARK
-from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.block import parse_block
 from megatron.corpus.inputs.input_blocks import blocks, check_documents, total_bytes
 from megatron.corpus.inputs.input_paths import layout_of
-from megatron.corpus.inputs.lines import bad_line_advice
+from megatron.corpus.inputs.lines import BYTE_ORDER_MARK, BadLines
 from megatron.corpus.stores.writers import StoreWriter
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.stores.backend import FILTERED_COLUMN, ORIGINAL_COLUMN, ImportRecord, StoreBackend
@@ -39,7 +37,6 @@ from megatron.secret_text import masked
 _TEXT_KEY = "text"
 _BLOCK_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
-_SHOWN_BAD_LINES = 5
 _SHOWN_NUMBERS = 20
 
 
@@ -129,7 +126,8 @@ def _import_one(
     options: ImportOptions,
     progress: ProgressLine,
 ) -> ImportResult:
-    added = lines = skipped = 0
+    added = lines = 0
+    skipped = BadLines(options.skip_bad_lines, consequence="Nothing of this file was imported. ")
     running = hashlib.blake2b(digest_size=16)
     for block in blocks([path], _BLOCK_BYTES, options.document_separator, options.keys):
         if fingerprint is None:
@@ -137,18 +135,10 @@ def _import_one(
             running.update(data)
             options = options.for_lines(data if block.layout == "jsonl" else b"")
         parsed = parse_block(block, options.keys, options.skip_bad_lines, options.document_separator)
-        for bad in parsed.bad:
-            where = f"{block.source}:{lines + bad.line + 1}: byte offset {block.start + bad.offset}: {bad.reason}"
-            if not options.skip_bad_lines:
-                raise DataError(
-                    f"{where}. Nothing of this file was imported. {bad_line_advice(block.source, bad.reason)}"
-                )
-            if skipped < _SHOWN_BAD_LINES:
-                log.warning(f"{where}; skipped")
+        skipped.take(parsed.bad, parsed.bad_count, block.source, block.start, lines)
         writer.append(parsed.texts[0], parsed.texts[1] if len(parsed.texts) > 1 else None)
         lines += parsed.lines
         added += len(parsed.texts[0])
-        skipped += parsed.bad_count
         progress.advance(parsed.lines, block.size, block.input_bytes)
     if fingerprint is None:
         fingerprint = running.hexdigest()
@@ -156,7 +146,7 @@ def _import_one(
             return ImportResult(masked(path), None)
     record = ImportRecord(collection, masked(path), fingerprint, "\t".join(options.keys), first, added)
     writer.commit(record)
-    return ImportResult(record.source, record, skipped)
+    return ImportResult(record.source, record, skipped.count)
 
 
 def _known(writer: StoreWriter, fingerprint: str, options: ImportOptions) -> ImportRecord | None:

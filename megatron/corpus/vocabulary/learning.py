@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.block import parse_block
 from megatron.corpus.inputs.input_blocks import blocks, check_inputs
 from megatron.corpus.inputs.input_paths import expand_inputs
-from megatron.corpus.inputs.lines import bad_line_advice
+from megatron.corpus.inputs.lines import BadLines
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.errors import ConfigError, DataError
 from megatron.files.failures import storage_error
@@ -58,15 +58,11 @@ def texts_of(
     inputs = expand_inputs(inputs, separator)
     check_inputs(inputs, keys)
     line = seen = taken = 0
+    skipped = BadLines(skip_bad)
     for block in blocks(inputs, _BLOCK_BYTES, separator, keys):
         line = 0 if block.start == 0 else line
         parsed = parse_block(block, keys, skip_bad, separator)
-        if parsed.bad and not skip_bad:
-            bad = parsed.bad[0]
-            raise DataError(
-                f"{block.source}:{line + bad.line + 1}: byte offset {block.start + bad.offset}: "
-                f"{bad.reason}. {bad_line_advice(block.source, bad.reason)}"
-            )
+        skipped.take(parsed.bad, parsed.bad_count, block.source, block.start, line)
         line += parsed.lines
         for texts in parsed.texts:
             for text in texts:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.datasets.sample import SampleDataset, SampleRoute, SourceDataset
+from megatron.data.datasets.sample import SampleDataset, SampleRoute
 from megatron.data.order.blend import blend_counts
 from megatron.errors import DataError
 
@@ -18,7 +18,7 @@ class BlendedDataset(SampleRoute):
     Args:
         sources, samples: what `blend_order` gave.
         firsts: at which of its samples each data set begins; 0 unless it was used before.
-        places: what `source_of` calls each data set; its place in `datasets` unless given.
+        places: what `source_of` calls each data set.
 
     Raises:
         DataError: the order asks a data set for more samples than it has.
@@ -26,17 +26,17 @@ class BlendedDataset(SampleRoute):
 
     def __init__(
         self,
-        datasets: Sequence[SourceDataset],
+        datasets: Sequence[SampleDataset],
         sources: np.ndarray,
         samples: np.ndarray,
-        firsts: Sequence[int] | None = None,
-        places: Sequence[int] | None = None,
+        firsts: Sequence[int],
+        places: Sequence[int],
     ) -> None:
         self.datasets = tuple(datasets)
         self._sources = sources
         self._samples = samples
-        self._firsts = tuple(firsts) if firsts is not None else (0,) * len(self.datasets)
-        self._places = tuple(places) if places is not None else tuple(range(len(self.datasets)))
+        self._firsts = tuple(firsts)
+        self._places = tuple(places)
         self.taken = blend_counts(sources, len(self.datasets))
         for dataset, first, count in zip(self.datasets, self._firsts, self.taken, strict=True):
             if first + count > len(dataset):
@@ -48,7 +48,6 @@ class BlendedDataset(SampleRoute):
         return len(self._sources)
 
     def source_of(self, sample: int) -> int:
-        """Which source a sample comes from."""
         return self._places[int(self._sources[sample])]
 
     def _place(self, sample: int) -> tuple[SampleDataset, int]:
@@ -68,8 +67,8 @@ class PhasedDataset(SampleRoute):
     def __init__(
         self,
         firsts: Sequence[int],
-        earlier: Sequence[SourceDataset | BlendedDataset | None],
-        newest: SourceDataset | BlendedDataset,
+        earlier: Sequence[SampleDataset | BlendedDataset | None],
+        newest: SampleDataset | BlendedDataset,
     ) -> None:
         self.firsts = tuple(firsts)
         self.newest = newest

@@ -55,11 +55,9 @@ class GPTDataset(SegmentedSamples):
         return tokens
 
     def read(self, sample: int) -> Sample:
-        """A sample, all of whose labels count."""
         return Sample(self[sample])
 
     def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored: file, sequence, token, byte offset."""
         for sequence, offset, length in self.spans(sample):
             if position < length:
                 token = offset + position
@@ -69,7 +67,6 @@ class GPTDataset(SegmentedSamples):
         raise IndexError(f"A sample has {self.sequence_length + 1} tokens; it has no token {position} beyond its end.")
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """The stretches of documents that make up a sample, in the order of its tokens."""
         return list(self._spans(sample))
 
     def _spans(self, sample: int) -> Iterator[DocumentSpan]:

@@ -9,54 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
 from megatron.data.datasets.sample import DocumentSpan, Sample, SegmentedSamples
 from megatron.data.order.index_map import check_seed
 from megatron.data.order.plan import Segment
-from megatron.data.order.row_order import EpochRowOrder
-
-
-class RowSource(Protocol):
-    """Rows by number, each a sample."""
-
-    @property
-    def prefix(self) -> str:
-        """The source as the user named it."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash that changes with the rows or their order, wherever they are stored."""
-
-    @property
-    def chunk_rows(self) -> int:
-        """About this many rows are shuffled together; part of the order, as the blocks are."""
-
-    @property
-    def reads_chunks(self) -> bool:
-        """Whether reading a chunk of the order at once is cheaper than reading its rows one by one."""
-
-    def __len__(self) -> int: ...
-
-    def blocks(self, first: int, last: int) -> np.ndarray:
-        """Cuts the rows [first, last) into stretches that are cheap to read together.
-
-        Shapes:
-            result: int64 [blocks + 1], the first row of each, then `last`.
-        """
-
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Reads rows: the fields of `Sample` in their order, each for all rows; trailing ones may be left out.
-
-        Shapes:
-            rows: int64 [n]; result: token ids [n, s + 1] of any integer type, bool [n, s], whether each label counts,
-            and so on.
-        """
-
-    def locate(self, row: int, position: int) -> str:
-        """Describes where a token of a row is stored."""
+from megatron.data.order.row_order import EpochRowOrder, RowSource
 
 
 @dataclass
@@ -99,10 +58,6 @@ class RowDataset(SegmentedSamples):
         self._order: tuple[tuple[int, int], EpochRowOrder] | None = None
         self._chunk: _Chunk | None = None
 
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1] of a sample."""
-        return self.read(sample).tokens
-
     def read(self, sample: int) -> Sample:
         """A sample and which of its labels count.
 
@@ -118,12 +73,10 @@ class RowDataset(SegmentedSamples):
         return Sample(tokens.astype(np.int64), *masks)
 
     def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
         chunk, place = self._place(sample)
         return self.source.locate(int(chunk.rows[place]), position)
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """The one row that is the sample."""
         chunk, place = self._place(sample)
         return [DocumentSpan(int(chunk.rows[place]), 0, len(self.read(sample).tokens))]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,53 +53,55 @@ class DocumentSpan(NamedTuple):
     tokens: int
 
 
-class SampleDataset(Protocol):
+class SampleDataset(ABC):
     """Samples by number."""
 
+    @property
+    def prefix(self) -> str:
+        """The source as the user named it; of several together empty."""
+        return ""
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s + 1], or [s] where samples have labels of their own."""
+        return self.read(sample).tokens
 
+    @abstractmethod
     def read(self, sample: int) -> Sample:
         """Token ids, and which of them count as labels."""
 
     def source_of(self, sample: int) -> int:
-        """Which source of its group (`GroupPlan.sources`) a sample comes from."""
+        """Which source of its group (`GroupPlan.sources`) a sample comes from; 0 if there is only this one."""
+        return 0
 
+    @abstractmethod
     def locate(self, sample: int, position: int) -> str:
         """Describes where a token of a sample is stored."""
 
+    @abstractmethod
     def spans(self, sample: int) -> list[DocumentSpan]:
         """The stretches of documents that make up a sample, in the order of its tokens."""
 
 
-class SourceDataset(SampleDataset, Protocol):
-    """The samples of one source."""
-
-    @property
-    def prefix(self) -> str:
-        """The source as the user named it."""
-
-
-class SegmentedSamples:
+class SegmentedSamples(SampleDataset):
     """The samples of one source in planned order: segments that follow each other.
 
     Args:
-        prefix: the source as the user named it.
         rows: samples of each segment.
     """
 
     def __init__(self, prefix: str, rows: Iterable[int]) -> None:
-        self.prefix = prefix
+        self._prefix = prefix
         self._starts = [0, *accumulate(rows)]
+
+    @property
+    def prefix(self) -> str:
+        return self._prefix
 
     def __len__(self) -> int:
         return self._starts[-1]
-
-    def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from: there is only this one."""
-        return 0
 
     def _segment_of(self, sample: int) -> tuple[int, int]:
         """The segment of a sample, and its number there."""
@@ -108,33 +111,41 @@ class SegmentedSamples:
         return segment, sample - self._starts[segment]
 
 
-class SampleRoute:
+class SampleRoute(SampleDataset):
     """Samples that each belong to one of other data sets; a subclass says to which."""
 
+    @abstractmethod
     def _place(self, sample: int) -> tuple[SampleDataset, int]:
         """The data set of a sample, and its number there."""
-        raise NotImplementedError
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids of a sample, as in its data set."""
-        return self.read(sample).tokens
 
     def read(self, sample: int) -> Sample:
-        """Token ids, and which of them count as labels."""
         dataset, number = self._place(sample)
         return dataset.read(number)
 
     def source_of(self, sample: int) -> int:
-        """Which source of its group a sample comes from."""
         dataset, number = self._place(sample)
         return dataset.source_of(number)
 
     def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
         dataset, number = self._place(sample)
         return dataset.locate(number, position)
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """The stretches of documents that make up a sample, in the order of its tokens."""
         dataset, number = self._place(sample)
         return dataset.spans(number)
+
+
+class ChangedSamples(SampleRoute):
+    """The samples of one other data set, each changed when it is read."""
+
+    dataset: SampleDataset
+
+    @property
+    def prefix(self) -> str:
+        return self.dataset.prefix
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _place(self, sample: int) -> tuple[SampleDataset, int]:
+        return self.dataset, sample

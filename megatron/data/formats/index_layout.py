@@ -1,54 +1,109 @@
-"""The bytes of an `.idx` file for the sequences it lists: which tables there are, where each begins, and what it holds.
+"""The layouts of an `.idx` file: which tables there are, where each begins, and the bytes of its entries.
 
-Nothing here touches a file: a writer or a merge asks for the bytes of some sequences and puts them where they belong,
-in any order and from several processes.
+Two exist in the Megatron family: `MMIDIDX` ("mmap", written by every current preprocessing tool) and the older `TNTIDX`
+("cached" and "lazy"). Nothing here touches a file: a writer or a merge asks for the bytes of some sequences and puts
+them where they belong, in any order and from several processes.
 
-Source: bigscience Megatron-DeepSpeed `megatron/data/indexed_dataset.py`.
+Source: bigscience Megatron-DeepSpeed `megatron/data/indexed_dataset.py`; NVIDIA Megatron-LM
+`megatron/core/datasets/indexed_dataset.py`.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from megatron.data.formats.token_index import (
-    CACHED_HEADER,
-    CACHED_MAGIC,
-    CODE_OF_DTYPE,
-    FORMAT_VERSION,
-    MMAP_HEADER,
-    MMAP_MAGIC,
-)
+MMAP_MAGIC = b"MMIDIDX\x00\x00"
+MMAP_HEADER = struct.Struct("<9sQBQQ")
+CACHED_MAGIC = b"TNTIDX\x00\x00"
+CACHED_HEADER = struct.Struct("<8sQQQQQQ")
+LONGEST_MAGIC_BYTES = len(MMAP_MAGIC)
+FORMAT_VERSION = 1
+LONGEST_SEQUENCE_TOKENS = 2**31 - 1
+
+DTYPE_OF_CODE: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    8: np.dtype("<u2"),
+}
+"""What each dtype code means. Code 7 is float64 to bigscience and float32 to NVIDIA; the size of the `.bin` file
+decides.
+"""
+
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 Entries = Iterator[tuple[int, bytes]]
 
 
 @dataclass(frozen=True)
-class IndexLayout:
-    """Where everything is in the `.idx` file of a given number of sequences and documents.
+class IndexTables:
+    """Where each table of an `.idx` file begins, in bytes.
 
     Args:
-        is_cached: upstream's older layout, which its "cached" and "lazy" readers share.
-        dtype: element type of the `.bin` file.
-        documents: documents, without the leading 0 of their table.
-        has_modes: whether NVIDIA's table of modes follows (the mmap layout only).
+        is_cached: the file has the older layout.
+        documents: without the 0 that begins their table.
     """
 
     is_cached: bool
-    dtype: np.dtype[Any]
     sequences: int
     documents: int
+
+    @property
+    def header(self) -> struct.Struct:
+        """What stands before the tables."""
+        return CACHED_HEADER if self.is_cached else MMAP_HEADER
+
+    @property
+    def at_starts(self) -> int:
+        """Of the data offsets in elements (cached), or of the pointers in bytes (mmap)."""
+        return self.header.size + (8 * (self.sequences + 1) if self.is_cached else 4 * self.sequences)
+
+    @property
+    def at_lengths(self) -> int:
+        """Of the tokens of each sequence."""
+        return self.at_starts + 8 * (self.sequences + 1) if self.is_cached else self.header.size
+
+    @property
+    def at_documents(self) -> int:
+        """Of the sequences up to the end of each document."""
+        return (self.at_lengths if self.is_cached else self.at_starts) + 8 * self.sequences
+
+    @property
+    def at_modes(self) -> int:
+        """Of NVIDIA's modes, which only the mmap layout may have; without them the end of the file."""
+        return self.at_documents + 8 * (self.documents + 1)
+
+
+@dataclass(frozen=True)
+class IndexLayout(IndexTables):
+    """The bytes of an `.idx` file whose sequences and documents are counted.
+
+    Args:
+        dtype: element type of the `.bin` file.
+        has_modes: whether the table of modes follows.
+    """
+
+    dtype: np.dtype[Any]
     tokens: int
     has_modes: bool = False
 
-    @cached_property
+    @property
+    def bin_bytes(self) -> int:
+        """Size of the `.bin` file."""
+        return self.tokens * self.dtype.itemsize
+
+    @property
     def size_bytes(self) -> int:
         """Size of the file."""
-        return self._at_modes + (self.sequences if self.has_modes else 0)
+        return self.at_modes + (self.sequences if self.has_modes else 0)
 
     def frame(self) -> Entries:
         """What does not depend on the sequences, as (byte offset, bytes): the header, the 0 that begins the document
@@ -59,11 +114,11 @@ class IndexLayout:
         if self.is_cached:
             counts = (self.sequences, self.sequences, entries)
             yield 0, CACHED_HEADER.pack(CACHED_MAGIC, FORMAT_VERSION, code, self.dtype.itemsize, *counts)
-            yield self._at_starts - 8, np.array([self.sequences], "<i8").tobytes()
-            yield self._at_lengths - 8, np.array([self.tokens], "<i8").tobytes()
+            yield self.at_starts - 8, np.array([self.sequences], "<i8").tobytes()
+            yield self.at_lengths - 8, np.array([self.tokens], "<i8").tobytes()
         else:
             yield 0, MMAP_HEADER.pack(MMAP_MAGIC, FORMAT_VERSION, code, self.sequences, entries)
-        yield self._at_documents, bytes(8)
+        yield self.at_documents, bytes(8)
 
     def of_sequences(self, first: int, lengths: np.ndarray, first_token: int) -> Entries:
         """The entries of sequences that follow each other, as (byte offset, bytes).
@@ -77,11 +132,11 @@ class IndexLayout:
         starts = ends - lengths
         if self.is_cached:
             yield CACHED_HEADER.size + 8 * first, np.arange(first, first + len(lengths), dtype="<i8").tobytes()
-            yield self._at_lengths + 8 * first, lengths.astype("<i8").tobytes()
-            yield self._at_starts + 8 * first, starts.astype("<i8").tobytes()
+            yield self.at_lengths + 8 * first, lengths.astype("<i8").tobytes()
+            yield self.at_starts + 8 * first, starts.astype("<i8").tobytes()
         else:
-            yield self._at_lengths + 4 * first, lengths.astype("<i4").tobytes()
-            yield self._at_starts + 8 * first, (starts * self.dtype.itemsize).astype("<i8").tobytes()
+            yield self.at_lengths + 4 * first, lengths.astype("<i4").tobytes()
+            yield self.at_starts + 8 * first, (starts * self.dtype.itemsize).astype("<i8").tobytes()
 
     def of_documents(self, first: int, ends: np.ndarray) -> tuple[int, bytes]:
         """The entries of documents that follow each other: (byte offset, bytes).
@@ -90,27 +145,8 @@ class IndexLayout:
             first: number of the first of them in the file.
             ends: sequences of the file up to the end of each.
         """
-        return self._at_documents + 8 * (first + 1), ends.astype("<i8").tobytes()
+        return self.at_documents + 8 * (first + 1), ends.astype("<i8").tobytes()
 
     def of_modes(self, first: int, modes: np.ndarray) -> tuple[int, bytes]:
         """The modes of sequences that follow each other: (byte offset, bytes)."""
-        return self._at_modes + first, modes.tobytes()
-
-    @property
-    def _at_starts(self) -> int:
-        """Of the data offsets in elements (cached), or of the pointers in bytes (mmap)."""
-        if self.is_cached:
-            return CACHED_HEADER.size + 8 * (self.sequences + 1)
-        return MMAP_HEADER.size + 4 * self.sequences
-
-    @property
-    def _at_lengths(self) -> int:
-        return self._at_starts + 8 * (self.sequences + 1) if self.is_cached else MMAP_HEADER.size
-
-    @property
-    def _at_documents(self) -> int:
-        return self._at_lengths + 8 * self.sequences if self.is_cached else self._at_starts + 8 * self.sequences
-
-    @property
-    def _at_modes(self) -> int:
-        return self._at_documents + 8 * (self.documents + 1)
+        return self.at_modes + first, modes.tobytes()

@@ -1,62 +1,45 @@
-"""Reader and writer of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each
-sequence is.
+"""Reader of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each sequence is.
 
-Source: the byte layouts of bigscience Megatron-DeepSpeed and NVIDIA Megatron-LM (`indexed_dataset.py`).
+Every entry of every table is checked against the sizes of both files when a pair is opened, so that a damaged one is
+refused at the start and not when its bad sequence is drawn. See `index_layout.py` for the two layouts of an `.idx`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import operator
 import os
-import tempfile
-from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import IO, BinaryIO, overload
+from typing import overload
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 
-from megatron import log
-from megatron.data.formats.index_layout import IndexLayout
-from megatron.data.formats.sidecar import Sidecar, is_sidecar, sidecar_path, write_temporary_sidecar
-from megatron.data.formats.token_index import (
-    CODE_OF_DTYPE,
+from megatron.data.formats.index_layout import (
+    CACHED_HEADER,
+    CACHED_MAGIC,
+    DTYPE_OF_CODE,
+    FORMAT_VERSION,
     LONGEST_MAGIC_BYTES,
     LONGEST_SEQUENCE_TOKENS,
-    check_magic,
-    read_token_index,
+    MMAP_HEADER,
+    MMAP_MAGIC,
+    IndexTables,
 )
 from megatron.errors import DataError, StorageError
 from megatron.files.exact import read_exactly
-from megatron.files.failures import read_error, storage_error
+from megatron.files.failures import read_error
 from megatron.files.plain import open_plain
-from megatron.files.replacing import (
-    discard,
-    publish_together,
-    remove_leftovers,
-    start_write_back,
-    sync_file,
-    temporary_name,
-    write_temporary,
-)
 
-_NARROW_VOCABULARY_LIMIT = 65500
-_COPY_ENTRIES = 1 << 20
-_COPY_BYTES = 1 << 24
 _PROBES = 64
 _PROBE_BYTES = 4096
-_WRITE_BACK_BYTES = 1 << 20
-
-
-def width_for(vocab_size: int | None, *, is_cached: bool = False) -> np.dtype:
-    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when unknown,
-    and always in the cached layout, as upstream writes it.
-    """
-    narrow = vocab_size is not None and vocab_size < _NARROW_VOCABULARY_LIMIT and not is_cached
-    return np.dtype(np.uint16 if narrow else np.int32)
+_AMBIGUOUS_FLOAT_CODE = 7
+_CHUNK_ENTRIES = 1 << 20
+_HASHED_BYTES = 1 << 24
+_MAPPED_ABOVE_BYTES = 1 << 20
 
 
 class IndexedDataset:
@@ -98,7 +81,12 @@ class IndexedDataset:
     @property
     def layout(self) -> str:
         """What `--data-impl` calls the layout of the index: "mmap" or "cached" (which lazy shares)."""
-        return self._index.layout
+        return "cached" if self.is_cached else "mmap"
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Sequences, documents and tokens."""
+        return len(self), len(self.documents) - 1, self.tokens
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -186,278 +174,6 @@ class IndexedDataset:
         return data
 
 
-def clear_leftovers(prefix: str | Path) -> None:
-    """Removes the temporary files that killed runs of this machine left of a pair and its sidecar, and says so."""
-    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), sidecar_path(prefix)):
-        for leftover in remove_leftovers(path):
-            log.info(f"Removed {leftover}, which a killed run had left.")
-
-
-class IndexedWriter:
-    """Writes one `.bin/.idx` pair; the two appear under their names, `.idx` last, only when everything is on disk.
-
-    Use as a context manager; an exception inside leaves nothing behind. Memory does not grow with the data: lengths and
-    document ends go to unnamed temporary files in the same folder.
-
-    Args:
-        prefix: path of the pair without suffix; its folder is made if it does not exist.
-        dtype: element type of the `.bin` file, see `width_for`.
-        is_cached: write the `.idx` file in upstream's older layout ("cached" and "lazy"); its own tools expect int32.
-
-    Raises:
-        DataError: ids do not fit the element type, or lengths and tokens disagree.
-        StorageError: the file system refused a write.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, is_cached: bool = False) -> None:
-        self.bin_path = Path(str(prefix) + ".bin")
-        self.idx_path = Path(str(prefix) + ".idx")
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in CODE_OF_DTYPE or self.dtype.kind not in "iu":
-            raise DataError(f"Token ids cannot be written as {self.dtype.name}; use uint16 or int32 (see width_for).")
-        self._is_cached = is_cached
-        self.sequences = 0
-        self.tokens = 0
-        self.document_count = 0
-        self._prefix = prefix
-        self._sidecar: Sidecar | None = None
-        self._ready: list[tuple[Path, Path]] = []
-        self._is_published = False
-        self._streams: list[IO[bytes]] = []
-        clear_leftovers(prefix)
-        self._temporary_bin = temporary_name(self.bin_path)
-        try:
-            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-            self._streams.append(self._temporary_bin.open("xb", buffering=1 << 20))
-            for _ in range(2):
-                self._streams.append(tempfile.TemporaryFile(dir=self.bin_path.parent, buffering=1 << 18))
-        except OSError as failure:
-            self._abandon()
-            raise storage_error(self.bin_path, failure) from failure
-        self._bin, self._lengths, self._documents = self._streams
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None and not self._is_published:
-                publish_pairs([self])
-        finally:
-            self._abandon()
-
-    def describe_with(self, sidecar: Sidecar) -> None:
-        """Publishes a sidecar with the pair; without one, the sidecar of an older pair of that name is removed."""
-        self._sidecar = sidecar
-
-    def add_document(self, sequences: Iterable[ArrayLike]) -> None:
-        """Appends one document made of sequences of token ids; without sequences it is an empty document."""
-        arrays = [np.asarray(sequence) for sequence in sequences]
-        lengths = [array.size for array in arrays]
-        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
-        self.add_batch(tokens, lengths, [len(lengths)])
-
-    def add_batch(
-        self, tokens: ArrayLike, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
-    ) -> None:
-        """Appends many sequences at once.
-
-        Shapes:
-            tokens: [sum of lengths]; lengths: [n]; sequences_per_document: [documents], summing to n.
-
-        Args:
-            sequences_per_document: how the sequences form documents; each is a document of its own if this is left out.
-        """
-        ids = self._checked_tokens(np.asarray(tokens))
-        counts, ends = self._checked_tables(lengths, sequences_per_document)
-        if int(counts.sum()) != ids.size:
-            raise DataError(
-                f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}."
-            )
-        start = self.tokens * self.dtype.itemsize
-        self._append(ids.view(np.uint8).data, counts, ends)
-        if ids.nbytes >= _WRITE_BACK_BYTES:
-            start_write_back(self._bin.fileno(), start, ids.nbytes)
-
-    def reserve(
-        self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
-    ) -> tuple[str, int]:
-        """Appends sequences whose tokens another process writes, in `dtype`, before this writer is closed.
-
-        Shapes:
-            as in `add_batch`.
-
-        Returns:
-            path of the unfinished `.bin` file, and the byte offset in it at which the tokens must be written.
-        """
-        counts, ends = self._checked_tables(lengths, sequences_per_document)
-        start = self.tokens * self.dtype.itemsize
-        self._append(b"", counts, ends)
-        try:
-            self._bin.seek(self.tokens * self.dtype.itemsize)
-        except OSError as failure:
-            raise self._refused(failure) from failure
-        return str(self._temporary_bin), start
-
-    def _checked_tables(
-        self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of sequences, and after how many sequences of the whole file each document ends."""
-        counts = np.asarray(lengths, dtype=np.int64)
-        per_document = (
-            np.ones(len(counts), np.int64) if sequences_per_document is None else np.asarray(sequences_per_document)
-        )
-        if counts.size and (counts.min() < 0 or counts.max() > LONGEST_SEQUENCE_TOKENS):
-            worst = int(counts.min() if counts.min() < 0 else counts.max())
-            raise DataError(
-                f"{self.bin_path}: a sequence of {worst} tokens cannot be stored; 0 to {LONGEST_SEQUENCE_TOKENS} can."
-            )
-        if int(per_document.sum()) != len(counts) or (per_document.size and per_document.min() < 0):
-            raise DataError(
-                f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold "
-                f"{int(per_document.sum())}."
-            )
-        return counts, self.sequences + np.cumsum(per_document, dtype=np.int64)
-
-    def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Appends a whole pair, byte for byte, with its documents (merging).
-
-        Raises:
-            DataError: its element type is another one.
-        """
-        if dataset.dtype != self.dtype:
-            raise DataError(
-                f"{dataset.bin_path} holds {dataset.dtype.name} and cannot be appended to {self.dtype.name} "
-                f"({self.bin_path}). Merge files of one element type; preprocess the others again with the same "
-                "vocabulary."
-            )
-        first = self.sequences
-        try:
-            for start in range(0, dataset.tokens * self.dtype.itemsize, _COPY_BYTES):
-                size = min(_COPY_BYTES, dataset.tokens * self.dtype.itemsize - start)
-                self._bin.write(dataset._read(start, size))
-        except OSError as failure:
-            raise self._refused(failure) from failure
-        for start in range(0, len(dataset), _COPY_ENTRIES):
-            self._append(b"", dataset.lengths[start : start + _COPY_ENTRIES].astype(np.int64), np.empty(0, np.int64))
-        for start in range(1, len(dataset.documents), _COPY_ENTRIES):
-            ends = dataset.documents[start : start + _COPY_ENTRIES] + first
-            self._append(b"", np.empty(0, np.int64), ends)
-
-    def _checked_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        if tokens.size == 0:
-            return np.empty(0, self.dtype)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(
-                f"{self.bin_path}: token ids must be a row of integers, not {tokens.ndim}-D {tokens.dtype.name}."
-            )
-        if tokens.dtype != self.dtype:
-            limits = np.iinfo(self.dtype)
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < limits.min or high > limits.max:
-                wrong = low if low < limits.min else high
-                raise DataError(
-                    f"{self.bin_path}: token id {wrong} does not fit {self.dtype.name} ({limits.min} to {limits.max}). "
-                    "Open the writer with width_for(vocabulary size)."
-                )
-            tokens = tokens.astype(self.dtype)
-        return np.ascontiguousarray(tokens)
-
-    def _append(self, data: bytes | memoryview, lengths: np.ndarray, document_ends: np.ndarray) -> None:
-        try:
-            self._bin.write(data)
-            self._lengths.write(lengths.astype("<i4").tobytes())
-            self._documents.write(document_ends.astype("<i8").tobytes())
-        except OSError as failure:
-            raise self._refused(failure) from failure
-        self.sequences += len(lengths)
-        self.tokens += int(lengths.sum())
-        self.document_count += len(document_ends)
-
-    def _complete(self) -> None:
-        """Puts everything on disk under temporary names."""
-        try:
-            self._bin.flush()
-            written = os.fstat(self._bin.fileno()).st_size
-            if written != self.tokens * self.dtype.itemsize:
-                raise DataError(
-                    f"{self.bin_path}: {written} bytes were written, but {self.tokens} tokens need "
-                    f"{self.tokens * self.dtype.itemsize}; nothing was published. Run the same command again."
-                )
-            sync_file(self._bin.fileno())
-        except OSError as failure:
-            raise self._refused(failure) from failure
-        if self._sidecar is not None:
-            temporary = write_temporary_sidecar(self._prefix, self._sidecar)
-            self._ready.append((temporary, sidecar_path(self._prefix)))
-        counts = (self.sequences, self.document_count, self.tokens)
-        layout = IndexLayout(self._is_cached, self.dtype, *counts)
-        temporary = write_temporary(self.idx_path, partial(self._write_index, layout), layout.size_bytes)
-        self._ready = [(self._temporary_bin, self.bin_path), *self._ready, (temporary, self.idx_path)]
-
-    def _refused(self, failure: OSError) -> StorageError:
-        return storage_error(self.bin_path, failure, self.tokens * self.dtype.itemsize)
-
-    def _write_index(self, layout: IndexLayout, stream: BinaryIO) -> None:
-        """Puts every entry in its place; the places of a table follow each other, so that nothing stays unwritten."""
-        for spilled in (self._lengths, self._documents):
-            spilled.flush()
-        for offset, data in layout.frame():
-            stream.seek(offset)
-            stream.write(data)
-        first = tokens = 0
-        for chunk in _chunks(self._lengths, 4):
-            lengths = np.frombuffer(chunk, "<i4")
-            for offset, data in layout.of_sequences(first, lengths, tokens):
-                stream.seek(offset)
-                stream.write(data)
-            first += len(lengths)
-            tokens += int(lengths.sum(dtype=np.int64))
-        first = 0
-        for chunk in _chunks(self._documents, 8):
-            ends = np.frombuffer(chunk, "<i8")
-            offset, data = layout.of_documents(first, ends)
-            stream.seek(offset)
-            stream.write(data)
-            first += len(ends)
-
-    def _abandon(self) -> None:
-        for stream in self._streams:
-            try:
-                stream.close()
-            except OSError:
-                continue
-        for temporary, _ in (*self._ready, (self._temporary_bin, self.bin_path)):
-            discard(temporary)
-
-
-def publish_pairs(writers: Sequence[IndexedWriter]) -> None:
-    """Completes writers of one folder and publishes all their files, or, where the disk refuses, none.
-
-    Of each pair the `.idx` comes last, so that a crash in between leaves no pair that does not match.
-
-    Raises:
-        DataError: fewer tokens were written than reserved.
-        StorageError: the file system refused; older files of these names are as they were.
-    """
-    for writer in writers:
-        writer._complete()
-    described = [sidecar_path(writer._prefix) for writer in writers if writer._sidecar is None]
-    publish_together(
-        [pair for writer in writers for pair in writer._ready], [path for path in described if is_sidecar(path)]
-    )
-    for writer in writers:
-        writer._is_published = True
-
-
-def _chunks(stream: IO[bytes], entry_bytes: int) -> Iterable[bytes]:
-    stream.seek(0)
-    while chunk := stream.read(_COPY_ENTRIES * entry_bytes):
-        yield chunk
-
-
 def check_pair(prefix: str) -> None:
     """Checks that the two files of a pair exist and can be read, and that the index begins as one does.
 
@@ -498,3 +214,267 @@ def _missing_file_text(prefix: str, path: Path) -> str:
     else:
         hint = f"The folder {place} does not exist either. Give another prefix."
     return f"{path} does not exist (data prefix {prefix}). {hint}"
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """The checked tables of one `.idx` file (views of the mapped file where the layout allows it).
+
+    Shapes:
+        lengths: int32 [N], tokens of each sequence.
+        pointers: int64 [N], byte offset of each sequence in the `.bin` file.
+        documents: int64 [D], 0, then the number of sequences up to the end of each document.
+        modes: int8 [N] or None, NVIDIA's multimodal addition (0 text, 1 image).
+
+    Args:
+        is_cached: the file has the older layout.
+    """
+
+    path: Path
+    dtype: np.dtype
+    lengths: np.ndarray
+    pointers: np.ndarray
+    documents: np.ndarray
+    modes: np.ndarray | None
+    tokens: int
+    raw: memoryview
+    hashed_ranges: tuple[tuple[int, int], ...]
+    is_cached: bool
+
+    def check_uncut(self) -> None:
+        """Checks that the file still is as long as it was: reading a map beyond its end would kill the process.
+
+        Raises:
+            DataError: it was truncated.
+        """
+        mapped = self.raw.obj
+        if isinstance(mapped, mmap.mmap) and mapped.size() < len(self.raw):
+            raise DataError(
+                f"{self.path}: the file has {mapped.size()} bytes and had {len(self.raw)} when it was opened (byte "
+                f"offset {mapped.size()} is its end now). It was truncated while in use: restore it and start again."
+            )
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hexadecimal) over the header, the lengths and the document table; the pointers follow from these."""
+        self.check_uncut()
+        digest = hashlib.sha256()
+        for start, stop in self.hashed_ranges:
+            for at in range(start, stop, _HASHED_BYTES):
+                digest.update(self.raw[at : min(at + _HASHED_BYTES, stop)])
+        return digest.hexdigest()
+
+
+def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
+    """Opens and checks an `.idx` file of either layout.
+
+    Args:
+        path: the `.idx` file.
+        bin_path: its `.bin` file, named in messages.
+        bin_bytes: size of the `.bin` file.
+
+    Raises:
+        DataError: the file is damaged or does not belong to its `.bin`; the text names the entry and its byte offset.
+    """
+    with open_plain(path) as stream:
+        size = stream.seek(0, 2)
+        if size > _MAPPED_ABOVE_BYTES:
+            raw = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+        else:  # a map would hold the file open, and a blend of hundreds of small sources has many
+            stream.seek(0)
+            raw = memoryview(stream.read())
+    beginning = bytes(raw[:LONGEST_MAGIC_BYTES])
+    check_magic(path, beginning, size)
+    is_cached = beginning != MMAP_MAGIC
+    header = CACHED_HEADER if is_cached else MMAP_HEADER
+    if size < header.size:
+        raise DataError(
+            f"{path}: the file has {size} bytes, its header alone takes {header.size}. It was truncated: copy it again."
+        )
+    magic, version, code, *numbers = header.unpack_from(raw)
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path}: layout version {version} (byte offset {len(magic)}) is unknown; version {FORMAT_VERSION} is read."
+        )
+    if is_cached:
+        return _read_cached_layout(path, raw, code, numbers, bin_path, bin_bytes)
+    return _read_mmap_layout(path, raw, code, numbers, bin_path, bin_bytes)
+
+
+def check_magic(path: Path, beginning: bytes, size: int) -> None:
+    """Checks by its first bytes that a file is an index of either layout.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not beginning.startswith((MMAP_MAGIC, CACHED_MAGIC)):
+        raise DataError(
+            f"{path}: the file ({size} bytes) begins with {beginning!r}; a token index begins with {MMAP_MAGIC!r} or "
+            f"{CACHED_MAGIC!r}. It is not an index, or its beginning is damaged: preprocess the corpus again."
+        )
+
+
+def _read_mmap_layout(
+    path: Path, raw: memoryview, code: int, numbers: Sequence[int], bin_path: Path, bin_bytes: int
+) -> TokenIndex:
+    """Reads `MMIDIDX`: int32 lengths, int64 pointers, int64 documents, and maybe int8 modes; nothing is aligned."""
+    sequences, entries = numbers
+    tables = IndexTables(False, sequences, entries - 1)
+    end = tables.at_modes
+    if len(raw) not in (end, end + sequences):
+        raise DataError(
+            f"{path}: the header (byte offset 18) announces {sequences} sequences and {entries} document entries, "
+            f"which take {end} bytes; the file has {len(raw)}. It was truncated or overwritten: copy or preprocess it "
+            "again."
+        )
+    lengths = _table(raw, "<i4", tables.at_lengths, sequences)
+    _check_lengths(path, lengths, tables.at_lengths, 4)
+    tokens = int(lengths.sum(dtype=np.int64))
+    dtype = _dtype_of(path, code, 17, tokens, bin_bytes)
+    pointers = _table(raw, "<i8", tables.at_starts, sequences)
+    _check_offsets(path, pointers, lengths, dtype.itemsize, tables.at_starts, "pointer", bin_path, bin_bytes)
+    documents = _documents(path, raw, tables)
+    modes = _table(raw, "i1", end, sequences) if sequences and len(raw) == end + sequences else None
+    hashed = ((0, tables.at_starts), (tables.at_documents, len(raw)))
+    return TokenIndex(path, dtype, lengths, pointers, documents, modes, tokens, raw, hashed, False)
+
+
+def _read_cached_layout(
+    path: Path, raw: memoryview, code: int, numbers: Sequence[int], bin_path: Path, bin_bytes: int
+) -> TokenIndex:
+    """Reads `TNTIDX`: int64 dimension offsets and data offsets (N + 1 each), int64 sizes, int64 documents."""
+    element_bytes, sequences, sizes_count, entries = numbers
+    tables = IndexTables(True, sequences, entries - 1)
+    end = tables.at_modes + 8 * (sizes_count - sequences)
+    if len(raw) != end:
+        raise DataError(
+            f"{path}: the header (byte offset 32) announces {sequences} sequences, {sizes_count} sizes and {entries} "
+            f"document entries, which take {end} bytes; the file has {len(raw)}. It was truncated or overwritten: copy "
+            "or preprocess it again."
+        )
+    if sizes_count != sequences:
+        raise DataError(
+            f"{path}: {sizes_count} sizes for {sequences} sequences (byte offset 40); "
+            "a token file has exactly one size per sequence."
+        )
+    at_dimensions = CACHED_HEADER.size
+    dimensions = _table(raw, "<i8", at_dimensions, sequences + 1)
+    wrong = np.flatnonzero(dimensions != np.arange(sequences + 1))
+    if wrong.size:
+        rule = f"must be {wrong[0]}"
+        raise _entry_error(path, "dimension offset", int(wrong[0]), at_dimensions, 8, dimensions, rule)
+    sizes = _table(raw, "<i8", tables.at_lengths, sequences)
+    _check_lengths(path, sizes, tables.at_lengths, 8)
+    lengths = sizes.astype(np.int32)
+    tokens = int(sizes.sum())
+    dtype = _dtype_of(path, code, 16, tokens, bin_bytes)
+    if element_bytes != dtype.itemsize:
+        raise DataError(
+            f"{path}: byte offset 24 says {element_bytes} bytes per element, but dtype code {code} has "
+            f"{dtype.itemsize}."
+        )
+    offsets, width = _table(raw, "<i8", tables.at_starts, sequences + 1), dtype.itemsize
+    _check_offsets(path, offsets[:-1], lengths, 1, tables.at_starts, "data offset", bin_path, bin_bytes // width)
+    if int(offsets[-1]) != tokens or bin_bytes != tokens * width:
+        raise DataError(
+            f"{path}: the last data offset (byte offset {tables.at_lengths - 8}) is {int(offsets[-1])}; the sizes sum "
+            f"to {tokens} elements of {width} bytes and {bin_path} has {bin_bytes} bytes. The three must agree."
+        )
+    documents, hashed = _documents(path, raw, tables), ((0, len(raw)),)
+    return TokenIndex(path, dtype, lengths, offsets[:-1] * width, documents, None, tokens, raw, hashed, True)
+
+
+def _table(raw: memoryview, dtype: str, offset: int, count: int) -> np.ndarray:
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(raw, dtype=dtype, count=count, offset=offset)
+
+
+def _dtype_of(path: Path, code: int, offset: int, tokens: int, bin_bytes: int) -> np.dtype:
+    """Maps a dtype code; the ambiguous code 7 takes the width with which the `.bin` file has its size."""
+    if code == _AMBIGUOUS_FLOAT_CODE:
+        return np.dtype("<f8") if bin_bytes == 8 * tokens else np.dtype("<f4")
+    if code not in DTYPE_OF_CODE:
+        raise DataError(f"{path}: dtype code {code} (byte offset {offset}) is unknown; codes 1 to 8 exist.")
+    return DTYPE_OF_CODE[code]
+
+
+def _check_lengths(path: Path, lengths: np.ndarray, table_offset: int, entry_bytes: int) -> None:
+    for start in range(0, len(lengths), _CHUNK_ENTRIES):
+        chunk = lengths[start : start + _CHUNK_ENTRIES]
+        wrong = np.flatnonzero((chunk < 0) | (chunk > LONGEST_SEQUENCE_TOKENS))
+        if wrong.size:
+            entry = start + int(wrong[0])
+            rule = f"must be from 0 to {LONGEST_SEQUENCE_TOKENS}"
+            raise _entry_error(path, "length", entry, table_offset, entry_bytes, lengths, rule)
+
+
+def _check_offsets(
+    path: Path,
+    offsets: np.ndarray,
+    lengths: np.ndarray,
+    unit: int,
+    table_offset: int,
+    what: str,
+    bin_path: Path,
+    bin_units: int,
+) -> None:
+    """Checks that offsets are the exclusive running sum of the lengths (times `unit`) and end where the `.bin` file
+    ends.
+    """
+    total = 0
+    for start in range(0, len(offsets), _CHUNK_ENTRIES):
+        ends = np.cumsum(lengths[start : start + _CHUNK_ENTRIES], dtype=np.int64) * unit + total
+        chunk = offsets[start : start + _CHUNK_ENTRIES]
+        expected = np.empty_like(ends)
+        expected[0] = total
+        expected[1:] = ends[:-1]
+        beyond = np.flatnonzero(ends > bin_units)
+        wrong = np.flatnonzero(chunk != expected)
+        if wrong.size and not (beyond.size and beyond[0] < wrong[0]):
+            entry = start + int(wrong[0])
+            rule = f"must be {int(expected[wrong[0]])}, where the sequence before it ends"
+            raise _entry_error(path, what, entry, table_offset, 8, offsets, rule)
+        if beyond.size:
+            entry = start + int(beyond[0])
+            raise DataError(
+                f"{path}: sequence {entry} ({what} at byte offset {table_offset + 8 * entry}) ends at "
+                f"{int(ends[beyond[0]])}, but {bin_path} ends at {bin_units}. One of the two files was truncated or is "
+                f"from another run: copy both again."
+            )
+        total = int(ends[-1])
+    if total != bin_units:
+        raise DataError(
+            f"{bin_path}: the file has {bin_units - total} bytes after byte offset {total}, where the last sequence of "
+            f"{path} ends. The two files do not belong together: copy both again."
+        )
+
+
+def _documents(path: Path, raw: memoryview, tables: IndexTables) -> np.ndarray:
+    """The checked document table: from 0 to the number of sequences, never falling."""
+    at, sequences = tables.at_documents, tables.sequences
+    documents = _table(raw, "<i8", at, tables.documents + 1)
+    if len(documents) == 0:
+        raise DataError(f"{path}: the document table (byte offset {at}) is empty; it must begin with 0.")
+    if documents[0] != 0:
+        raise _entry_error(path, "document", 0, at, 8, documents, "must be 0")
+    for start in range(0, len(documents) - 1, _CHUNK_ENTRIES):
+        chunk = documents[start : start + _CHUNK_ENTRIES + 1]
+        wrong = np.flatnonzero((chunk[1:] < chunk[:-1]) | (chunk[1:] > sequences))
+        if wrong.size:
+            entry = start + int(wrong[0]) + 1
+            before = int(documents[entry - 1])
+            rule = f"must lie between the entry before it ({before}) and the number of sequences ({sequences})"
+            raise _entry_error(path, "document", entry, at, 8, documents, rule)
+    if documents[-1] != sequences:
+        rule = f"must be the number of sequences ({sequences}); an old merge tool may have lost the table"
+        raise _entry_error(path, "document", len(documents) - 1, at, 8, documents, rule)
+    return documents
+
+
+def _entry_error(
+    path: Path, what: str, entry: int, table_offset: int, entry_bytes: int, table: np.ndarray, rule: str
+) -> DataError:
+    at = table_offset + entry_bytes * entry
+    return DataError(
+        f"{path}: {what} {entry} (byte offset {at}) is {int(table[entry])}; it {rule}. The file is damaged."
+    )

@@ -61,9 +61,10 @@ class Sidecar:
     versions: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[SourceRecord, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """The contents of the file."""
-        return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Sequences, documents and tokens, as `IndexedDataset.counts`."""
+        return self.sequences, self.documents, self.tokens
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -121,7 +122,7 @@ def check_replaceable(prefix: str | Path) -> None:
         DataError: a file of that name exists and is not a sidecar.
     """
     path = sidecar_path(prefix)
-    if path.exists() and not _is_sidecar(_parsed(path)):
+    if path.exists() and not is_sidecar(path):
         raise DataError(
             f"{path} exists and is not a description of token files, so it will not be overwritten. Move it away, or "
             "choose another --output-prefix."
@@ -171,12 +172,13 @@ def _parsed(path: Path) -> Any:
 
 
 def _content(sidecar: Sidecar) -> bytes:
-    return (json.dumps(sidecar.to_json(), indent=1, ensure_ascii=True) + "\n").encode()
+    content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(sidecar)}
+    return (json.dumps(content, indent=1, ensure_ascii=True) + "\n").encode()
 
 
 def is_sidecar(path: Path) -> bool:
     """Whether a file is the sidecar of a pair."""
-    return path.exists() and _is_sidecar(_parsed(path))
+    return _is_sidecar(_parsed(path))
 
 
 def _is_sidecar(content: Any) -> bool:

@@ -9,6 +9,8 @@ number alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
 
@@ -49,12 +51,48 @@ class EpochRowOrder:
         return rows
 
 
-class SingleRows:
-    """What row sources have in common whose rows are read one by one, from anywhere."""
+class RowSource(ABC):
+    """Rows by number, each a sample; unless a subclass says otherwise, they are read one by one, from anywhere.
+
+    Attributes:
+        prefix: the source as the user named it.
+        reads_chunks: whether reading a chunk of the order at once is cheaper than reading its rows one by one.
+    """
+
+    prefix: str
+    fingerprint: str
+    """Hash that changes with the rows or their order, wherever they are stored."""
 
     reads_chunks = False
-    chunk_rows = 1 << 16
+
+    @property
+    def chunk_rows(self) -> int:
+        """About this many rows are shuffled together; part of the order, as the blocks are."""
+        return 1 << 16
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     def blocks(self, first: int, last: int) -> np.ndarray:
-        """Every row by itself."""
+        """Cuts the rows [first, last) into stretches that are cheap to read together: every row by itself.
+
+        Shapes:
+            result: int64 [blocks + 1], the first row of each, then `last`.
+        """
         return np.arange(first, last + 1)
+
+    @abstractmethod
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Reads rows: the fields of `Sample` in their order, each for all rows; trailing ones may be left out.
+
+        Shapes:
+            rows: int64 [n]; result: token ids [n, s + 1] of any integer type, bool [n, s], whether each label counts,
+            int64 [n, s], the segments, where the padding is one of its own, and so on.
+
+        Raises:
+            DataError, StorageError: a row is damaged or missing, or cannot be reached.
+        """
+
+    @abstractmethod
+    def locate(self, row: int, position: int) -> str:
+        """Describes where a token of a row is stored."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.order.index_map import check_seed, compiled_builder
-from megatron.data.order.mersenne import mersenne_numbers
 from megatron.errors import DataError
 
 LONGEST_SENTENCE = 512
@@ -27,6 +26,11 @@ _MOST_EPOCHS = 2**31 - 2
 _MOST_SAMPLES = 2**32
 _LARGEST_UINT32 = 2**32 - 1
 _DRAWS_AT_ONCE = 1 << 12
+_STATE_WORDS, _MIDDLE_WORD = 312, 156  # of the Mersenne Twister
+_MULTIPLIER = 6364136223846793005
+_LOW_BITS = np.uint64((1 << 31) - 1)
+_MATRIX = np.uint64(0xB5026F5AA96619E9)
+_LARGEST_UINT64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -170,3 +174,47 @@ def _nothing_usable_text(lengths: np.ndarray, documents: np.ndarray, rules: Sent
         f"{LONGEST_SENTENCE} tokens (the longest {int(lengths[int(documents[0]) : int(documents[-1])].max())}), so "
         "no sample can be made of them. Were the data split into sentences? Preprocess them with --split-sentences."
     )
+
+
+def mersenne_numbers(seed: int, count: int) -> np.ndarray:
+    """The first numbers of the C++ standard's `std::mt19937_64`, which NumPy does not have.
+
+    Shapes:
+        result: uint64 [count].
+
+    Source: Nishimura, "Tables of 64-bit Mersenne Twisters", ACM TOMACS 10 (4), 2000; ISO C++ [rand.predef].
+    """
+    state = _first_words(seed)
+    blocks = []
+    for _ in range(-(-count // _STATE_WORDS)):
+        _advance(state)
+        blocks.append(_tempered(state))
+    return np.concatenate([np.empty(0, np.uint64), *blocks])[:count]
+
+
+def _first_words(seed: int) -> np.ndarray:
+    words = [seed & _LARGEST_UINT64]
+    for place in range(1, _STATE_WORDS):
+        words.append((_MULTIPLIER * (words[-1] ^ words[-1] >> 62) + place) & _LARGEST_UINT64)
+    return np.array(words, np.uint64)
+
+
+def _advance(state: np.ndarray) -> None:
+    """Replaces the words by the next ones. A word needs its successor, and one half the state further on."""
+    for first, last, other in ((0, _MIDDLE_WORD, _MIDDLE_WORD), (_MIDDLE_WORD, _STATE_WORDS - 1, -_MIDDLE_WORD)):
+        state[first:last] = _twisted(
+            state[first:last], state[first + 1 : last + 1], state[first + other : last + other]
+        )
+    state[-1:] = _twisted(state[-1:], state[:1], state[_MIDDLE_WORD - 1 : _MIDDLE_WORD])
+
+
+def _twisted(word: np.ndarray, successor: np.ndarray, other: np.ndarray) -> np.ndarray:
+    mixed = (word & ~_LOW_BITS) | (successor & _LOW_BITS)
+    return other ^ (mixed >> np.uint64(1)) ^ np.where(mixed & np.uint64(1), _MATRIX, np.uint64(0))
+
+
+def _tempered(state: np.ndarray) -> np.ndarray:
+    numbers = state ^ ((state >> np.uint64(29)) & np.uint64(0x5555555555555555))
+    numbers ^= (numbers << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    numbers ^= (numbers << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    return numbers ^ (numbers >> np.uint64(43))

@@ -19,7 +19,7 @@ from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.order.packing import Packing, pack
-from megatron.data.order.row_order import SingleRows
+from megatron.data.order.row_order import RowSource
 from megatron.errors import DataError
 
 PAIR_FIELDS = ("inputs", "targets")
@@ -70,7 +70,7 @@ class TokenPairs:
         return hashlib.sha256(f"{self.inputs.fingerprint} {self.targets.fingerprint}".encode()).hexdigest()
 
 
-class PackedPairs(SingleRows):
+class PackedPairs(RowSource):
     """The rows that the pairs [first, last) fill; each epoch has the same rows in another order.
 
     Args:
@@ -116,12 +116,6 @@ class PackedPairs(SingleRows):
         return len(self._packing.rows)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Reads rows.
-
-        Shapes:
-            rows: int64 [n]; result: tokens int64 [n, s + 1], loss mask bool [n, s], segments int64 [n, s], where the
-            padding is one of its own, and the inputs, bool [n, s].
-        """
         tokens = np.full((len(rows), self._length), self._padding_id, np.int64)
         segments = np.zeros(tokens.shape, np.int64)
         is_input, is_target = np.zeros(tokens.shape, np.bool_), np.zeros(tokens.shape, np.bool_)
@@ -138,7 +132,6 @@ class PackedPairs(SingleRows):
         return tokens, loss_mask, segments[:, :-1], is_input[:, :-1]
 
     def locate(self, row: int, position: int) -> str:
-        """Describes where a token of a row is stored."""
         end = 0
         for pair in self._pairs_of(row):
             for source in (self._pairs.inputs, self._pairs.targets):

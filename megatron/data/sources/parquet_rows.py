@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from megatron import log
 from megatron.data.formats.parquet_windows import LARGEST_ID, WindowFacts, WindowFile, Windows, expand_windows
+from megatron.data.order.row_order import RowSource
 from megatron.errors import ConfigError, DataError
 from megatron.files.plain import open_plain
 from megatron.tokenizers.record import TokenizerRecord
@@ -54,7 +55,7 @@ class _Shard:
         return self.starts[-1]
 
 
-class ParquetRows:
+class ParquetRows(RowSource):
     """The windows of Parquet files, one file after the other.
 
     Args:
@@ -88,7 +89,7 @@ class ParquetRows:
         return max(1, _CHUNK_TOKENS // self.row_length)
 
     @cached_property
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> str:  # type: ignore[override]
         """SHA-256 over the footers, which hold the sizes, places and extremes of every column of every group."""
         digest = hashlib.sha256()
         for shard in self._shards:
@@ -105,11 +106,7 @@ class ParquetRows:
         return self._starts[-1]
 
     def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """The groups of rows, larger ones in equal pieces of at most half a million tokens.
-
-        Shapes:
-            result: [blocks + 1], the first row of each, then `last`.
-        """
+        """The groups of rows, larger ones in equal pieces of at most half a million tokens."""
         edges = [np.array([first, last])]
         for shard, start in zip(self._shards, self._starts, strict=False):
             for begin, end in pairwise(shard.starts):
@@ -119,14 +116,7 @@ class ParquetRows:
         return starts[(starts >= first) & (starts <= last)]
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Reads rows, every group they lie in once.
-
-        Shapes:
-            rows: [n]; result: token ids [n, s + 1] and for each label whether it counts [n, s].
-
-        Raises:
-            DataError: a group of rows is damaged.
-        """
+        """Reads rows, every group they lie in once."""
         tokens = np.empty((len(rows), self.row_length + 1), np.int32)
         mask = np.empty((len(rows), self.row_length), np.bool_)
         order = np.argsort(rows)
@@ -137,7 +127,6 @@ class ParquetRows:
         return tokens, mask
 
     def locate(self, row: int, position: int) -> str:
-        """Describes where a token of a row is stored."""
         number = bisect_right(self._starts, row) - 1
         return f"{self._shards[number].path}: position {position} of row {row - self._starts[number]}"
 

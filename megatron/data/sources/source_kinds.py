@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import os
+from abc import abstractmethod
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -13,26 +14,26 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.objective.masking import SENTENCES, STREAM
-from megatron.data.datasets.copied_prompts import CopiedPrompts
+from megatron.data.datasets.changed_samples import CopiedPrompts
 from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, names_example_files
 from megatron.data.datasets.examples.rows import ExampleRows
-from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples, check_first_records
+from megatron.data.datasets.examples.tokens import RecordSource, TokenizedExamples, check_first_records
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
 from megatron.data.datasets.masked.texts import MaskedRows, TextRows
-from megatron.data.datasets.rows import RowDataset, RowSource
-from megatron.data.datasets.sample import SourceDataset
+from megatron.data.datasets.rows import RowDataset
+from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows
 from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.index_map import Indices, build_indices
 from megatron.data.order.old_index import read_old_index
 from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
+from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.sources.parquet_rows import ParquetRows, check_window_length
-from megatron.data.sources.request import DataRequest
-from megatron.data.sources.source import Facts, PrefixSource, Source, SourceUse, check_examples, other_rows
+from megatron.data.sources.source import DataRequest, Facts, Source, SourceUse, check_examples, other_rows
 from megatron.data.sources.store_rows import StoreRows, store_fingerprint
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
@@ -68,7 +69,7 @@ def source_facts(prefix: str) -> Facts:
     return source_of(prefix).facts()
 
 
-class _TokenSource(PrefixSource):
+class _TokenSource(Source):
     """A token file: one stream of tokens that is cut into samples."""
 
     is_token_file = True
@@ -96,7 +97,7 @@ class _TokenSource(PrefixSource):
             )
         return SourcePlan(self.prefix, self._indexed.fingerprint, first, last, tokens)
 
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         stem = f"{planned.prefix}_{group.name}"
         segments = [self._segment(stem, planned, segment, plan) for segment in planned.segments]
         return GPTDataset(self._indexed, plan.sequence_length, segments)
@@ -151,7 +152,7 @@ class _SentenceSource(_TokenSource):
     def map_rows(self, planned: SourcePlan, samples: int, seed: int) -> int:
         return len(self._file.table(planned.first, planned.last, samples, seed))
 
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         return SentenceDataset(self._file, planned.first, planned.last, planned.segments)
 
     @cached_property
@@ -166,7 +167,7 @@ class _SentenceSource(_TokenSource):
         return SentenceFile(indexed, self._request.sequence_length, self._options, self._vocabulary, self.cache)
 
 
-class _RowsSource(PrefixSource):
+class _RowsSource(Source):
     """A source whose rows are samples as they are."""
 
     def __len__(self) -> int:
@@ -176,12 +177,12 @@ class _RowsSource(PrefixSource):
         tokens = (last - first) * self._request.sequence_length
         return SourcePlan(self._rows.prefix, self._rows.fingerprint, first, last, tokens, is_rows=True)
 
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         return RowDataset(self._rows, planned.first, planned.last, planned.segments)
 
     @cached_property
-    def _rows(self) -> RowSource:
-        raise NotImplementedError
+    @abstractmethod
+    def _rows(self) -> RowSource: ...
 
 
 class _WindowSource(_RowsSource):
@@ -216,11 +217,14 @@ class _StoreSource(_RowsSource):
 
     def check(self, use: SourceUse) -> None:
         self._check_objective(use.objective)
+        self._check_files(use.sequence_length)
+        if self._address.kind == "sqlite":  # no server is asked before the run has its ranks
+            check_examples(self.prefix, self.holds_examples, use)
+
+    def _check_files(self, sequence_length: int | None) -> None:
         self._address.check_password()
         if self._address.kind == "sqlite" and not os.path.isfile(self._address.place):
             open_store(self._address)  # raises the error
-        if self._address.kind == "sqlite":  # no server is asked before the run has its ranks
-            check_examples(self.prefix, self.holds_examples, use)
 
     def facts(self) -> Facts:
         if self.holds_examples:
@@ -245,7 +249,7 @@ class _StoreSource(_RowsSource):
             return self._examples.plan(first, last, split)
         return super().plan(first, last, split)
 
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         if self._examples is not None:
             return self._examples.dataset(planned, group, plan)
         return super().dataset(planned, group, plan)
@@ -266,7 +270,7 @@ class _StoreSource(_RowsSource):
 _Rows = TypeVar("_Rows", bound=RowSource)
 
 
-class _PackedSource(PrefixSource, Generic[_Rows]):
+class _PackedSource(Source, Generic[_Rows]):
     """A source that is packed into rows, other ones for every range of it."""
 
     def __init__(self, prefix: str, request: DataRequest) -> None:
@@ -281,7 +285,7 @@ class _PackedSource(PrefixSource, Generic[_Rows]):
         tokens = len(rows) * self._request.sequence_length
         return SourcePlan(rows.prefix, rows.fingerprint, 0, len(rows), tokens, is_rows=True)
 
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         return RowDataset(self._planned_rows(planned), planned.first, planned.last, planned.segments)
 
     def _planned_rows(self, planned: SourcePlan) -> _Rows:
@@ -289,8 +293,8 @@ class _PackedSource(PrefixSource, Generic[_Rows]):
             raise other_rows(planned.prefix)
         return self._packed[planned.fingerprint]
 
-    def _pack(self, first: int, last: int) -> _Rows:
-        raise NotImplementedError
+    @abstractmethod
+    def _pack(self, first: int, last: int) -> _Rows: ...
 
     def _report(self, rows: _Rows, split: str) -> None:
         """Says in the log how new rows were packed."""
@@ -348,7 +352,7 @@ class _TextSource(_PackedSource[TextRows]):
     def __len__(self) -> int:
         return len(self._indexed.documents) - 1
 
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         rows, request = super().dataset(planned, group, plan), self._request
         return MaskedRows(rows, request.seed, request.sequence_length, self._options, self._vocabulary)
 
@@ -392,7 +396,7 @@ class _ExampleSource(_PackedSource[ExampleRows]):
     def __len__(self) -> int:
         return len(self._examples)
 
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SourceDataset:
+    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         """Its samples; in training, some of them with prompts as answers, if that is asked for."""
         dataset, probability = super().dataset(planned, group, plan), self._request.examples.copy_prompt_probability
         if not probability or group is not plan.train:
@@ -408,7 +412,7 @@ class _ExampleSource(_PackedSource[ExampleRows]):
         request, prefix = self._request, self.prefix
         if request.tokenizer is None:
             raise ConfigError("Examples are encoded while they are read, which needs a tokenizer (--tokenizer-type).")
-        records = FileRecords(prefix) if names_example_files(prefix) else StoreRecords(prefix)
+        records = RecordSource.of_files(prefix) if names_example_files(prefix) else RecordSource.of_store(prefix)
         template = request.examples.template
         return TokenizedExamples(
             prefix, records, template, request.tokenizer, self.cache, copies_prompts=copies_prompts

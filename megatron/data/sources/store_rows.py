@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron import log
+from megatron.data.order.row_order import RowSource
 from megatron.data.stores.document_store import DocumentStore, open_store
 from megatron.errors import DataError
 from megatron.secret_text import masked
@@ -51,7 +52,7 @@ class DocumentEncoder:
         return sample, len(ids) + 1
 
 
-class StoreRows:
+class StoreRows(RowSource):
     """The documents of a store.
 
     Args:
@@ -63,9 +64,6 @@ class StoreRows:
         StorageError: the database cannot be reached.
     """
 
-    reads_chunks = False
-    chunk_rows = 1 << 16
-
     def __init__(self, prefix: str, encoder: DocumentEncoder) -> None:
         self.prefix = masked(prefix)
         self._store = open_store(prefix)
@@ -74,8 +72,7 @@ class StoreRows:
         self._warn_of_long_documents()
 
     @cached_property
-    def fingerprint(self) -> str:
-        """See `store_fingerprint`."""
+    def fingerprint(self) -> str:  # type: ignore[override]
         return store_fingerprint(self._store)
 
     def __len__(self) -> int:
@@ -86,14 +83,6 @@ class StoreRows:
         return np.append(np.arange(first, last, _BLOCK_DOCUMENTS), last)
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Fetches and encodes documents.
-
-        Shapes:
-            rows: [n]; result: token ids [n, s + 1] and for each label whether it counts [n, s].
-
-        Raises:
-            DataError, StorageError: a document is missing, or the database cannot be reached.
-        """
         tokens = np.empty((len(rows), self._encoder.length), np.int64)
         mask = np.empty((len(rows), self._encoder.length - 1), np.bool_)
         for place, row in enumerate(rows.tolist()):
@@ -104,7 +93,6 @@ class StoreRows:
         return tokens, mask
 
     def locate(self, row: int, position: int) -> str:
-        """Describes where a token of a row is stored."""
         return f"{self.prefix}: token {position} of document {row}"
 
     def _warn_of_long_documents(self) -> None:

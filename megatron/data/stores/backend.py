@@ -70,10 +70,6 @@ class StoreBackend(Protocol):
         """What can be said of a collection without reading it."""
         ...
 
-    def imports(self) -> list[ImportRecord]:
-        """Imports that were completed, in their order."""
-        ...
-
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
         """The documents with first <= idx < stop as (idx, value), in order of idx."""
         ...
@@ -81,7 +77,7 @@ class StoreBackend(Protocol):
     def scan(
         self, name: str, columns: Sequence[str], skipped: int, limit: int
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """At most `limit` documents in order, after `skipped` ones, each as its idx and its values."""
+        """At most `limit` documents in order, all for -1, after `skipped` ones, each as its idx and its values."""
         ...
 
     def indices(self, name: str) -> Iterator[int | None]:

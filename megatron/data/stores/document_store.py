@@ -7,8 +7,6 @@ Only the sizes of the collections are held in memory.
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -136,20 +134,6 @@ class DocumentStore:
             held = f"it holds 0 to {len(self) - 1}" if len(self) else "it is empty"
             raise DataError(f"{self.shown}: there is no document {document}; {held} ({len(self)} documents).")
         return self.collections[bisect.bisect_right(self._lasts, document)]
-
-    def fingerprint(self) -> str:
-        """A hash of what the store says it holds: the collections in order, their sizes and columns, and the imports.
-
-        Texts that were changed in place without an import keep it.
-        """
-        names = {collection.name for collection in self.collections}
-        imports = [
-            [record.collection_name, record.fingerprint, record.key, record.num_docs]
-            for record in self._backend.imports()
-            if record.collection_name in names
-        ]
-        facts = [[collection.name, len(collection), collection.column] for collection in self.collections]
-        return hashlib.sha256(json.dumps([facts, imports]).encode()).hexdigest()[:32]
 
     def close(self) -> None:
         """Closes what this thread has open; the next read opens it again."""

@@ -19,6 +19,7 @@ from megatron.data.stores.backend import (
     RESERVED_COLLECTIONS,
     CollectionFacts,
     ImportRecord,
+    StoreBackend,
 )
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
 from megatron.secret_text import SecretText, masked, reveal, without_secret
@@ -27,7 +28,7 @@ _SERVER_WAIT_MILLISECONDS = 10_000
 _BATCH_DOCUMENTS = 256
 
 
-class MongoCollections:
+class MongoCollections(StoreBackend):
     """The collections of a MongoDB database.
 
     Args:
@@ -59,7 +60,6 @@ class MongoCollections:
         return self._clients[process][self._database_name]
 
     def names(self) -> tuple[str, ...]:
-        """Collections that `meta_info` lists, then those it does not list, by name."""
         with explained(self.shown):
             there = self.database.list_collection_names()
             listed = [entry.get("collection_name") for entry in self.database[META_COLLECTION].find().sort("_id", 1)]
@@ -68,7 +68,6 @@ class MongoCollections:
         return tuple(dict.fromkeys([*names, *others]))
 
     def facts(self, name: str) -> CollectionFacts:
-        """What can be said of a collection without reading its documents."""
         with explained(self.shown):
             collection = self.database[name]
             first = collection.find_one({}, sort=[("idx", 1)])
@@ -104,7 +103,6 @@ class MongoCollections:
         ]
 
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
-        """The documents with first <= idx < stop as (idx, value), in order of idx."""
         with explained(self.shown):
             entries = self.database[name].find({"idx": {"$gte": first, "$lt": stop}}, {"_id": 0, "idx": 1, column: 1})
             return [(entry["idx"], entry.get(column)) for entry in entries.sort("idx", 1)]
@@ -112,12 +110,6 @@ class MongoCollections:
     def scan(
         self, name: str, columns: Sequence[str], skipped: int, limit: int
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Documents in order of idx, each as its idx and its values.
-
-        Args:
-            skipped: documents to leave out at the beginning.
-            limit: most documents to give; -1 for all.
-        """
         with explained(self.shown):
             meta = self.database[META_COLLECTION].find_one({"collection_name": name})
             wanted = {} if meta is None or meta.get("num_docs") is None else {"idx": {"$lt": int(meta["num_docs"])}}
@@ -128,18 +120,15 @@ class MongoCollections:
                 yield entry.get("idx", skipped + number), tuple(entry.get(column) for column in columns)
 
     def indices(self, name: str) -> Iterator[int | None]:
-        """The idx of every document, sorted, duplicates included; None for a document without one."""
         with explained(self.shown):
             for entry in self.database[name].find({}, {"_id": 0, "idx": 1}).sort("idx", 1):
                 yield entry.get("idx")
 
     def count(self, name: str, below: int | None = None) -> int:
-        """Documents of a collection, counted by the server; with `below`, those whose idx is less."""
         with explained(self.shown):
             return int(self.database[name].count_documents({} if below is None else {"idx": {"$lt": below}}))
 
     def close(self) -> None:
-        """Closes the client of this process; the next read makes another."""
         client = self._clients.pop(os.getpid(), None)
         if client is not None:
             client.close()

@@ -11,16 +11,15 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from megatron.data.stores.backend import (
-    IMPORT_COLLECTION,
     META_COLLECTION,
     RESERVED_COLLECTIONS,
     CollectionFacts,
-    ImportRecord,
+    StoreBackend,
 )
 from megatron.errors import DataError, MegatronError, StorageError
 from megatron.files.plain import check_plain
@@ -43,7 +42,7 @@ class _Table:
     base: int
 
 
-class SqliteCollections:
+class SqliteCollections(StoreBackend):
     """The tables of a SQLite file as collections of documents.
 
     Args:
@@ -72,7 +71,6 @@ class SqliteCollections:
         self._threads = threading.local()
 
     def names(self) -> tuple[str, ...]:
-        """Collections that `meta_info` lists, then the tables it does not list."""
         with self._explained():
             tables = self._tables_of_file()
             listed = []
@@ -83,7 +81,6 @@ class SqliteCollections:
         return (*listed, *others)
 
     def facts(self, name: str) -> CollectionFacts:
-        """What can be said of a table without reading its rows."""
         with self._explained():
             columns = [row[1].decode() for row in self._connection.execute(f"PRAGMA table_info({quoted_name(name)})")]
             table = self._table(name, columns)
@@ -97,17 +94,7 @@ class SqliteCollections:
                 is_numbered=table.order is not None,
             )
 
-    def imports(self) -> list[ImportRecord]:
-        """Imports that were completed, in their order."""
-        with self._explained():
-            if IMPORT_COLLECTION not in self._tables_of_file():
-                return []
-            names = ", ".join(field.name for field in fields(ImportRecord))
-            rows = self._connection.execute(f"SELECT {names} FROM {IMPORT_COLLECTION} ORDER BY rowid")
-            return [ImportRecord(*row) for row in _decoded(rows)]
-
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
-        """The rows with first <= idx < stop as (idx, value), in order of idx."""
         table = self._tables[name]
         with self._explained():
             rows = self._connection.execute(
@@ -120,12 +107,7 @@ class SqliteCollections:
     def scan(
         self, name: str, columns: Sequence[str], skipped: int, limit: int
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Rows in order, each as its idx (or row number) and its values, TEXT as bytes; memory does not grow.
-
-        Args:
-            skipped: rows to leave out at the beginning.
-            limit: most rows to give.
-        """
+        """As `StoreBackend.scan`; a table without idx gives row numbers, and TEXT comes as bytes."""
         facts = self.facts(name)
         table = self._tables[name]
         order = "rowid" if table.order == "rowid" else "idx, rowid" if self._has_rowid(name) else "idx"
@@ -144,7 +126,6 @@ class SqliteCollections:
                 skipped += 1
 
     def indices(self, name: str) -> Iterator[int | None]:
-        """The idx of every row, sorted, duplicates included; None for a row without one."""
         table = self._tables[name]
         with self._explained():
             cursor = self._connection.execute(f"SELECT {table.order} FROM {quoted_name(name)} ORDER BY {table.order}")
@@ -152,13 +133,11 @@ class SqliteCollections:
                 yield from (None if idx is None else idx - table.base for (idx,) in rows)
 
     def count(self, name: str, below: int | None = None) -> int:
-        """Rows of a table, counted one by one; with `below`, those whose idx is less."""
         bound = "" if below is None or self._tables[name].order != "idx" else f"WHERE idx < {below}"
         with self._explained():
             return int(self._connection.execute(f"SELECT count(*) FROM {quoted_name(name)} {bound}").fetchone()[0])
 
     def close(self) -> None:
-        """Closes this thread's connection; the next read opens another."""
         connection = self._threads.__dict__.pop(str(os.getpid()), None)
         if connection is not None:
             connection.close()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.config import parse
 from megatron.data.build import build_split_datasets
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.convert.foreign.foreign_files import gpt2_arguments
 

@@ -23,7 +23,7 @@ from megatron.convert.hugging_face import importing
 from megatron.convert.hugging_face.importing import ModelImportRequest, import_model, unfinished_folder
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.table.tensors import gate_and_up
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import ConfigError, ConversionError, StorageError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord

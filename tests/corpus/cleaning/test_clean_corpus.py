@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
+from megatron.corpus.cleaning.clean_corpus import CleanOutputs, check_output, clean_corpus, write_lines
 from megatron.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, LengthLimits, NearChoice
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.corpus.cleaning.runs import clean_texts, quiet, read_jsonl, write_jsonl
@@ -205,3 +205,38 @@ def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     assert json.loads(kept) == {"text": "abc"}
     assert json.loads(dropped)["source"] == str(folder / "in.jsonl")
     assert json.loads(report)["dropped_for"]["too few characters"]["examples"][0]["where"] == f"{folder}/in.jsonl:1"
+
+
+LINES = b'{"text": "a"}\n' * 1000
+
+
+def unpacked(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        return gzip.decompress(data)
+    if path.suffix == ".zst":
+        return pytest.importorskip("zstandard").ZstdDecompressor().decompressobj().decompress(data)  # type: ignore[no-any-return]
+    return data
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_the_suffix_determines_the_compression(tmp_path: Path, suffix: str) -> None:
+    for name in ("a", "b"):
+        write_lines(str(tmp_path / (name + suffix)), lambda lines: lines.write(LINES))
+    first, second = (tmp_path / (name + suffix) for name in ("a", "b"))
+    assert unpacked(first) == LINES and first.read_bytes() == second.read_bytes()
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def fail(lines: object) -> None:
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        write_lines(str(tmp_path / "a.jsonl.gz"), fail)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".bz2", ".xz", ".parquet"])
+def test_other_suffixes_are_refused(suffix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--output out{suffix}: \{suffix} is not written"):
+        check_output("--output", f"out{suffix}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.corpus.featurize.featurize_corpus import featurize_tokens
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.corpus.featurize.small_windows import RECORD, small
 
 

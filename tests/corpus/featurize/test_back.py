@@ -18,7 +18,8 @@ from megatron.corpus.featurize import shards as featurize_shards
 from megatron.corpus.featurize.back import windows_to_tokens
 from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
 from megatron.corpus.featurize.window_cutting import Cutting
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError, DataError

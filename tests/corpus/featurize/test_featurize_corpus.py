@@ -14,10 +14,11 @@ from megatron.corpus.featurize.back import windows_to_tokens
 from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize, featurize_tokens
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.index_layout import CODE_OF_DTYPE
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.formats.sidecar import read_sidecar
-from megatron.data.formats.token_index import CODE_OF_DTYPE
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.block import parse_block
 from megatron.corpus.inputs.hub_rows import datasets_library, row_blocks
 from megatron.errors import ConfigError, DataError
 

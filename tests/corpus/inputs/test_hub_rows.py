@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.block import parse_block
 from megatron.corpus.inputs.hub_rows import drawn_rows, is_hub_name, is_saved_data, open_rows
 from megatron.errors import ConfigError, DataError
 

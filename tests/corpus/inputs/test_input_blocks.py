@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from megatron.corpus.inputs.compressed import zstandard_stream
 from megatron.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
-from megatron.corpus.inputs.zstandard_stream import zstandard_stream
 from megatron.errors import ConfigError, DataError
 
 COMPRESSORS = {".jsonl": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.corpus.inputs import block as block_module
-from megatron.corpus.inputs import documents as documents_module
-from megatron.corpus.inputs.documents import parse_block
-from megatron.corpus.inputs.input_blocks import InputBlock, blocks, check_inputs, total_bytes
+from megatron.corpus.inputs.block import InputBlock, parse_block
+from megatron.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
 from megatron.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, layout_of, read_separator, share_of
 from megatron.corpus.inputs.lines import parse_lines
 from megatron.corpus.preprocess.encode import EncodeOptions
@@ -82,7 +81,7 @@ def test_shares_in_order_are_the_whole(tmp_path: Path, count: int) -> None:
     assert b"".join(read) == b"".join(lines)[:-1]
     assert sum(total_bytes(share) or 0 for share in shares) == total_bytes(paths)
     assert [Shard(number, 12).suffix for number in (1, 12)] == ["_shard01of12", "_shard12of12"]
-    assert all(part.is_whole for part in shares[0]) == (count == 1)
+    assert (shares[0] == tuple(map(InputPart, paths))) == (count == 1)
 
 
 def test_inputs_without_a_size_cannot_be_divided() -> None:
@@ -267,10 +266,6 @@ def test_missing_pyarrow_is_reported_before_the_work(tmp_path: Path, monkeypatch
         check_inputs([str(tmp_path / "in.parquet")], ["text"])
 
 
-def test_a_part_knows_whether_it_is_whole() -> None:
-    assert InputPart("a").is_whole and not InputPart("a", 1).is_whole and not InputPart("a", 0, 1).is_whole
-
-
 @pytest.mark.parametrize("separator", ["\n\n", "|"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_long_documents_of_plain_text_are_the_same_documents(
@@ -286,15 +281,15 @@ def test_long_documents_of_plain_text_are_the_same_documents(
     def parsed(hold_long: bool) -> tuple[list[str], int, list[int]]:
         texts, lines, offsets = [], 0, []
         for block in blocks([str(path)], 40, separator):
-            found = parse_block(block, ("text",), True, separator, hold_long)
+            found = parse_block(block, ("text",), True, separator, hold_long=hold_long)
             texts += [text.whole() if isinstance(text, LongText) else text for text in found.texts[0]]
             lines += found.lines
             offsets += [block.start + bad.offset for bad in found.bad]
         return texts, lines, offsets
 
     expected = parsed(False)
-    monkeypatch.setattr(documents_module, "LONG_LINE_BYTES", 20)
-    monkeypatch.setattr(documents_module, "_CHECK_BYTES", 3)
+    monkeypatch.setattr(block_module, "LONG_LINE_BYTES", 20)
+    monkeypatch.setattr(block_module, "_CHECK_BYTES", 3)
     monkeypatch.setattr(block_module, "LONG_LINE_BYTES", 20)
     assert parsed(True) == expected
     assert bool(expected[2]) == wrong

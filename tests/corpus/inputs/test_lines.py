@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from megatron.corpus.inputs.lines import bad_line_advice, parse_lines
+from megatron.corpus.inputs.lines import BadLine, BadLines, parse_lines
+from megatron.errors import DataError
 from tests.corpus.inputs.bad_lines import BAD, GOOD
 
 
@@ -73,7 +74,18 @@ def test_no_lines() -> None:
     ],
 )
 def test_the_advice_names_plain_text_where_a_line_is_not_json(source: str, reason: str, ends: str) -> None:
-    advice = bad_line_advice(source, reason)
+    with pytest.raises(DataError) as failure:
+        BadLines(are_skipped=False, consequence="Nothing was read. ").take([BadLine(2, 7, reason)], 1, source, 100, 40)
+    advice = str(failure.value).removeprefix(f"{source}:43: byte offset 107: {reason}. Nothing was read. ")
     assert advice.startswith("Fix the line, or leave such lines out with --on-bad-line skip.")
     assert ends in advice
     assert ("plain text" in advice) is reason.startswith("not JSON")
+
+
+def test_the_first_few_bad_lines_are_shown_and_all_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+    skipped = BadLines(are_skipped=True, before_warning=lambda: calls.append(1))
+    for block in range(3):
+        skipped.take([BadLine(line, 0, "the line is empty") for line in range(3)], 10, "in.jsonl", 0, 100 * block)
+    assert skipped.count == 30 and len(calls) == 3
+    assert capsys.readouterr().err.count("; skipped") == 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.corpus.inputs import parquet as parquet_module
-from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.block import parse_block
 from megatron.corpus.inputs.input_blocks import blocks
 from megatron.errors import DataError
 

@@ -10,7 +10,8 @@ import pytest
 
 from megatron.corpus.preprocess import check as check_module
 from megatron.corpus.preprocess.check import examine, report, sample_documents
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, write_sidecar
 from megatron.errors import DataError
 from megatron.tokenizers.record import TokenizerRecord

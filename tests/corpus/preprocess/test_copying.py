@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.corpus.preprocess import copying
-from megatron.corpus.preprocess.copying import copy_into, write_at
+from megatron.corpus.preprocess.copying import copy_into
+from megatron.files.exact import write_at
 
 
 def copied(tmp_path: Path, data: bytes, size: int, offset: int) -> tuple[int, bytes]:

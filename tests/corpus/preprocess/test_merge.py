@@ -15,9 +15,10 @@ from megatron.corpus.preprocess import copying
 from megatron.corpus.preprocess import merge as merge_module
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.workers.ranks import JobRanks
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.index_layout import MMAP_HEADER, MMAP_MAGIC
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, read_sidecar, write_sidecar
-from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.parallel.messages import all_gather_json
 from megatron.tokenizers.record import TokenizerRecord
@@ -69,7 +70,7 @@ def test_merged_is_the_whole_by_every_way_of_copying(
     monkeypatch.setattr(merge_module, "_CHUNK_ENTRIES", 7)
     plan = merge(parts[0], str(tmp_path / "folder" / "merged"))
     assert files(tmp_path / "folder" / "merged") == files(parts[1])
-    assert plan.bin_bytes == os.path.getsize(parts[1] + ".bin")
+    assert plan.index.bin_bytes == os.path.getsize(parts[1] + ".bin")
     assert names(tmp_path / "folder") == ["merged.bin", "merged.idx"]
 
 
@@ -114,7 +115,7 @@ def test_more_than_two_to_the_31_tokens_and_bytes(tmp_path: Path) -> None:
     second = fabricate(tmp_path / "b", [3, 2**30])
     plan = merge([first, second], str(tmp_path / "out"))
     merged = IndexedDataset(tmp_path / "out")
-    assert plan.tokens == merged.tokens == 2 * longest + 8 + 2**30
+    assert plan.index.tokens == merged.tokens == 2 * longest + 8 + 2**30
     assert merged.pointers.tolist() == [0, 2 * longest, 2 * longest + 10, 4 * longest + 10, 4 * longest + 16]
     assert merged.documents.tolist() == [0, 1, 2, 3, 4, 5]
     assert merged.get(2, longest - 2).tolist() == [0, 7] and merged.get(4, 2**30 - 2).tolist() == [0, 7]

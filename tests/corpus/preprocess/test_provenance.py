@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.input_blocks import InputBlock
+from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.preprocess import provenance
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.preprocess.provenance import SourceLog
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import SourceRecord, read_sidecar
 from megatron.errors import DataError
 from megatron.tokenizers.record import TokenizerRecord

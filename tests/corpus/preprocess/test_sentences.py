@@ -178,4 +178,4 @@ def test_workers_block_sizes_and_merged_chunks_give_the_same_bytes(tmp_path: Pat
         run(write_lines(tmp_path / "part", texts[number * 200 : number * 200 + 200]), tmp_path / str(number), options)
     plan = merge([f"{tmp_path}/{number}_text_sentence" for number in range(3)], f"{tmp_path}/merged_text_sentence")
     assert [Path(f"{tmp_path}/merged_text_sentence.{suffix}").read_bytes() for suffix in ("bin", "idx")] == expected
-    assert plan.documents == len(texts) < plan.sequences
+    assert plan.index.documents == len(texts) < plan.index.sequences

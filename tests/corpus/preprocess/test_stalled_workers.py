@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.preprocess.encode import EncodedBlock, EncodeOptions
-from megatron.corpus.preprocess.encode_work import EncodeWork
+from megatron.corpus.preprocess.encode import EncodedBlock, EncodeOptions, EncodeWork
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.workers import pipes
 from megatron.corpus.workers import pool as pool_module

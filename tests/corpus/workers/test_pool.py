@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.input_blocks import InputBlock
-from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
-from megatron.corpus.preprocess.encode_work import EncodeWork
+from megatron.corpus.inputs.block import InputBlock
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions, EncodeWork
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers import processes

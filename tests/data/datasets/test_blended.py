@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -37,7 +39,7 @@ class Counting:
         return [DocumentSpan(sample, 0, 1)]
 
 
-def blend(firsts: list[int] | None = None, places: list[int] | None = None) -> BlendedDataset:
+def blend(firsts: Sequence[int] = (0, 0), places: Sequence[int] = (0, 1)) -> BlendedDataset:
     datasets = [Counting("a", 0, 5), Counting("b", 100, 5)]
     sources, samples = np.array([0, 1, 0, 1], np.uint8), np.array([0, 0, 1, 1])
     return BlendedDataset(datasets, sources, samples, firsts, places)

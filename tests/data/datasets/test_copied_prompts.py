@@ -10,9 +10,9 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data.build import SplitDatasets, build_split_datasets
-from megatron.data.datasets.copied_prompts import is_copied
+from megatron.data.datasets.changed_samples import is_copied
 from megatron.data.datasets.examples.example_options import ExampleOptions
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 

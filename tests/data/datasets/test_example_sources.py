@@ -13,7 +13,7 @@ from megatron.data.build import build_split_datasets, check_sources, data_finger
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.corpora import write_corpus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.data.build import build_split_datasets, describe
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from tests.config.command_lines import small
 from tests.data.corpora import write_corpus
 from tests.data.datasets.token_datasets import MANY_SOURCES

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron.data.datasets.prefix import PrefixDataset, prefix_length
+from megatron.data.datasets.changed_samples import PrefixDataset, prefix_length
 from megatron.data.datasets.sample import DocumentSpan, Sample
 
 EOD = 9

@@ -21,7 +21,7 @@ from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.parquet_windows import WindowFile, shard_name
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.data.datasets.prefix import PrefixDataset
+from megatron.data.datasets.changed_samples import PrefixDataset, ShortenedDataset
 from megatron.data.datasets.sample import DocumentSpan, Sample
-from megatron.data.datasets.shortened import ShortenedDataset
 
 LENGTH, WHOLE = 8, 32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 
 SEQUENCE_LENGTH = 8
 MANY_SOURCES = 300  # more than a byte can number

@@ -28,13 +28,13 @@ def put_together(layout: IndexLayout, cuts: list[int]) -> bytes:
 
 @pytest.mark.parametrize("cuts", [[], [1], [1, 2]])
 def test_chunks_in_any_order_give_the_same_file(cuts: list[int]) -> None:
-    layout = IndexLayout(False, np.dtype("<u2"), sequences=3, documents=2, tokens=9)
+    layout = IndexLayout(False, 3, 2, np.dtype("<u2"), tokens=9)
     assert put_together(layout, cuts) == MMAP
-    cached = IndexLayout(True, np.dtype("<u2"), sequences=3, documents=2, tokens=9)
+    cached = IndexLayout(True, 3, 2, np.dtype("<u2"), tokens=9)
     assert put_together(cached, cuts) == put_together(cached, []) and b"\xff" not in put_together(cached, cuts)
 
 
 def test_modes_follow_the_documents() -> None:
-    layout = IndexLayout(False, np.dtype("<u2"), sequences=3, documents=2, tokens=9, has_modes=True)
+    layout = IndexLayout(False, 3, 2, np.dtype("<u2"), tokens=9, has_modes=True)
     assert layout.size_bytes == len(MMAP) + 3
     assert layout.of_modes(1, np.array([1, 0], np.int8)) == (len(MMAP) + 1, b"\x01\x00")

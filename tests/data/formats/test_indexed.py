@@ -1,56 +1,63 @@
-"""Token files: the golden bytes, every kind of damage, and writing that never leaves half a pair."""
+"""Reading token files: the golden tokens, both layouts, and every kind of damage refused and located."""
 
 from __future__ import annotations
 
 import os
 import struct
-import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies
 
-from megatron.data.formats import indexed, token_index
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter, check_pair, width_for
-from megatron.errors import DataError, StorageError
+from megatron.data.formats import indexed
+from megatron.data.formats.indexed import IndexedDataset, check_pair
+from megatron.errors import DataError
 from tests.data.corpora import write_corpus
 from tests.data.formats.golden_pairs import GOLDEN_BIN, GOLDEN_CACHED_IDX, GOLDEN_IDX, altered, store
 
-FIXTURE = Path(__file__).parents[4] / "shared/data/megatron_fixture/meg-gpt2-openwebtext_text_document"
+DAMAGE = {
+    "magic": (b"X" + GOLDEN_IDX[1:], GOLDEN_BIN, r"pair\.idx: .* begins with b'XMIDIDX"),
+    "empty index": (b"", GOLDEN_BIN, r"pair\.idx: the file \(0 bytes\)"),
+    "header cut": (GOLDEN_IDX[:30], GOLDEN_BIN, "has 30 bytes, its header alone takes 34"),
+    "version": (altered(9, "<Q", 2), GOLDEN_BIN, r"layout version 2 \(byte offset 9\)"),
+    "dtype code": (altered(17, "<B", 9), GOLDEN_BIN, r"dtype code 9 \(byte offset 17\)"),
+    "sequence count": (
+        altered(18, "<Q", 4),
+        GOLDEN_BIN,
+        "announces 4 sequences and 3 document entries, which take 106",
+    ),
+    "huge count": (altered(18, "<Q", 2**63), GOLDEN_BIN, f"announces {2**63} sequences"),
+    "tables cut": (GOLDEN_IDX[:-1], GOLDEN_BIN, "take 94 bytes; the file has 93"),
+    "negative length": (altered(38, "<i", -5), GOLDEN_BIN, r"length 1 \(byte offset 38\) is -5"),
+    "long length": (altered(42, "<i", 5), GOLDEN_BIN, r"sequence 2 .* ends at 20, but .*pair\.bin ends at 18"),
+    "odd pointer": (altered(54, "<q", 7), GOLDEN_BIN, r"pointer 1 \(byte offset 54\) is 7; it must be 6"),
+    "far pointer": (altered(62, "<q", 2**40), GOLDEN_BIN, rf"pointer 2 \(byte offset 62\) is {2**40}; it must be 10"),
+    "first document": (altered(70, "<q", 1), GOLDEN_BIN, r"document 0 \(byte offset 70\) is 1; it must be 0"),
+    "falling document": (altered(78, "<q", -1), GOLDEN_BIN, r"document 1 \(byte offset 78\) is -1"),
+    "far document": (altered(78, "<q", 4), GOLDEN_BIN, r"document 1 \(byte offset 78\) is 4; .*sequences \(3\)"),
+    "last document": (altered(86, "<q", 2), GOLDEN_BIN, r"document 2 \(byte offset 86\) is 2; it must be the number"),
+    "no documents": (altered(26, "<Q", 0)[:70], GOLDEN_BIN, "document table .byte offset 70. is empty"),
+    "bin cut": (GOLDEN_IDX, GOLDEN_BIN[:-1], r"sequence 2 .* ends at 18, but .*pair\.bin ends at 17"),
+    "bin too long": (GOLDEN_IDX, GOLDEN_BIN + b"\0", r"pair\.bin: the file has 1 bytes after byte offset 18"),
+    "cached header": (GOLDEN_CACHED_IDX[:20], bytes(36), "has 20 bytes, its header alone takes 56"),
+    "cached cut": (GOLDEN_CACHED_IDX[:-8], bytes(36), "take 168 bytes; the file has 160"),
+    "cached sizes": (
+        altered(48, "<Q", 2, altered(40, "<Q", 4, GOLDEN_CACHED_IDX)),
+        bytes(36),
+        "4 sizes for 3 sequences",
+    ),
+    "cached element": (altered(24, "<Q", 2, GOLDEN_CACHED_IDX), bytes(36), "byte offset 24 says 2 bytes per element"),
+    "cached dimension": (altered(64, "<q", 2, GOLDEN_CACHED_IDX), bytes(36), r"dimension offset 1 \(byte offset 64\)"),
+    "cached size": (altered(120, "<q", -1, GOLDEN_CACHED_IDX), bytes(36), r"length 0 \(byte offset 120\) is -1"),
+    "cached offset": (altered(96, "<q", 2, GOLDEN_CACHED_IDX), bytes(36), r"data offset 1 \(byte offset 96\) is 2"),
+    "cached end": (altered(112, "<q", 8, GOLDEN_CACHED_IDX), bytes(36), r"last data offset \(byte offset 112\) is 8"),
+}
 
 
-def test_writer_gives_the_golden_bytes(tmp_path):
-    with IndexedWriter(tmp_path / "pair", np.uint16) as writer:
-        writer.add_document([[1, 2, 3], np.array([4, 5])])
-        writer.add_document([[6, 7, 8, 9]])
-    assert (tmp_path / "pair.idx").read_bytes() == GOLDEN_IDX
-    assert (tmp_path / "pair.bin").read_bytes() == GOLDEN_BIN
-    assert sorted(os.listdir(tmp_path)) == ["pair.bin", "pair.idx"]
-
-
-def test_writer_gives_the_golden_bytes_of_the_cached_layout(tmp_path):
-    with IndexedWriter(tmp_path / "pair", width_for(50257, is_cached=True), is_cached=True) as writer:
-        writer.add_document([[1, 2, 3], np.array([4, 5])])
-        writer.add_document([[6, 7, 8, 9]])
-    assert (tmp_path / "pair.idx").read_bytes() == GOLDEN_CACHED_IDX
-    assert (tmp_path / "pair.bin").read_bytes() == np.frombuffer(GOLDEN_BIN, "<u2").astype("<i4").tobytes()
-    assert IndexedDataset(tmp_path / "pair").is_cached
-
-
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_tables_written_in_chunks_equal_those_written_at_once(tmp_path, is_cached, monkeypatch):
-    lengths = np.random.default_rng(3).integers(0, 9, 100)
-    for name, entries in (("one", 1000), ("many", 7)):
-        monkeypatch.setattr(indexed, "_COPY_ENTRIES", entries)
-        with IndexedWriter(tmp_path / name, np.int32, is_cached=is_cached) as writer:
-            writer.add_batch(np.arange(lengths.sum()), lengths, [40, 0, 60])
-    assert (tmp_path / "one.idx").read_bytes() == (tmp_path / "many.idx").read_bytes()
-    dataset = IndexedDataset(tmp_path / "many")
-    assert dataset.lengths.tolist() == lengths.tolist() and dataset.documents.tolist() == [0, 40, 40, 100]
-    assert (
-        dataset.is_cached == is_cached and dataset.get(99).tolist() == np.arange(lengths.sum())[-lengths[99] :].tolist()
-    )
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused_and_located(tmp_path, kind):
+    idx, tokens, message = DAMAGE[kind]
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(store(tmp_path, idx, tokens))
 
 
 @pytest.mark.parametrize("layout", ["mmap", "cached"])
@@ -66,55 +73,6 @@ def test_reader_gives_the_golden_tokens(tmp_path, layout):
     assert dataset.get(2, offset=1, length=2).tolist() == [7, 8] and dataset.get(2, offset=3).tolist() == [9]
     assert dataset[np.int64(1)].tolist() == [4, 5] and dataset[-1].tolist() == [6, 7, 8, 9]
     assert dataset.get(np.int32(0), np.uint8(1), np.int16(0)).tolist() == []
-
-
-def test_batches_and_documents_give_the_same_bytes(tmp_path):
-    write_one = np.arange(20)
-    with IndexedWriter(tmp_path / "documents", np.int32) as writer:
-        writer.add_document([write_one[:5], write_one[5:5], write_one[5:9]])
-        writer.add_document([])
-        writer.add_document([write_one[9:]])
-    with IndexedWriter(tmp_path / "batch", np.int32) as writer:
-        writer.add_batch(write_one, [5, 0, 4, 11], [3, 0, 1])
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"documents.{suffix}").read_bytes() == (tmp_path / f"batch.{suffix}").read_bytes()
-    assert IndexedDataset(tmp_path / "batch").documents.tolist() == [0, 3, 3, 4]
-
-
-def test_merging_shifts_the_documents(tmp_path):
-    first = IndexedDataset(write_corpus(tmp_path / "a", [3, 2]))
-    second = IndexedDataset(write_corpus(tmp_path / "b", [4], first_id=5))
-    with IndexedWriter(tmp_path / "both", np.int32) as writer:
-        writer.add_dataset(first)
-        writer.add_dataset(second)
-    write_corpus(tmp_path / "whole", [3, 2, 4])
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"both.{suffix}").read_bytes() == (tmp_path / f"whole.{suffix}").read_bytes()
-    with IndexedWriter(tmp_path / "narrow", np.uint16) as writer, pytest.raises(DataError, match="int32 .*uint16"):
-        writer.add_dataset(first)
-
-
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_a_pair_without_sequences_can_be_written_and_read(tmp_path, is_cached):
-    with IndexedWriter(tmp_path / "empty", np.uint16, is_cached=is_cached):
-        pass
-    dataset = IndexedDataset(tmp_path / "empty")
-    assert len(dataset) == 0 and dataset.tokens == 0 and dataset.documents.tolist() == [0] and dataset[:] == []
-
-
-def test_width_rule():
-    assert width_for(65499) == np.uint16 and width_for(65500) == np.int32 and width_for(None) == np.int32
-
-
-@pytest.mark.skipif(not FIXTURE.with_suffix(".idx").exists(), reason=f"{FIXTURE} is not here")
-def test_upstreams_own_file_is_rewritten_byte_for_byte(tmp_path):
-    dataset = IndexedDataset(FIXTURE)
-    assert (len(dataset), len(dataset.documents), dataset.dtype) == (1000, 1001, np.uint16)
-    with IndexedWriter(tmp_path / "again", dataset.dtype) as writer:
-        for document, start in enumerate(dataset.documents[:-1]):
-            writer.add_document(dataset[int(start) : int(dataset.documents[document + 1])])
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"again{suffix}").read_bytes() == FIXTURE.with_suffix(suffix).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -178,59 +136,6 @@ def test_a_bin_file_cut_while_it_is_open_gives_an_error_and_no_stray_tokens(tmp_
         dataset[2]
 
 
-def test_an_exception_while_writing_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError, match="halfway"), IndexedWriter(tmp_path / "pair", np.uint16) as writer:
-        writer.add_document([[1]])
-        raise RuntimeError("halfway")
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_old_pair_is_replaced_completely(tmp_path):
-    write_corpus(tmp_path / "pair", [2, 2])
-    write_corpus(tmp_path / "pair", [5])
-    assert IndexedDataset(tmp_path / "pair").lengths.tolist() == [5]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "documents", "message"),
-    [
-        ([70000], [1], None, "token id 70000 does not fit uint16"),
-        ([-1], [1], None, "token id -1 does not fit uint16"),
-        ([1.5], [1], None, "must be a row of integers, not 1-D float64"),
-        ([[1, 2]], [2], None, "not 2-D int64"),
-        ([1, 2], [1], None, "2 tokens were given, but the lengths sum to 1"),
-        ([1, 2], [3, -1], None, "a sequence of -1 tokens"),
-        ([1, 2], [1, 1], [1], "2 sequences were given, but the documents hold 1"),
-    ],
-)
-def test_values_that_do_not_fit_are_rejected(tmp_path, tokens, lengths, documents, message):
-    with IndexedWriter(tmp_path / "pair", np.uint16) as writer, pytest.raises(DataError, match=message):
-        writer.add_batch(tokens, lengths, documents)
-
-
-def test_float_files_cannot_be_written(tmp_path):
-    with pytest.raises(DataError, match="cannot be written as float32"):
-        IndexedWriter(tmp_path / "pair", np.float32)
-
-
-def test_a_failed_write_names_the_path(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"Cannot write .*file/pair\.bin: "):
-        IndexedWriter(tmp_path / "file" / "pair", np.uint16)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is not here")
-@pytest.mark.parametrize("stream", ["_bin", "_lengths"])
-def test_a_full_disk_names_the_path_and_leaves_nothing(tmp_path, stream):
-    with (
-        pytest.raises(StorageError, match="Cannot write .*No space left on device .*bytes are free"),
-        IndexedWriter(tmp_path / "pair", np.uint16) as writer,
-    ):
-        setattr(writer, stream, open("/dev/full", "r+b", buffering=0))
-        writer.add_document([np.arange(1000)])
-    assert os.listdir(tmp_path) == []
-
-
 def test_pickling_keeps_the_path_only(tmp_path):
     dataset = IndexedDataset(store(tmp_path, GOLDEN_IDX, GOLDEN_BIN))
     kind, arguments = dataset.__reduce__()
@@ -244,17 +149,11 @@ def test_other_tokens_under_the_same_lengths_have_another_fingerprint(tmp_path):
     assert prints[0] == prints[2] != prints[1]
 
 
-def test_tables_longer_than_a_chunk_are_written_merged_and_checked(tmp_path, monkeypatch):
+def test_tables_longer_than_a_chunk_are_checked(tmp_path, monkeypatch):
     write_corpus(tmp_path / "whole", range(10))
-    monkeypatch.setattr(token_index, "_CHUNK_ENTRIES", 3)
-    monkeypatch.setattr(indexed, "_COPY_ENTRIES", 3)
-    monkeypatch.setattr(indexed, "_COPY_BYTES", 7)
-    with IndexedWriter(tmp_path / "chunked", np.int32) as writer:
-        writer.add_dataset(IndexedDataset(tmp_path / "whole"))
-    idx = (tmp_path / "whole.idx").read_bytes()
-    assert (tmp_path / "chunked.idx").read_bytes() == idx
-    assert (tmp_path / "chunked.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
-    tokens = (tmp_path / "whole.bin").read_bytes()
+    monkeypatch.setattr(indexed, "_CHUNK_ENTRIES", 3)
+    idx, tokens = ((tmp_path / f"whole.{suffix}").read_bytes() for suffix in ("idx", "bin"))
+    assert IndexedDataset(store(tmp_path, idx, tokens)).lengths.tolist() == list(range(10))
     for offset, layout, message in (
         (34 + 4 * 7, "<i", r"length 7 \(byte offset 62\)"),
         (74 + 8 * 6, "<q", r"pointer 6 \(byte offset 122\) is -9; it must be 60"),
@@ -262,18 +161,6 @@ def test_tables_longer_than_a_chunk_are_written_merged_and_checked(tmp_path, mon
     ):
         with pytest.raises(DataError, match=message):
             IndexedDataset(store(tmp_path, altered(offset, layout, -9, idx), tokens))
-
-
-def test_the_memory_of_a_writer_does_not_grow_with_the_data(tmp_path):
-    lengths = np.ones(10_000, np.int32)
-    with IndexedWriter(tmp_path / "pair", np.uint16) as writer:
-        writer.add_batch(lengths, lengths)
-        tracemalloc.start()
-        for _ in range(100):
-            writer.add_batch(lengths, lengths)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert writer.sequences == 1_010_000 and peak_bytes < 2_000_000
 
 
 def test_offsets_beyond_two_gigabytes(tmp_path):
@@ -291,22 +178,6 @@ def test_offsets_beyond_two_gigabytes(tmp_path):
     assert dataset.get(4, 2**29 - 2).tolist() == [7, 8] and dataset.tokens == 5 * 2**29
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    strategies.lists(
-        strategies.lists(strategies.lists(strategies.integers(0, 65535), max_size=5), max_size=4), max_size=6
-    )
-)
-def test_written_data_is_read_back(tmp_path_factory, documents):
-    prefix = tmp_path_factory.mktemp("pair") / "pair"
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for document in documents:
-            writer.add_document([np.array(sequence, np.uint16) for sequence in document])
-    dataset = IndexedDataset(prefix)
-    assert [row.tolist() for row in dataset[:]] == [sequence for document in documents for sequence in document]
-    assert np.diff(dataset.documents).tolist() == [len(document) for document in documents]
-
-
 def test_a_pair_is_recognized_without_reading_its_tables(tmp_path, monkeypatch):
     for idx in (GOLDEN_IDX, GOLDEN_CACHED_IDX):
         check_pair(store(tmp_path, idx, GOLDEN_BIN))
@@ -322,3 +193,62 @@ def test_a_pair_is_recognized_without_reading_its_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(indexed, "open_plain", refuse)
     with pytest.raises(DataError, match=r"Cannot read .*pair.bin: no"):
         check_pair(prefix)
+
+
+def test_the_ambiguous_float_code_follows_the_size_of_the_bin_file(tmp_path):
+    idx = bytearray(GOLDEN_IDX)
+    idx[17] = 7
+    for itemsize, dtype in ((8, np.float64), (4, np.float32)):
+        struct.pack_into("<3q", idx, 46, 0, 3 * itemsize, 5 * itemsize)
+        assert IndexedDataset(store(tmp_path, bytes(idx), bytes(9 * itemsize))).dtype == dtype
+
+
+def test_multimodal_modes_are_read(tmp_path):
+    assert IndexedDataset(store(tmp_path, GOLDEN_IDX + b"\0\1\0", GOLDEN_BIN)).modes.tolist() == [0, 1, 0]
+
+
+def test_an_idx_file_cut_while_it_is_open_gives_an_error_and_no_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "_MAPPED_ABOVE_BYTES", 0)
+    prefix = write_corpus(tmp_path / "pair", [1] * 5000, dtype=np.uint16)
+    dataset = IndexedDataset(prefix)
+    os.truncate(prefix + ".idx", 100)
+    with pytest.raises(DataError, match=r"pair\.idx: the file has 100 bytes and had \d+ when it was opened"):
+        dataset.get(4999)
+    with pytest.raises(DataError, match=r"It was truncated while in use"):
+        _ = dataset.fingerprint
+
+
+def test_mutations_are_refused_or_harmless(tmp_path):
+    """Bit flips, cuts, zeroed and repeated stretches of both files: a typed error, or tokens inside the file."""
+    write_corpus(tmp_path / "good", [5, 0, 9, 3, 12, 7, 1], dtype=np.uint16)
+    good = {suffix: (tmp_path / f"good.{suffix}").read_bytes() for suffix in ("idx", "bin")}
+    random = np.random.RandomState(0)
+    refused = 0
+    for _ in range(300):
+        suffix = "idx" if random.rand() < 0.8 else "bin"
+        mutant = dict(good, **{suffix: mutated(good[suffix], random)})
+        prefix = store(tmp_path, mutant["idx"], mutant["bin"])
+        try:
+            dataset = IndexedDataset(prefix)
+        except DataError as failure:
+            assert "pair." in str(failure)
+            refused += 1
+            continue
+        assert sum(len(row) for row in dataset[:]) * dataset.dtype.itemsize == len(mutant["bin"])
+    assert refused > 200
+
+
+def mutated(data: bytes, random: np.random.RandomState) -> bytes:
+    changed = bytearray(data)
+    kind, at = random.randint(5), random.randint(len(data))
+    if kind == 0:
+        changed[at] ^= 1 << random.randint(8)
+    elif kind == 1:
+        del changed[at:]
+    elif kind == 2:
+        changed[at : at + 8] = bytes(len(changed[at : at + 8]))
+    elif kind == 3:
+        changed[at:at] = changed[at : at + random.randint(1, 20)]
+    else:
+        changed[at : at + 4] = random.bytes(len(changed[at : at + 4]))
+    return bytes(changed)

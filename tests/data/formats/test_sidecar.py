@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import (
     Sidecar,
     SourceRecord,
@@ -120,7 +120,8 @@ def test_our_own_file_is_replaced_and_removed(prefix: str) -> None:
     ],
 )
 def test_damaged_sidecars_are_named(prefix: str, change: dict[str, object], message: str) -> None:
-    Path(prefix + ".json").write_text(json.dumps(SIDECAR.to_json() | change))
+    path = Path(prefix + ".json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DataError, match=message):
         read_sidecar(prefix)
 

@@ -19,7 +19,7 @@ from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_map import build_indices
 from megatron.data.order.old_index import read_old_index, shuffled_end
 from megatron.data.sources import source_kinds
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from tests.data.corpora import write_corpus
 
 LENGTHS = [11, 5, 17, 0, 8] * 30  # 1230 tokens, 153 samples an epoch

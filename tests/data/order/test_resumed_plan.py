@@ -17,7 +17,7 @@ from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets, describe
 from megatron.data.order.index_map import plan_epochs
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
 

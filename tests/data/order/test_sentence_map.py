@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies
 
 from megatron.data.order import sentence_map
 from megatron.data.order.index_map import compiled_builder
-from megatron.data.order.sentence_map import SentenceRules, build_sentence_map, usable_documents
+from megatron.data.order.sentence_map import SentenceRules, build_sentence_map, mersenne_numbers, usable_documents
 from megatron.errors import DataError
 from tests.data.order.digests import md5
 
@@ -121,3 +121,13 @@ def test_the_compiled_builder_checks_everything():
     with pytest.raises(ValueError, match="not 20 and 0"):
         build([0], [2], least=0)
     assert build([], []).shape == (0, 3)
+
+
+def test_the_ten_thousandth_number_is_that_of_the_standard() -> None:
+    """ISO C++ [rand.predef]: the 10000th invocation of a default `mt19937_64`, whose seed is 5489."""
+    assert int(mersenne_numbers(5489, 10_000)[-1]) == 9981545732273789042
+
+
+def test_any_number_of_numbers() -> None:
+    assert len(mersenne_numbers(1, 0)) == 0
+    assert mersenne_numbers(7, 313)[:3].tolist() == mersenne_numbers(7, 3).tolist()

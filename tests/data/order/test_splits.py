@@ -1,4 +1,4 @@
-"""Ranges of `--split`: upstream's two ways of rounding."""
+"""Ranges of `--split`: upstream's way of rounding."""
 
 from __future__ import annotations
 
@@ -10,28 +10,25 @@ from megatron.data.order.splits import fraction_range, split_boundaries
 
 
 @pytest.mark.parametrize(
-    ("split", "size", "bigscience", "nvidia"),
+    ("split", "size", "bounds"),
     [
-        ("949,50,1", 10, (0, 10, 10, 10), (0, 9, 10, 10)),
-        ("949,50,1", 1000, (0, 949, 999, 1000), (0, 949, 999, 1000)),
-        ("949,50,1", 12345, (0, 11716, 12333, 12345), (0, 11715, 12333, 12345)),
-        ("80,10,10", 7, (0, 5, 6, 7), (0, 6, 6, 7)),
-        ("80,10,10", 1001, (0, 801, 901, 1001), (0, 801, 901, 1001)),
+        ("949,50,1", 10, (0, 10, 10, 10)),
+        ("949,50,1", 1000, (0, 949, 999, 1000)),
+        ("949,50,1", 12345, (0, 11716, 12333, 12345)),
+        ("80,10,10", 7, (0, 5, 6, 7)),
+        ("80,10,10", 1001, (0, 801, 901, 1001)),
     ],
 )
-def test_golden(split, size, bigscience, nvidia):
-    shares = read_split(split)
-    assert split_boundaries(shares, size) == bigscience
-    assert split_boundaries(shares, size, "nvidia") == nvidia
+def test_golden(split, size, bounds):
+    assert split_boundaries(read_split(split), size) == bounds
 
 
 @given(
     strategies.tuples(*[strategies.integers(0, 1000)] * 3).filter(any),
     strategies.integers(0, 5000),
-    strategies.sampled_from(["bigscience", "nvidia"]),
 )
-def test_ranges_cover_the_file_once(parts, size, rule):
-    bounds = split_boundaries(tuple(part / sum(parts) for part in parts), size, rule)
+def test_ranges_cover_the_file_once(parts, size):
+    bounds = split_boundaries(tuple(part / sum(parts) for part in parts), size)
     assert bounds[0] == 0 and bounds[3] == size and list(bounds) == sorted(bounds)
 
 

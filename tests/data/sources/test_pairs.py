@@ -26,7 +26,7 @@ from megatron.data.formats.sidecar import Sidecar, write_sidecar
 from megatron.data.loader import Batch, BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
 from megatron.data.sources.pairs import TokenPairs, names_pairs
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.data.sources.source_kinds import source_of
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron.data.build import data_fingerprint
+from megatron.data.formats.index_layout import CACHED_HEADER, CACHED_MAGIC
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.token_index import CACHED_HEADER, CACHED_MAGIC
 from megatron.errors import DataError
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
 from tests.data.datasets.token_datasets import build, config, rows_of

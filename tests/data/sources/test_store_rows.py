@@ -13,7 +13,7 @@ from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets, check_sources, data_fingerprint, describe
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.data.sources.store_rows import DocumentEncoder, StoreRows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.library import Tokenizer

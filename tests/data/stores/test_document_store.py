@@ -118,15 +118,6 @@ def test_a_document_without_text_is_named(database: Database) -> None:
         store.fetch(2)
 
 
-def test_a_fingerprint_follows_the_contents_of_the_store(database: Database) -> None:
-    write_web_and_news(database)
-    store = open_store(database.address("web", "news"))
-    assert store.fingerprint() == open_store(database.address("web", "news")).fingerprint()
-    assert (
-        len({store.fingerprint(), *(open_store(database.address(name)).fingerprint() for name in ("web", "news"))}) == 3
-    )
-
-
 def test_threads_read_at_once(database: Database) -> None:
     write_web_and_news(database)
     store = open_store(database.address("web", "news"))

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron.config.flags.fields import flags_of
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.evaluation.results import read_results
 from megatron.evaluation.tasks.tasks_file import KINDS
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer

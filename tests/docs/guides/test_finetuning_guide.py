@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.datasets.examples.example_files import SUFFIXES
 from megatron.data.datasets.examples.records import ANSWER_KEYS, PROMPT_KEYS
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.tokenizers.chat.named import SOURCES
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.programs import forking_python

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.tasks.perplexity import Perplexity, overlapping_windows

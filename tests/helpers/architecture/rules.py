@@ -28,7 +28,7 @@ from tests.helpers.architecture.tables import (
     DEEPSPEED_DOOR,
     DEEPSPEED_PRIVATE,
     DEEPSPEED_PUBLIC,
-    DESCRIBED_BY_PART,
+    DESCRIBED_BY_INTERFACE,
     DESCRIBED_BY_THEIR_BASE,
     FILES_OF_THEIR_OWN,
     HOMES,
@@ -451,11 +451,15 @@ def _banned_words(name: str) -> list[str]:
     return sorted(BANNED_WORDS.intersection(snake.split("_")))
 
 
+def _base_names(owner: ast.ClassDef) -> list[str]:
+    return [dotted(base.value if isinstance(base, ast.Subscript) else base) for base in owner.bases]
+
+
 def _undescribed(node: ast.stmt, owner: ast.ClassDef | None = None) -> Iterator[Finding]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         is_described = owner is not None and (
             node.name in DESCRIBED_BY_THEIR_BASE
-            or (node.name in DESCRIBED_BY_PART and "Part" in map(dotted, owner.bases))
+            or any(node.name in DESCRIBED_BY_INTERFACE.get(name, ()) for name in _base_names(owner))
         )
         if not node.name.startswith("_") and not is_described and not ast.get_docstring(node):
             yield node.lineno, f"{owner.name + '.' if owner else ''}{node.name} has no docstring"

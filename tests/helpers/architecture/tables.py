@@ -176,7 +176,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "gigatoken": ("megatron/tokenizers/encoders/fast_encoder.py",),
     "sentencex": ("megatron/corpus/preprocess/sentences.py",),
     "orjson": ("megatron/corpus/inputs/lines.py", "megatron/corpus/inputs/tables.py"),
-    "zstandard": ("megatron/corpus/inputs/zstandard_stream.py",),
+    "zstandard": ("megatron/corpus/inputs/compressed.py",),
     "ftfy": ("megatron/corpus/cleaning/documents/repair.py",),
     "py3langid": ("megatron/corpus/cleaning/filters/language.py",),
     "datasketch": ("megatron/corpus/cleaning/near_duplicates/signatures.py",),
@@ -224,9 +224,17 @@ USES_RUN_CONFIG = (
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
 # Methods that a base class describes: an override says nothing new.
 DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
-DESCRIBED_BY_PART = {  # `megatron.train.part.Part`
-    *("of", "restore", "opened", "before_step", "after_step", "entering", "at_evaluation", "before_save", "after_save"),
-    *("failed_save", "state", "trained", "close"),
+_SAMPLES = {"prefix", "read", "source_of", "locate", "spans"}
+# The methods that an interface of ours describes, by the name of a class that has them.
+DESCRIBED_BY_INTERFACE: dict[str, set[str]] = {
+    "Part": {
+        *("of", "restore", "opened", "before_step", "after_step", "entering", "at_evaluation", "before_save"),
+        *("after_save", "failed_save", "state", "trained", "close"),
+    },
+    **{name: _SAMPLES for name in ("SampleDataset", "SegmentedSamples", "SampleRoute", "ChangedSamples")},
+    "RowSource": {"fingerprint", "chunk_rows", "blocks", "read", "locate"},
+    "BlockWork": {"recipe", "run", "pack", "unpack", "finish"},
+    "StoreBackend": {"names", "facts", "imports", "texts", "scan", "indices", "count", "close"},
 }
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 60

@@ -28,7 +28,7 @@ from megatron.corpus.vocabulary.learning import save_vocabulary
 from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import write_sidecar
 from megatron.data.order.index_cache import IndexCache
 from megatron.errors import StorageError

@@ -35,7 +35,7 @@ from megatron.config.program_flags import laid_over
 from megatron.config.schedule import is_done, learning_rate, planned_samples
 from megatron.data.build import build_split_datasets, data_fingerprint, describe
 from megatron.data.loader import BatchOptions, MicroBatches
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.errors import CheckpointError, MegatronError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer

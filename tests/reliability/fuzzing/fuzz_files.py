@@ -15,9 +15,9 @@ from random import Random
 
 import numpy as np
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.index_layout import CACHED_HEADER, CACHED_MAGIC
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, SourceRecord, write_sidecar
-from megatron.data.formats.token_index import CACHED_HEADER, CACHED_MAGIC
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary

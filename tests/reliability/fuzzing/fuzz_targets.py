@@ -30,7 +30,7 @@ from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar
 from megatron.data.order.index_cache import IndexCache
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.errors import ConfigError, MegatronError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents

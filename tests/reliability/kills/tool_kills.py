@@ -27,7 +27,7 @@ import numpy as np
 from megatron import log
 from megatron.checkpoint.lock import LOCK_NAME
 from megatron.config import ConfigSection, flag, parse_flags
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.keeping.checkpoints import save_step
 from tests.checkpoint.made.fake_pieces import make_state

@@ -7,7 +7,7 @@ import pytest
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.examples.example_options import ExampleOptions
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.evaluation.scoring import Query
 from megatron.inference.loading import open_checkpoint
 from megatron.inference.scorer import LoadedScorer

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from examples.gpt2_all_in import benchmark
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.evaluation.results import read_results
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.tiny_run import TinyCorpus, train_here

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.objective.masking import DOCUMENTS, MaskingConfig
-from megatron.data.datasets.masked.tokens import hide_tokens, sample_numbers
+from megatron.data.datasets.masked.hiding import hide_tokens, sample_numbers
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from tests.seeds.hello_deepspeed.runs import Alone, newest, steps
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import CheckpointError, ConfigError, ConversionError
 from tests.convert.tiny_models import END, write_tiny_model, write_tokenizer
 from tests.helpers.programs import forking_python

@@ -13,7 +13,7 @@ import pytest
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.helpers.vocabulary import write_vocabulary
 
 TOOL = str(Path(__file__).resolve().parents[3] / "tools" / "corpus" / "check_data.py")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.helpers.programs import forking_python
 
 TOOL = str(Path(__file__).resolve().parents[3] / "tools" / "merge_preprocessed_data.py")

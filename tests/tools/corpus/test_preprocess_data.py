@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.tokenizers.encoders.fast_encoder import resident_bytes
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary

@@ -18,7 +18,7 @@ import pytest
 import finetune_t0_non_causal_decoder
 import pretrain_gpt
 import pretrain_prefix_lm
-from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import ExitCode, MegatronError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, write_tiny_corpus

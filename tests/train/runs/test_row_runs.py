@@ -14,7 +14,7 @@ from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.parquet_windows import shard_name
 from megatron.data.loader import MicroBatches
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.data.databases import Database, numbered

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.corpus.inputs.block import BYTE_ORDER_MARK
-from megatron.corpus.inputs.documents import parse_block, text_pieces
-from megatron.corpus.inputs.input_blocks import InputBlock
-from megatron.corpus.inputs.lines import BadLine, parse_lines
+from megatron.corpus.inputs.block import InputBlock, parse_block
+from megatron.corpus.inputs.lines import BadLine, parse_lines, split_lines
 from megatron.corpus.inputs.parquet import parquet_texts
 
 
@@ -41,14 +39,19 @@ def read_entries(block: InputBlock, keys: Sequence[str], separator: str | None =
     Raises:
         DataError: the block cannot be read.
     """
-    if block.layout == "jsonl":
-        return _read_lines(block.read(), keys[0], block.start == 0)
     if block.layout == "parquet":
         return _read_rows(parquet_texts(block.read(), keys), keys)
-    parsed = parse_block(block, keys[:1], True, separator)
-    if not parsed.bad_count:
-        return [DocumentEntry(text) for text in parsed.texts[0]]
-    return _read_pieces(block, separator)
+    data = block.read()
+    parsed = parse_block(replace(block, data=data), keys[:1], True, separator, shows_all=True)
+    lines: Sequence[bytes | None] = [None] * parsed.lines
+    if block.layout == "jsonl":
+        lines = [bytes(line).removesuffix(b"\n") for line in split_lines(data, block.start == 0)[0]]
+    bad = {entry.line: entry for entry in parsed.bad}
+    texts = iter(parsed.texts[0])
+    return [
+        DocumentEntry(None, line, bad=bad[number]) if number in bad else DocumentEntry(next(texts), line)
+        for number, line in enumerate(lines)
+    ]
 
 
 def line_of(entry: DocumentEntry, key: str, text: str) -> bytes:
@@ -71,23 +74,6 @@ def document_of(line: bytes, key: str) -> str:
     return parse_lines(line, [key], False, True).texts[0][0]
 
 
-def _read_lines(data: bytes, key: str, is_first: bool) -> list[DocumentEntry]:
-    offset = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
-    lines = data[offset:].split(b"\n") if data.find(b"\n") < len(data) - 1 else [data[offset:-1]]
-    if not lines[-1]:
-        lines.pop()
-    entries = []
-    for number, line in enumerate(map(bytes, lines)):  # a very long one comes as a bytearray
-        parsed = parse_lines(line, (key,), False, True)
-        if parsed.texts[0]:
-            entries.append(DocumentEntry(parsed.texts[0][0], line))
-        else:
-            bad_line = parsed.bad[0] if parsed.bad else BadLine(0, 0, "the line is empty, not a JSON object")
-            entries.append(DocumentEntry(None, line, bad=BadLine(number, offset + bad_line.offset, bad_line.reason)))
-        offset += len(line) + 1
-    return entries
-
-
 def _read_rows(columns: list[list[Any]], keys: Sequence[str]) -> list[DocumentEntry]:
     entries = []
     for number, values in enumerate(zip(*columns, strict=True)):
@@ -98,21 +84,6 @@ def _read_rows(columns: list[list[Any]], keys: Sequence[str]) -> list[DocumentEn
         kind = "is null or missing" if text is None else f"holds a {type(text).__name__}, not a text"
         bad = BadLine(number, 0, f"column {keys[0]!r} {kind} in this row")
         entries.append(DocumentEntry(None, None, others, bad))
-    return entries
-
-
-def _read_pieces(block: InputBlock, separator: str | None) -> list[DocumentEntry]:
-    """Plain text with a piece that is not UTF-8: each piece by itself."""
-    data = block.read()
-    first = len(BYTE_ORDER_MARK) if block.start == 0 and data.startswith(BYTE_ORDER_MARK) else 0
-    entries = []
-    for number, (start, stop) in enumerate(text_pieces(data, first, separator)):
-        piece = data[start:stop]
-        try:
-            entries.append(DocumentEntry(piece.decode("utf-8")))
-        except UnicodeDecodeError as failure:
-            reason = f"not UTF-8: byte 0x{piece[failure.start]:02x} ({failure.reason})"
-            entries.append(DocumentEntry(None, bad=BadLine(number, start + failure.start, reason)))
     return entries
 
 

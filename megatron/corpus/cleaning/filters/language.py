@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.corpus.cleaning.documents.clean_options import LanguageChoice
+from megatron.corpus.cleaning.filters.rejections import LANGUAGE, Rejection
 from megatron.errors import ConfigError
 
 _STRETCHES = 4
@@ -13,42 +15,42 @@ class LanguageFilter:
     """Passes only texts in wanted languages.
 
     Args:
-        languages: their ISO 639 codes.
-        threshold: least probability, over all languages that the model knows, of the best language.
-        sample_characters: how much of a text is looked at, in four stretches from its beginning to its end; 0 is all.
+        choice: the languages by their ISO 639 codes; the least probability, over all languages that the model knows, of
+            the best one; and how much of a text is looked at.
 
     Raises:
         ConfigError: py3langid is not installed, or does not know a language.
     """
 
-    def __init__(self, languages: Sequence[str], threshold: float, sample_characters: int) -> None:
+    def __init__(self, choice: LanguageChoice) -> None:
         try:
             from py3langid import langid
         except ImportError as failure:
             raise ConfigError("--language needs the py3langid package (pip install py3langid).") from failure
         self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
-        unknown = sorted(set(languages) - set(self._identifier.labels))
+        unknown = sorted(set(choice.languages) - set(self._identifier.labels))
         if unknown:
             raise ConfigError(
-                f"--language {','.join(languages)}: {', '.join(unknown)} is not a language that can be detected. Known "
-                f"are "
-                f"{' '.join(sorted(self._identifier.labels))}."
+                f"--language {','.join(choice.languages)}: {', '.join(unknown)} is not a language that can be "
+                f"detected. Known are {' '.join(sorted(self._identifier.labels))}."
             )
-        self._languages = frozenset(languages)
-        self._threshold = threshold
-        self._sample_characters = sample_characters
+        self._languages = frozenset(choice.languages)
+        self._threshold = choice.threshold
+        self._sample_characters = choice.sample_characters
 
     def best(self, text: str) -> tuple[str, float]:
         """The most probable language of a text and its probability."""
         language, probability = self._identifier.classify(sample(text, self._sample_characters))
         return str(language), float(probability)
 
-    def fault(self, text: str) -> str | None:
-        """Why a text does not pass, or None."""
-        language, probability = self.best(text)
-        if language in self._languages and probability >= self._threshold:
-            return None
-        return f"{language} {probability:.2f}"
+    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
+        """A rejection for each text, None where it stays."""
+        return [
+            None
+            if language in self._languages and probability >= self._threshold
+            else Rejection(LANGUAGE, f"{language} {probability:.2f}")
+            for language, probability in map(self.best, texts)
+        ]
 
 
 def sample(text: str, characters: int) -> str:

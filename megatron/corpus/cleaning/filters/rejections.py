@@ -1,14 +1,12 @@
-"""Why a document is rejected, and the filters of length and language."""
+"""Why a document is rejected, and the filters of length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron.corpus.cleaning.documents.clean_options import LengthLimits
-from megatron.corpus.cleaning.filters.language import LanguageFilter
-from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizers.tokenizer import build_tokenizer
 
 BAD_LINE = "bad line"
 EMPTY = "empty"
@@ -20,6 +18,8 @@ REPAIRED = "text repaired"
 SPACES = "spaces normalized"
 CUT = "contamination cut out"
 
+Count = Callable[[Sequence[str]], Iterable[int]]
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -29,62 +29,35 @@ class Rejection:
     detail: str = ""
 
 
-class DocumentFilter(Protocol):
-    """Decides about each document by itself; gets many at a time."""
-
-    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]: ...
+DocumentFilter = Callable[[Sequence[str]], list[Rejection | None]]
+"""Decides about each of some texts by itself: a rejection, or None where it stays."""
 
 
-class LanguageCheck:
-    """Drops texts in other languages; see `LanguageFilter`."""
-
-    def __init__(self, languages: LanguageFilter) -> None:
-        self._languages = languages
-
-    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
-        """A rejection for each text, None where it stays."""
-        faults = (self._languages.fault(text) for text in texts)
-        return [None if fault is None else Rejection(LANGUAGE, fault) for fault in faults]
-
-
-class CharacterCount:
-    """Drops texts with too few or too many characters."""
-
-    def __init__(self, limits: LengthLimits) -> None:
-        self._least, self._most = limits.minimum_characters, limits.maximum_characters
-
-    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
-        """A rejection for each text, None where it stays."""
-        return [_out_of_range(len(text), self._least, self._most, "characters") for text in texts]
-
-
-class WordCount:
-    """Drops texts with too few or too many words, which are what spaces separate."""
-
-    def __init__(self, limits: LengthLimits) -> None:
-        self._least, self._most = limits.minimum_words, limits.maximum_words
-
-    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
-        """A rejection for each text, None where it stays."""
-        return [_out_of_range(len(text.split()), self._least, self._most, "words") for text in texts]
-
-
-class TokenCount:
-    """Drops texts with too few or too many tokens.
+def length_filters(limits: LengthLimits) -> Iterator[DocumentFilter]:
+    """A filter for each unit that has a limit, cheap ones first; words are what spaces separate.
 
     Raises:
         ConfigError: the tokenizer's flags are wrong.
         DataError: the tokenizer's files are damaged.
     """
 
-    def __init__(self, limits: LengthLimits) -> None:
-        self._least, self._most = limits.minimum_tokens, limits.maximum_tokens
-        self._tokenizer: Tokenizer = build_tokenizer(limits.tokenizer)  # type: ignore[arg-type]
+    def counting(unit: str, least: int | None, most: int | None, count: Count) -> Iterator[DocumentFilter]:
+        if least is not None or most is not None:
+            yield lambda texts: [_out_of_range(int(number), least, most, unit) for number in count(texts)]
 
-    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
-        """A rejection for each text, None where it stays."""
-        _, lengths = self._tokenizer.encode_flat(list(texts))
-        return [_out_of_range(int(length), self._least, self._most, "tokens") for length in lengths]
+    yield from counting(
+        "characters", limits.minimum_characters, limits.maximum_characters, lambda texts: map(len, texts)
+    )
+    yield from counting(
+        "words", limits.minimum_words, limits.maximum_words, lambda texts: (len(text.split()) for text in texts)
+    )
+    if limits.tokenizer is not None and (limits.minimum_tokens, limits.maximum_tokens) != (None, None):
+        tokenizer = build_tokenizer(limits.tokenizer)
+
+        def lengths(texts: Sequence[str]) -> Iterable[int]:
+            return tokenizer.encode_flat(list(texts))[1]
+
+        yield from counting("tokens", limits.minimum_tokens, limits.maximum_tokens, lengths)
 
 
 def _out_of_range(value: int, least: int | None, most: int | None, unit: str) -> Rejection | None:

@@ -13,12 +13,12 @@ from megatron import log
 from megatron.data.datasets.examples.tokens import TokenizedExamples
 from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.order.packing import best_fit
-from megatron.data.order.row_order import SingleRows
+from megatron.data.order.row_order import RowSource
 
 _PROMPT_SHARE = 4  # a row keeps a quarter for the prompt of an answer that is too long
 
 
-class ExampleRows(SingleRows):
+class ExampleRows(RowSource):
     """The rows that the examples [first, last) fill; each epoch has the same rows in another order.
 
     Args:
@@ -79,12 +79,6 @@ class ExampleRows(SingleRows):
         )
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Reads rows.
-
-        Shapes:
-            rows: int64 [n]; result: tokens int64 [n, s + 1], loss mask bool [n, s], segments int64 [n, s], where the
-            padding is one of its own.
-        """
         tokens = np.full((len(rows), self._length), self._examples.padding_id, np.int64)
         segments = np.zeros(tokens.shape, np.int64)
         counts = np.zeros(tokens.shape, np.bool_)
@@ -104,7 +98,6 @@ class ExampleRows(SingleRows):
         return tokens, loss_mask, segments[:, :-1]
 
     def locate(self, row: int, position: int) -> str:
-        """Describes where a token of a row is stored."""
         end = 0
         for number in self._order[self._starts[row] : self._starts[row + 1]].tolist():
             first, last = self._kept[number].tolist()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,57 +40,45 @@ class RecordPlace(NamedTuple):
     number: int
 
 
-class RecordSource(Protocol):
-    """Records with their places."""
+@dataclass(frozen=True)
+class RecordSource:
+    """Records with their places.
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The files, as messages show them."""
-
-    def fingerprint(self) -> str:
-        """Hash of the content."""
-
-    def records(self) -> Iterator[tuple[RecordPlace, Any]]:
-        """All records in order."""
-
-
-class FileRecords:
-    """The records of files.
-
-    Raises:
-        DataError: there is no file of that name or pattern.
+    Args:
+        names: of the files or the store, as messages show them.
+        fingerprint: makes the hash of the content.
+        records: gives all records in order.
     """
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self.names: Sequence[str] = example_files(prefix)
+    names: Sequence[str]
+    fingerprint: Callable[[], str]
+    records: Callable[[], Iterator[tuple[RecordPlace, Any]]]
 
-    def fingerprint(self) -> str:
-        """Hash of the files' contents."""
-        return files_fingerprint(self._prefix)
+    @staticmethod
+    def of_files(prefix: str) -> RecordSource:
+        """The records of files, file after file, each with the number of its line.
 
-    def records(self) -> Iterator[tuple[RecordPlace, Any]]:
-        """All records, file after file, each with the number of its line."""
-        for place, path in enumerate(self.names):
-            for number, record in read_records(path):
-                yield RecordPlace(place, number), record
+        Raises:
+            DataError: there is no file of that name or pattern.
+        """
+        names = example_files(prefix)
 
+        def records() -> Iterator[tuple[RecordPlace, Any]]:
+            for place, path in enumerate(names):
+                for number, record in read_records(path):
+                    yield RecordPlace(place, number), record
 
-class StoreRecords:
-    """The pairs of a document store."""
+        return RecordSource(names, lambda: files_fingerprint(prefix), records)
 
-    def __init__(self, address: str) -> None:
-        self._store = PairStore(StoreAddress.of(address))
-        self.names: Sequence[str] = (masked(address),)
+    @staticmethod
+    def of_store(address: str) -> RecordSource:
+        """The pairs of a document store, each with the number of its document."""
+        store = PairStore(StoreAddress.of(address))
 
-    def fingerprint(self) -> str:
-        """Hash of all pairs."""
-        return self._store.fingerprint()
+        def records() -> Iterator[tuple[RecordPlace, Any]]:
+            return ((RecordPlace(0, number), record) for number, record in enumerate(store.records()))
 
-    def records(self) -> Iterator[tuple[RecordPlace, Any]]:
-        """All pairs, each with the number of its document in the store."""
-        for number, record in enumerate(self._store.records()):
-            yield RecordPlace(0, number), record
+        return RecordSource((masked(address),), store.fingerprint, records)
 
 
 def check_first_records(prefix: str) -> None:

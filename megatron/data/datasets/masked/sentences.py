@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.data.datasets.masked.hiding import hide_phrases
 from megatron.data.datasets.masked.masked_options import MaskedOptions
-from megatron.data.datasets.masked.phrases import hide_phrases
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from megatron.data.datasets.sample import DocumentSpan, Sample, SegmentedSamples
 from megatron.data.formats.indexed import IndexedDataset
@@ -163,22 +163,12 @@ class SentenceDataset(SegmentedSamples):
                 )
         super().__init__(file.prefix, map(len, self._tables))
 
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s], hidden ones replaced."""
-        return self.read(sample).tokens
-
     def read(self, sample: int) -> Sample:
-        """A sample with its labels.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
         segment, number = self._segment_of(sample)
         random = np.random.RandomState((self._segments[segment].seed + number) % 2**32)
         return self.file.sample(self._tables[segment][number], random)
 
     def locate(self, sample: int, position: int) -> str:
-        """Describes where a sample is stored."""
         spans = self.spans(sample)
         return (
             f"{self.file.indexed.bin_path}: sequences {spans[0].sequence} to {spans[-1].sequence}, at token {position} "

@@ -9,24 +9,23 @@ import hashlib
 
 import numpy as np
 
+from megatron.data.datasets.masked.hiding import hide_tokens, sample_numbers
 from megatron.data.datasets.masked.masked_options import MaskedOptions
-from megatron.data.datasets.masked.tokens import hide_tokens, sample_numbers
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
-from megatron.data.datasets.sample import Sample, SampleDataset, SampleRoute, SourceDataset
+from megatron.data.datasets.sample import ChangedSamples, Sample, SampleDataset
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.order.row_order import SingleRows
+from megatron.data.order.row_order import RowSource
 from megatron.errors import DataError
 
 _EDGES = 2  # the tokens that are added to a row
 
 
-class TextRows(SingleRows):
+class TextRows(RowSource):
     """Stretches of a token file as rows.
 
     Args:
         starts: first token of each row, counted from the beginning of the file, int64 [n].
         ends: one past the last, int64 [n].
-        fingerprint: see `RowSource`.
     """
 
     def __init__(
@@ -82,8 +81,7 @@ class TextRows(SingleRows):
         """Reads rows.
 
         Shapes:
-            rows: int64 [n]; result: tokens int64 [n, s], which of them are text, bool [n, s], and the segments int64
-            [n, s], where the padding is one of its own.
+            as of `RowSource`, but for tokens int64 [n, s] and, in place of a loss mask, which of them are text.
         """
         tokens = np.full((len(rows), self._length), self._vocabulary.pad_id, np.int64)
         is_text, segments = np.zeros(tokens.shape, np.bool_), np.ones(tokens.shape, np.int64)
@@ -100,7 +98,6 @@ class TextRows(SingleRows):
         return tokens, is_text, segments
 
     def locate(self, row: int, position: int) -> str:
-        """Describes where a token of a row is stored."""
         at = int(self._starts[row] + self._stripped_in_front(row)) + position - 1
         return f"{self._indexed.bin_path}: token {at} of the file (byte offset {at * self._indexed.dtype.itemsize})"
 
@@ -122,37 +119,29 @@ class TextRows(SingleRows):
         return self._indexed.tokens_at(first * self._indexed.dtype.itemsize, count)
 
 
-class MaskedRows(SampleRoute):
+class MaskedRows(ChangedSamples):
     """Rows with hidden tokens: other ones each time a row comes again.
 
     Args:
-        rows: samples with the text, and which of their tokens are text in place of a loss mask.
+        dataset: samples with the text, and which of their tokens are text in place of a loss mask.
     """
 
     def __init__(
-        self, rows: SourceDataset, seed: int, sequence_length: int, options: MaskedOptions, vocabulary: MaskedVocabulary
+        self,
+        dataset: SampleDataset,
+        seed: int,
+        sequence_length: int,
+        options: MaskedOptions,
+        vocabulary: MaskedVocabulary,
     ) -> None:
-        self.rows = rows
+        self.dataset = dataset
         self._seed = seed
         self._options = options
         self._most = options.predictions(sequence_length)
         self._vocabulary = vocabulary
 
-    @property
-    def prefix(self) -> str:
-        """The source as the user named it."""
-        return self.rows.prefix
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def read(self, sample: int) -> Sample:
-        """A sample with its labels.
-
-        Raises:
-            DataError: it has a token that the vocabulary does not.
-        """
-        row = self.rows.read(sample)
+        row = self.dataset.read(sample)
         if row.loss_mask is None:
             raise DataError(f"Sample {sample} of {self.prefix} does not say which of its tokens are text.")
         self._vocabulary.check_ids(row.tokens, lambda position: self.locate(sample, position))
@@ -162,9 +151,6 @@ class MaskedRows(SampleRoute):
         )
         types = np.zeros(len(shown), np.int64)
         return Sample(shown, hidden, row.segment_ids, labels=row.tokens, token_types=types)
-
-    def _place(self, sample: int) -> tuple[SampleDataset, int]:
-        return self.rows, sample
 
 
 def _token_offsets(indexed: IndexedDataset, first: int, last: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.corpus.cleaning.documents.entries import document_of, line_of, read_entries
-from megatron.corpus.inputs.input_blocks import InputBlock
+from megatron.corpus.inputs.block import InputBlock
 
 
 def block_of(data: bytes, layout: str = "jsonl", start: int = 0) -> InputBlock:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.corpus.cleaning.documents.clean_options import CleanOptions, LanguageChoice
 from megatron.corpus.cleaning.filters.language import LanguageFilter, sample
+from megatron.corpus.cleaning.filters.rejections import Rejection
 from megatron.errors import ConfigError
 from tests.corpus.cleaning.runs import clean_texts
 
@@ -38,22 +39,23 @@ def test_mixed_languages(tmp_path: Path, wanted: tuple[str, ...], stays: list[st
 
 
 def test_the_threshold_is_a_probability() -> None:
-    strict = LanguageFilter(["en"], 0.9, 0)
+    strict = LanguageFilter(LanguageChoice(("en",), 0.9, 0))
     language, probability = strict.best(ENGLISH)
-    assert language == "en" and 0.9 < probability <= 1 and strict.fault(ENGLISH) is None
+    assert language == "en" and 0.9 < probability <= 1 and strict.rejections([ENGLISH]) == [None]
     language, probability = strict.best(ENGLISH[:13])
-    assert strict.fault(ENGLISH[:13]) == f"{language} {probability:.2f}" and probability < 0.9
+    assert strict.rejections([ENGLISH[:13]]) == [Rejection("language", f"{language} {probability:.2f}")]
+    assert probability < 0.9
 
 
 def test_an_unknown_language() -> None:
     with pytest.raises(ConfigError, match="--language en,klingon: klingon is not a language.* de .* tr "):
-        LanguageFilter(["en", "klingon"], 0.5, 0)
+        LanguageFilter(LanguageChoice(("en", "klingon"), 0.5, 0))
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "py3langid", None)
     with pytest.raises(ConfigError, match=r"--language needs the py3langid package \(pip install py3langid\)"):
-        LanguageFilter(["en"], 0.5, 0)
+        LanguageFilter(LanguageChoice(("en",), 0.5, 0))
 
 
 def test_a_sample_reaches_from_the_beginning_to_the_end() -> None:

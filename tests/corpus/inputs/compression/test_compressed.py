@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.corpus.inputs import input_blocks
+from megatron.corpus.inputs.compressed import zstandard_library, zstandard_stream
 from megatron.corpus.inputs.input_blocks import blocks
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 
 MAKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
@@ -81,3 +84,27 @@ def test_an_endless_line_is_not_a_document(
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     with pytest.raises(DataError, match=r"byte offset [03] of its text has more than 2,097,152 bytes"):
         text_of(path, separator)
+
+
+def packed(*parts: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard", reason="the zstandard package is not installed")
+    return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
+
+
+def test_all_frames_are_read() -> None:
+    parts = (b"a" * 100_000, b"", b"b" * 7)
+    assert zstandard_stream(io.BytesIO(packed(*parts)), "x.zst").read() == b"".join(parts)
+    assert zstandard_stream(io.BytesIO(b""), "x.zst").read() == b""
+
+
+@pytest.mark.parametrize("lost", [1, 4, 9])
+def test_a_truncated_file_is_an_error(lost: int) -> None:
+    data = packed(b"first", b"second one")
+    with pytest.raises(EOFError, match="the file ends inside a compressed frame"):
+        zstandard_stream(io.BytesIO(data[:-lost]), "x.zst").read()
+
+
+def test_a_missing_package_is_named_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"--output out\.zst needs the zstandard package .* or name it \.gz"):
+        zstandard_library("out.zst", "--output", "name it .gz")

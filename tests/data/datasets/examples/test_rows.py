@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.data.datasets.examples.rows import ExampleRows, windows
-from megatron.data.datasets.examples.tokens import FileRecords, TokenizedExamples
+from megatron.data.datasets.examples.tokens import RecordSource, TokenizedExamples
 from megatron.data.order.index_cache import IndexCache
 from megatron.tokenizers.chat import load_chat_template
 
@@ -18,7 +18,7 @@ LENGTH = 63
 def examples(write, tokenizer, tmp_path):
     path = write(PAIRS)
     cache = IndexCache(tmp_path / "cache")
-    return TokenizedExamples(path, FileRecords(path), load_chat_template("plain", None), tokenizer, cache)
+    return TokenizedExamples(path, RecordSource.of_files(path), load_chat_template("plain", None), tokenizer, cache)
 
 
 def rows_of(examples, tmp_path, first=0, last=40, length=LENGTH, **options):
@@ -119,7 +119,7 @@ def test_what_is_cut_is_counted_and_named(write, tokenizer, tmp_path, capsys):
     records = [*PAIRS, {"prompt": long, "answer": "short"}, {"prompt": "short", "answer": long}, {"messages": turns}]
     path = write(records)
     cache = IndexCache(tmp_path / "cache")
-    examples = TokenizedExamples(path, FileRecords(path), load_chat_template("plain", None), tokenizer, cache)
+    examples = TokenizedExamples(path, RecordSource.of_files(path), load_chat_template("plain", None), tokenizer, cache)
     rows = rows_of(examples, tmp_path, 0, 43, pack=True)
     rows.report("train")
     text = capsys.readouterr().err
@@ -144,5 +144,5 @@ def rows_of_random(write, tokenizer, tmp_path):
     drawn = np.random.default_rng(3)
     path = write([{"prompt": "q", "answer": "a" + " b" * int(drawn.integers(40))} for _ in range(300)])
     cache = IndexCache(tmp_path / "cache")
-    examples = TokenizedExamples(path, FileRecords(path), load_chat_template("plain", None), tokenizer, cache)
+    examples = TokenizedExamples(path, RecordSource.of_files(path), load_chat_template("plain", None), tokenizer, cache)
     return rows_of(examples, tmp_path, 0, 300, length=127, pack=True)

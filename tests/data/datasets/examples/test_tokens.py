@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.data.datasets.examples.rows import ExampleRows
-from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples
+from megatron.data.datasets.examples.tokens import RecordSource, TokenizedExamples
 from megatron.data.order.index_cache import IndexCache
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.chat import load_chat_template
@@ -21,7 +21,7 @@ PLAIN = load_chat_template("plain", None)
 
 
 def opened(path, tokenizer, folder, template=PLAIN):
-    return TokenizedExamples(path, FileRecords(path), template, tokenizer, IndexCache(folder / "cache"))
+    return TokenizedExamples(path, RecordSource.of_files(path), template, tokenizer, IndexCache(folder / "cache"))
 
 
 def test_ids_are_those_of_the_template(write, tokenizer, tmp_path):
@@ -139,7 +139,7 @@ def test_pairs_of_a_store_are_those_of_a_file(kind, write, tokenizer, tmp_path):
     expected = opened(write(PAIRS), tokenizer, tmp_path)
     with new_database(kind, tmp_path) as database:
         database.write_pairs({"chat": numbered(pairs[:20]), "more": numbered(pairs[20:])})
-        records = StoreRecords(database.address("chat", "more"))
+        records = RecordSource.of_store(database.address("chat", "more"))
         cache = IndexCache(tmp_path / "other")
         found = TokenizedExamples(database.address("chat", "more"), records, PLAIN, tokenizer, cache)
     for number in range(len(PAIRS)):

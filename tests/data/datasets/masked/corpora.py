@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 
 PAD, UNK, CLS, SEP, MASK = range(5)

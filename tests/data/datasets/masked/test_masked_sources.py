@@ -13,7 +13,7 @@ from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
 from megatron.data.order.sentence_map import SentenceRules, build_sentence_map
-from megatron.data.sources.request import DataRequest
+from megatron.data.sources.source import DataRequest
 from megatron.data.sources.source_kinds import source_of
 from megatron.errors import ConfigError, DataError
 from tests.data.datasets.masked.corpora import VOCABULARY, write_sentences, write_texts

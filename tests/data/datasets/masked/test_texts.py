@@ -9,7 +9,8 @@ from megatron.config import MaskingConfig
 from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.texts import MaskedRows, TextRows
 from megatron.data.datasets.rows import RowDataset
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.order.plan import Segment
 from megatron.errors import DataError
 from tests.data.datasets.masked.corpora import CLS, MASK, PAD, SEP, VOCABULARY, write_texts
@@ -96,7 +97,7 @@ def test_a_row_is_masked_anew_in_every_pass_and_the_same_for_every_reader(masked
     assert all(len(shown) > 5 for text, shown in passes.items() if sum(token > SEP for token in text) > 5)
     assert any(MASK in tokens for shown in passes.values() for tokens in shown)
     assert masked[17].tolist() == masked.read(17).tokens.tolist()
-    assert masked.spans(4) == masked.rows.spans(4) and masked.locate(4, 1) == masked.rows.locate(4, 1)
+    assert masked.spans(4) == masked.dataset.spans(4) and masked.locate(4, 1) == masked.dataset.locate(4, 1)
 
 
 def test_a_token_of_another_vocabulary_is_located(tmp_path, vocabulary):

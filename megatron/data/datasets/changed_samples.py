@@ -1,17 +1,19 @@
-"""Samples with a random prefix, whose tokens attend to each other in both directions."""
+"""The samples of another data set, changed when they are read: with prefixes, shortened, or with prompts as answers."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from megatron.data.datasets.sample import Sample, SampleDataset, SampleRoute
+from megatron.data.datasets.examples.rows import ExampleRows
+from megatron.data.datasets.sample import ChangedSamples, DocumentSpan, Sample, SampleDataset
 
 
 @dataclass(frozen=True)
-class PrefixDataset(SampleRoute):
+class PrefixDataset(ChangedSamples):
     """The samples of a data set, each with a prefix, or with one in each of its documents.
 
     A prefix is at least one token long; the prefix of a whole sample may be as long as the sample, and the prefix of a
@@ -34,15 +36,7 @@ class PrefixDataset(SampleRoute):
     eod_id: int | None = None
     on_targets_only: bool = False
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1]."""
-        return self.dataset[sample]
-
     def read(self, sample: int) -> Sample:
-        """A sample, its prefixes, and which of its labels count."""
         read = self.dataset.read(sample)
         tokens = read.tokens[:-1]
         prefix_mask = np.zeros(len(tokens), np.bool_)
@@ -55,9 +49,6 @@ class PrefixDataset(SampleRoute):
         if self.on_targets_only:
             loss_mask = is_counted if loss_mask is None else loss_mask * is_counted
         return read._replace(loss_mask=loss_mask, prefix_mask=prefix_mask)
-
-    def _place(self, sample: int) -> tuple[SampleDataset, int]:
-        return self.dataset, sample
 
     def _documents(self, tokens: np.ndarray) -> list[tuple[int, int]]:
         """Where each document begins, and the furthest that its prefix may end.
@@ -75,3 +66,65 @@ def prefix_length(longest: int, seed: int, sample: int, document: int) -> int:
     """A length from 1 to `longest`, each equally likely; 1 for a document that is only an end-of-document token."""
     digest = hashlib.blake2b(f"prefix of document {document} in sample {sample}, seed {seed}".encode(), digest_size=8)
     return 1 + (int.from_bytes(digest.digest(), "little") * max(longest, 1) >> 64)
+
+
+@dataclass(frozen=True)
+class ShortenedDataset(ChangedSamples):
+    """The samples of a data set without what follows their first `length` inputs; the last label is the token after
+    them.
+    """
+
+    dataset: SampleDataset
+    length: int
+
+    def read(self, sample: int) -> Sample:
+        read = self.dataset.read(sample)
+        whole = read._asdict()
+        cut: dict[str, Any] = {
+            name: part[: self.length] for name, part in whole.items() if isinstance(part, np.ndarray)
+        }
+        if read.labels is None:
+            cut["tokens"] = read.tokens[: self.length + 1]
+        return read._replace(**cut)
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        left, spans = len(self[sample]), []
+        for span in self.dataset.spans(sample):
+            if left > 0:
+                spans.append(span._replace(tokens=min(left, span.tokens)))
+            left -= span.tokens
+        return spans
+
+
+@dataclass(frozen=True)
+class CopiedPrompts(ChangedSamples):
+    """The samples of a source of examples, some of which are read from a copy with prompts in the place of answers: a
+    chatbot that now and then repeats what it was told stays close to the text it was pretrained on.
+
+    Which samples is a hash of the seed and the sample's number, so it is the same on every rank and after a resume, and
+    another epoch copies others.
+
+    Args:
+        copies: the same rows with the answers replaced.
+        probability: share of the samples that are read from there.
+
+    Source: jisngprk/dsGPT2, `--alpha`.
+    """
+
+    dataset: SampleDataset
+    copies: ExampleRows
+    probability: float
+    seed: int
+
+    def read(self, sample: int) -> Sample:
+        if not is_copied(self.probability, self.seed, sample):
+            return self.dataset.read(sample)
+        (span,) = self.dataset.spans(sample)
+        tokens, *masks = (part[0] for part in self.copies.read(np.array([span.sequence])))
+        return Sample(tokens, *masks)
+
+
+def is_copied(probability: float, seed: int, sample: int) -> bool:
+    """Whether a sample is one of those whose answers are replaced."""
+    digest = hashlib.blake2b(f"copied prompt of sample {sample}, seed {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < probability * 2.0**64
