@@ -176,8 +176,8 @@ def write_new(path: Path, content: Content, *, durable: bool = True) -> None:
     Raises:
         OSError: the file system refused; nothing is left behind.
     """
-    with path.open("xb") as stream:
-        try:
+    try:
+        with path.open("xb") as stream:
             if isinstance(content, bytes):
                 stream.write(content)
             else:
@@ -185,9 +185,11 @@ def write_new(path: Path, content: Content, *, durable: bool = True) -> None:
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())
-        except BaseException:
-            discard(path)
-            raise
+    except FileExistsError:
+        raise
+    except BaseException:  # an interrupt, too, as soon as the file is there
+        discard(path)
+        raise
 
 
 def move(source: Path, target: Path, *, durable: bool = True) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -59,16 +59,16 @@ def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
         f"This Python ({sys.prefix}) carries only {{}} bytes of source text; {LEAST_BYTES} are needed. Use an "
         "interpreter with its full standard library, or train on a jsonl file of your own."
     )
-    return write_corpus(path, corpus_documents(), wanted_bytes, LEAST_BYTES, problem)
+    return write_corpus(path, corpus_documents, wanted_bytes, LEAST_BYTES, problem)
 
 
 def write_corpus(
-    path: Path, documents: Iterable[tuple[str, str]], enough_bytes: int, least_bytes: int, problem: str
+    path: Path, documents: Callable[[], Iterable[tuple[str, str]]], enough_bytes: int, least_bytes: int, problem: str
 ) -> DemoCorpus:
     """Writes jsonl lines {"text", "src"} until there are enough bytes; the file appears when it is complete.
 
     Args:
-        documents: (source, text).
+        documents: gives (source, text) for each.
         problem: with a place for the bytes there are, where they are fewer than the least.
 
     Raises:
@@ -83,7 +83,7 @@ def write_corpus(
     corpus = DemoCorpus()
 
     def write(stream: BinaryIO) -> None:
-        for source, text in documents:
+        for source, text in documents():
             line = json.dumps({"text": text, "src": source}, ensure_ascii=False)
             corpus.size_bytes += stream.write(line.encode() + b"\n")
             corpus.documents += 1

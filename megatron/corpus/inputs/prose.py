@@ -32,19 +32,18 @@ def write_prose(path: Path) -> DemoCorpus:
         f"The standard library of this Python carries only {{}} bytes of English; {LEAST_BYTES} are needed. Use an "
         "interpreter with its full standard library, or train on a text of your own: python train_on_text.py my.txt"
     )
-    documents = ((source, "\n\n".join(new)) for source, new in prose_documents())
-    return write_corpus(path, documents, ENOUGH_BYTES, LEAST_BYTES, problem)
+    return write_corpus(path, prose_documents, ENOUGH_BYTES, LEAST_BYTES, problem)
 
 
-def prose_documents() -> Iterator[tuple[str, list[str]]]:
-    """(source, paragraphs), each paragraph once, of the manual and then of the standard library."""
+def prose_documents() -> Iterator[tuple[str, str]]:
+    """(source, text) of the manual and then of the standard library, each paragraph once."""
     seen: set[str] = set()
     for source, text in _texts():
         new = [paragraph for paragraph in paragraphs(text) if paragraph not in seen]
         new = list(dict.fromkeys(new))
         seen.update(new)
         if new:
-            yield source, new
+            yield source, "\n\n".join(new)
 
 
 def paragraphs(text: str) -> Iterator[str]:

@@ -112,7 +112,7 @@ def _read_as_check(prefix: str, folder: Path, undamaged: Path) -> None:
 def _read_as_merge(prefix: str, folder: Path, undamaged: Path) -> None:
     plan = merge([str(undamaged / "other"), prefix], str(folder / "merged"))
     dataset = IndexedDataset(folder / "merged")
-    check(dataset.tokens == plan.tokens, "the merged file has another number of tokens")
+    check(dataset.tokens == plan.index.tokens, "the merged file has another number of tokens")
     check(sorted(path.name for path in folder.glob(".*.tmp")) == [], "a temporary file stayed")
 
 
@@ -122,7 +122,7 @@ def _read_described(folder: Path, undamaged: Path, draw: Random) -> None:
     sidecar = read_sidecar(prefix)
     check_tokenizer_fits([prefix], _good_tokenizer(str(undamaged)))
     if sidecar is not None:
-        check(json.loads(json.dumps(sidecar.to_json()))["format_version"] == 1, "a sidecar of another version")
+        check(all(type(count) is int for count in sidecar.counts), "a sidecar without counts")
     draw.choice((_read_as_check, _read_as_merge))(prefix, folder, undamaged)
 
 
