@@ -9,8 +9,8 @@ from tests.kernels.simt import emulator
 
 CHUNK = 64
 # rows of the shard, columns, ids, first row, shift behind a boundary
-SMALL = [(5, 3, 70, 2, 0), (300, 40, 130, 100, 1), (2, 129, 200, 0, 0), (1, 1, 1, 0, 0)]
-LARGE = [(2000, 260, 1500, 500, 0)]
+SMALL = [(5, 3, 70, 2, 0), (300, 40, 130, 100, 1), (300, 40, 130, 100, 0), (2, 129, 200, 0, 0), (1, 1, 1, 0, 0)]
+LARGE = [(2000, 260, 1500, 500, 0), (600, 1048, 300, 200, 0), (90, 264, 700, 30, 2)]
 
 
 def _ids(rows: int, count: int, first_row: int) -> torch.Tensor:
