@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
+from megatron.model.interface.residual_sum import ResidualSum
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import Dimension
@@ -44,7 +45,8 @@ def build_head_norm(config: ModelConfig, mesh: ParallelMesh, heads: Dimension) -
 
 
 def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
-    """A norm of the hidden states as a layer of the network: after the word embedding, or after the last block.
+    """A norm of the hidden states as a layer of the network: after the word embedding, or after the last block, whose
+    residual it may still have to add.
 
     Shapes: `[b, s, h]` to the same.
     """
@@ -54,13 +56,19 @@ def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
 
 
 class _LayerNormLayer(LayerNorm):
-    def forward(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x)
+    takes_sum = True
+
+    def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
+        hidden, residual = ResidualSum.of(x)
+        return super().forward(hidden) if residual is None else self.add(hidden, residual)[1]
 
 
 class _RMSNormLayer(RMSNorm):
-    def forward(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x)
+    takes_sum = True
+
+    def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
+        hidden, residual = ResidualSum.of(x)
+        return super().forward(hidden) if residual is None else self.add(hidden, residual)[1]
 
 
 def _settings(config: ModelConfig, mesh: ParallelMesh) -> dict[str, Any]:

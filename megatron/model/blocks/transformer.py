@@ -18,6 +18,7 @@ from megatron.model.blocks.dropout import EMBEDDING_SITE, dropout_at
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.norm import build_norm
+from megatron.model.interface.residual_sum import ResidualSum
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from, scatter_to
@@ -39,23 +40,6 @@ class _Branch(NamedTuple):
     bias_joins: bool
 
 
-class _Sum(NamedTuple):
-    """What a branch has to add to the residual; the residual is None where it has been added."""
-
-    branch: torch.Tensor
-    residual: torch.Tensor | None = None
-
-    def total(self) -> torch.Tensor:
-        """The sum."""
-        return self.branch if self.residual is None else self.residual + self.branch
-
-    def normed(self, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum, and a norm of it, which computes both in one pass if nothing was added yet."""
-        if self.residual is None:
-            return self.branch, norm(self.branch)
-        return norm.add(self.branch, self.residual)  # type: ignore[no-any-return,operator]
-
-
 class TransformerBlock(nn.Module):
     """Block `index` of the network.
 
@@ -67,7 +51,13 @@ class TransformerBlock(nn.Module):
     The outer norms follow attention and feed-forward, or with `--norm-placement post` the residual additions.
 
     Shapes: `[b, s, h]` to the same.
+
+    Attributes:
+        leaves_sum: whether it can leave its last addition to the norm of the next layer.
+        takes_sum: whether its first norm does so for the layer before it.
     """
+
+    leaves_sum = True
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int) -> None:
         super().__init__()
@@ -80,6 +70,7 @@ class TransformerBlock(nn.Module):
         self.attention_site, self.feed_forward_site = EMBEDDING_SITE + 1 + 2 * index, EMBEDDING_SITE + 2 + 2 * index
         self.norms_residual = placement == POST
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
+        self.takes_sum = has_inner
         self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
         self.input_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
         self.self_attention = SelfAttention(config, mesh, index)
@@ -92,43 +83,61 @@ class TransformerBlock(nn.Module):
         self.attention_bias_joins = joins and config.attention_output_bias
         self.feed_forward_bias_joins = joins and config.mlp_bias and isinstance(self.mlp, FeedForward)
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Runs the block, with recomputation in backward if the context requires it."""
-        if not (self.training and torch.is_grad_enabled()):
-            return self._run(hidden, context)
+    def forward(
+        self, hidden: torch.Tensor | ResidualSum, context: StepContext, *, leaves_sum: bool = False
+    ) -> torch.Tensor | ResidualSum:
+        """Runs the block, with recomputation in backward if the context requires it.
+
+        Args:
+            leaves_sum: whether the result may be a sum that was not computed yet.
+        """
+        if (
+            self.training
+            and torch.is_grad_enabled()
+            and context.recompute in (Recompute.BLOCKS, Recompute.SPLIT_BLOCKS)
+        ):
+            return self._recomputed(ResidualSum.of(hidden).total(), context)
+        result = self._run_sum(ResidualSum.of(hidden), context)
+        return result if leaves_sum and result.residual is not None else result.total()
+
+    def _recomputed(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if context.recompute is Recompute.BLOCKS:
             return checkpoint(self._run, hidden, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-        if context.recompute is Recompute.SPLIT_BLOCKS:
-            part = scatter_to(hidden, self.tp)
-            return checkpoint(self._run_gathered, part, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-        return self._run(hidden, context)
+        part = scatter_to(hidden, self.tp)
+        return checkpoint(self._run_gathered, part, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def _run_gathered(self, part: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self._run(gather_from(part, self.tp), context)
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self._run_sum(ResidualSum(hidden), context).total()
+
+    def _run_sum(self, given: ResidualSum, context: StepContext) -> ResidualSum:
         if self.norms_residual:
+            hidden = given.total()
             attended = self._sum(self._attention, hidden, hidden, context)
             hidden = attended.normed(self.post_self_attn_layernorm)[1]
-            return self._sum(self._feed_forward, hidden, hidden, context).normed(self.post_mlp_layernorm)[1]
-        normed = self.input_layernorm(hidden)
+            return ResidualSum(
+                self._sum(self._feed_forward, hidden, hidden, context).normed(self.post_mlp_layernorm)[1]
+            )
+        hidden, normed = given.normed(self.input_layernorm)
         attended = self._sum(self._attention, normed if self.residual_after_norm else hidden, normed, context)
         if self.is_parallel:
             after_attention, normed = attended.total(), self.pre_mlp_layernorm(hidden)
         else:
             after_attention, normed = attended.normed(self.pre_mlp_layernorm)
         residual = normed if self.residual_after_norm else after_attention
-        return self._sum(self._feed_forward, residual, normed, context).total()
+        return self._sum(self._feed_forward, residual, normed, context)
 
-    def _sum(self, branch: _Branch, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> _Sum:
+    def _sum(self, branch: _Branch, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> ResidualSum:
         """The residual and what a branch makes of the normed input."""
         add = partial(self._add, residual, branch.site, context)
         if branch.bias_joins and self._drops:
-            return _Sum(branch.layer(normed, context, add))
+            return ResidualSum(branch.layer(normed, context, add))
         output = branch.layer(normed, context)
         if not self.norms_residual:
             output = branch.outer_norm(output)
-        return _Sum(add(output)) if self._drops or not self.adds_in_norm else _Sum(output, residual)
+        return ResidualSum(add(output)) if self._drops or not self.adds_in_norm else ResidualSum(output, residual)
 
     @property
     def _attention(self) -> _Branch:

@@ -86,15 +86,21 @@ class LayerStack(nn.Module):
             built[spec.name] = module
             self._layers.append((spec, module))
             _attach(self, spec.name, module)
+        modules = [module for _, module in self._layers]
+        takers = [getattr(module, "takes_sum", False) for module in modules[1:]] + [False]
+        self._calls = [
+            (module, takes and getattr(module, "leaves_sum", False))
+            for module, takes in zip(modules, takers, strict=True)
+        ]
 
     def forward(self, inputs: Any, context: StepContext) -> torch.Tensor:
-        """Runs the layers.
+        """Runs the layers. A block leaves its last addition to the norm of the next layer, where that computes both.
 
         Args:
             inputs: hidden states; for a stack with the first layer, the micro-batch's inputs.
         """
-        for _, layer in self._layers:
-            inputs = layer(inputs, context)
+        for layer, leaves_sum in self._calls:
+            inputs = layer(inputs, context, leaves_sum=True) if leaves_sum else layer(inputs, context)
         return inputs  # type: ignore[no-any-return]
 
     def named_layers(self) -> Iterator[tuple[LayerSpec, nn.Module]]:

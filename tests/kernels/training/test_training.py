@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import Library
@@ -50,3 +51,36 @@ def test_losses_do_not_depend_on_the_implementation(
     found = _losses(Implementation.CSRC, Recompute.NONE, changes)
     assert max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)) <= 1e-6
     assert _losses(Implementation.CSRC, recompute, changes) == found
+
+
+class _Additions(TorchDispatchMode):
+    """Counts additions of two tensors of hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        two = all(isinstance(part, torch.Tensor) and part.dim() == 3 for part in args[:2])
+        self.count += function is torch.ops.aten.add.Tensor and two
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalization": "RMSNorm"}, {"parallel_residual": True}])
+def test_compiled_norms_add_the_residuals_of_the_blocks_before_them(compiled: Library, changes: dict[str, Any]) -> None:
+    config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0, **changes)
+    model = build_gpt(config, dataclasses.replace(MESH, kernels=Kernels(norm=Implementation.CSRC))).train()
+    tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(1))
+    results, additions = [], []
+    for is_stack in (False, True):
+        context = StepSettings(seed=SEED).context(torch.arange(3))
+        with _Additions() as counted:
+            hidden = model(tokens, context) if is_stack else tokens
+            for _, layer in () if is_stack else model.named_layers():
+                hidden = layer(hidden, context)
+            weights = torch.linspace(-1, 1, hidden.numel()).view(hidden.shape)
+            results.append([hidden.detach(), *torch.autograd.grad(hidden, list(model.parameters()), weights)])
+        additions.append(counted.count)
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert additions[0] - additions[1] == 3  # after both blocks, and the gradients that meet between them
