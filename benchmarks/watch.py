@@ -31,10 +31,10 @@ from megatron.config import ConfigSection, OptimConfig, ReportConfig, flag, pars
 from megatron.device import Stopwatch, peak_memory_bytes
 from megatron.observe.metrics import Waits
 from megatron.observe.metrics_file import MetricsFile
+from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.report import Report
-from megatron.observe.speed.workload import Workload
+from megatron.observe.speed import Workload
 from megatron.observe.styles import megatron as megatron_style
-from megatron.observe.terminal.progress_bar import ProgressBar
 from megatron.parallel.mesh import Axis
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.channel import Channel

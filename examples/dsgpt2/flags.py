@@ -18,7 +18,7 @@ from megatron.config.program_flags import ProgramFlags
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.observe.line_style import LineStyle
+    from megatron.observe.console import LineStyle
 
 PRETRAIN, FINETUNE = "pretrain", "finetune"
 _MODELS: Mapping[str, tuple[str, int]] = types.MappingProxyType(

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
-from megatron.observe.console import shown_loss
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment, shown_loss
 from megatron.observe.metrics import StepMetrics
 
 SAVE_LINES = SaveLines(

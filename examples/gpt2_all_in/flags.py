@@ -25,7 +25,7 @@ from megatron.errors import ConfigError
 from megatron.files.settings import read_json
 
 if TYPE_CHECKING:
-    from megatron.observe.line_style import LineStyle
+    from megatron.observe.console import LineStyle
 
 DEV, FULL = "dev", "full"
 _DATASETS = (DEV, FULL)

@@ -8,8 +8,7 @@ Source: geroldcsendes/gpt2-all-in, gpt2_ai/train/trainer.py.
 
 from __future__ import annotations
 
-from megatron.observe.console import shown_loss
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment, shown_loss
 from megatron.observe.metrics import StepMetrics
 from megatron.observe.styles import megatron
 

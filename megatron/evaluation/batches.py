@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.evaluation.scoring import Query, Score
+from megatron.config import ModelConfig
+from megatron.evaluation.scoring import Progress, Query, Score, check_queries
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,48 @@ def plan_rounds(
         rounds.append([chosen[first : first + rows] for first in range(0, len(chosen), rows)])
         order = order[len(chosen) :]
     return rounds
+
+
+class NetworkScorer(ABC):
+    """A `Scorer` of a network, over all its ranks: what all have in common but the forward pass.
+
+    Queries of similar length share a batch, batches are run in rounds, and all ranks get all results.
+
+    Args:
+        model: the architecture.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a query: one more than the network has positions."""
+        return self.model.max_position_embeddings + 1
+
+    def score(self, queries: Sequence[Query], on_progress: Progress | None = None) -> list[Score]:
+        """The scores of queries, in their order; collective over all ranks.
+
+        Raises:
+            DataError: a query is too long, or has a token that the network does not know.
+        """
+        check_queries(queries, self.max_length, self.model.vocab_size)
+        answers, done = Answers(queries), 0
+        for numbers in self.rounds(queries):
+            self.answer(answers, numbers)
+            done += sum(map(len, numbers))
+            if on_progress is not None:
+                on_progress(done, len(queries))
+        return self.gathered(answers).scores()
+
+    @abstractmethod
+    def rounds(self, queries: Sequence[Query]) -> Sequence[Sequence[Sequence[int]]]:
+        """The batches of each round, as numbers of queries."""
+
+    @abstractmethod
+    def answer(self, answers: Answers, batches: Sequence[Sequence[int]]) -> None:
+        """Runs a round, and writes what this rank learns of it to its places."""
+
+    def gathered(self, answers: Answers) -> Answers:
+        """The answers of all ranks, where `answer` has not brought them to every rank."""
+        return answers

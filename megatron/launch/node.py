@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from megatron import log
 from megatron.errors import LaunchError
+from megatron.launch import LAUNCH_VARIABLE
 from megatron.launch.supervise import Child, Patience, Supervisor
-
-LAUNCH_VARIABLE = "MEGATRON_LAUNCHER"  # tells a rank that its parent is this launcher, which it must not outlive
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron.model.blocks.router import Z_LOSS as ROUTER_Z_LOSS
 from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
-from megatron.observe.speed.workload import Workload
+from megatron.observe.speed import Workload
 
 
 class TaskOutcome(Protocol):

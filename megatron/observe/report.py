@@ -18,13 +18,12 @@ from megatron.config import OptimConfig, ReportConfig
 from megatron.config.schedule import planned_iterations
 from megatron.engine.totals import StepResult
 from megatron.errors import StorageError
-from megatron.observe.console import task_lines
-from megatron.observe.line_style import LineStyle, Moment
+from megatron.observe.console import LineStyle, Moment, task_lines
 from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits, mean_of, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.safeguard import Destination, Safeguard
-from megatron.observe.speed.workload import Workload
+from megatron.observe.speed import Workload
 from megatron.observe.tensorboard import TensorBoard, check_tensorboard
 from megatron.observe.weights_and_biases import WeightsAndBiases, check_wandb
 from megatron.secret_text import masked_values

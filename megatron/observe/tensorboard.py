@@ -16,7 +16,7 @@ from megatron.config import ReportConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
 from megatron.observe.metrics import StepMetrics, TaskOutcome
-from megatron.observe.speed.workload import Workload
+from megatron.observe.speed import Workload
 
 
 class TensorBoard:

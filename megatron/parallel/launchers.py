@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.errors import LaunchError
-from megatron.launch.node import LAUNCH_VARIABLE
+from megatron.launch import LAUNCH_VARIABLE
 from megatron.launch.slurm import expand_hostlist
 
 _DEFAULT_PORT = 29500  # torch's own

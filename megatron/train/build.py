@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from megatron import log
 from megatron.config import RunRequest, check_resume
 from megatron.train.checkpoints import Saves, open_writer
-from megatron.train.evaluation import Evaluator
 from megatron.train.objectives import build_objective
 from megatron.train.part import Part, PartSetup
 from megatron.train.parts.start_record import check_history
@@ -19,9 +18,10 @@ from megatron.train.run_data import open_data, show_notices
 from megatron.train.signals import StopSignals
 from megatron.train.start_up.engine_opening import open_engine
 from megatron.train.start_up.environment import RunEnvironment, open_environment
-from megatron.train.start_up.facts import show_start
 from megatron.train.start_up.report_opening import open_report
+from megatron.train.start_up.summary import show_start
 from megatron.train.stop import Stopping, kill_switch_is_on, kill_switch_message
+from megatron.train.validation import Evaluator
 
 
 @contextlib.contextmanager

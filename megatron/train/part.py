@@ -11,13 +11,13 @@ from typing import Any
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
-from megatron.observe.activity.activity import Activity
+from megatron.observe.activity import Activity
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.evaluation import Evaluation
 from megatron.train.restarts.history import RestartHistory
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
+from megatron.train.validation import Evaluation
 from megatron.train.watchdog import Watch
 
 

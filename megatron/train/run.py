@@ -20,8 +20,8 @@ from megatron.train.stop import Stopping
 
 if TYPE_CHECKING:  # their methods are given the run
     from megatron.train.checkpoints import Saves
-    from megatron.train.evaluation import Evaluator
     from megatron.train.part import Parts
+    from megatron.train.validation import Evaluator
 
 
 @dataclass

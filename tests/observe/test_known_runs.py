@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.observe.comparison import read_pair
 from megatron.observe.curves.reading import read_curves
+from megatron.observe.curves.run_pair import read_pair
 from megatron.observe.metrics_file import check_run, newest_runs
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 
 
 def test_a_moment_is_frozen_and_starts_in_the_first_epoch() -> None:

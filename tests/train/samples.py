@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
 from megatron.observe.metrics import StepMetrics
-from megatron.observe.speed.workload import Workload
+from megatron.observe.speed import Workload
 
 
 def optim_config(**changes: Any) -> OptimConfig:

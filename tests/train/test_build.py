@@ -20,13 +20,13 @@ from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import open_run
-from megatron.train.evaluation import Evaluator
 from megatron.train.part import Parts
 from megatron.train.run import Run
 from megatron.train.run_data import RunData
 from megatron.train.start_up import environment
 from megatron.train.start_up.engine_opening import parameter_counts
 from megatron.train.stop import Stopping
+from megatron.train.validation import Evaluator
 from tests.config.command_lines import small
 
 _MESH = ParallelMesh.single()

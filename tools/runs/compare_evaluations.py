@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--results",
     )
 
-    from megatron.evaluation.comparison import Resampling, compare_results, comparison_lines
     from megatron.evaluation.results import read_results
+    from megatron.evaluation.significance import Resampling, compare_results, comparison_lines
     from megatron.files.replacing import write_atomically
 
     resampling = Resampling(flags.resamples, flags.confidence, flags.seed)

@@ -18,7 +18,7 @@ from megatron.config.flags.program import Program
 from megatron.config.program_flags import ProgramFlags, words_of
 
 if TYPE_CHECKING:
-    from megatron.observe.line_style import LineStyle
+    from megatron.observe.console import LineStyle
 
 _PRESETS: Mapping[str, str] = types.MappingProxyType(
     {

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 
 from megatron.checkpoint.saving import SaveLines
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 from megatron.observe.metrics import StepMetrics
-from megatron.observe.start_up.quantities import duration
+from megatron.observe.quantities import duration
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,

@@ -34,7 +34,7 @@ class Program:
         decided: words that the program itself gives for some destinations ("section.field"); nothing may disagree.
         defaults: values that the program prefers to the trainer's defaults; a preset, a file or a flag wins.
         log_styles: further names that --log-style takes, each with what imports that style, which is a
-            `megatron.observe.line_style.LineStyle`.
+            `megatron.observe.console.LineStyle`.
         run_files: further names that --run-files takes.
         parts: imports what its runs do besides training, each a class like `megatron.train.part.Part`.
     """

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 from megatron.config import flag
 from megatron.errors import ConfigError, DataError, printable
-from megatron.evaluation.baselines import Baseline
 from megatron.evaluation.item_files import JsonRow, checked_text, read_rows
 from megatron.evaluation.scoring import Scorer
 from megatron.evaluation.statistics import mean
 from megatron.evaluation.tasks.task import (
     NO_OPTIONS,
     SHOWN_MISTAKES,
+    BaselineModel,
     DescribedTask,
     Measured,
     Mistake,
@@ -133,7 +133,7 @@ class ExactMatch(DescribedTask):
                 measured[baseline.name] = self._measure(items, texts)
         return measured
 
-    def _written(self, baseline: Baseline, prompt: str, tokenizer: Tokenizer) -> str:
+    def _written(self, baseline: BaselineModel, prompt: str, tokenizer: Tokenizer) -> str:
         tokens = encode_prompt(tokenizer, prompt)
         return tokenizer.decode(baseline.complete(tokens, self.max_new_tokens)) if tokens else ""
 

@@ -9,13 +9,35 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from megatron.config import ConfigSection, flag
 from megatron.errors import DataError
-from megatron.evaluation.baselines import Baselines
 from megatron.evaluation.scoring import Progress, Query, Score, Scorer
 from megatron.evaluation.statistics import Estimate
 from megatron.tokenizers.tokenizer import Tokenizer
 
 SHOWN_MISTAKES = 5
 MOST_SHOWN_LETTERS = 300
+
+
+class BaselineModel(Scorer, Protocol):
+    """A model that a network has to beat; `megatron.evaluation.baselines` has those in closed form."""
+
+    @property
+    def name(self) -> str:
+        """Its row in tables."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it prefers no token."""
+
+    def complete(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Its continuation of a prompt by at most `count` tokens."""
+
+
+class BaselineSource(Protocol):
+    """Where tasks get their baselines from."""
+
+    def fitted_to(self, train: Path | None) -> Sequence[BaselineModel]:
+        """The baselines, fitted to a training text or to that of all tasks."""
+
 
 # Continues prompts greedily: (prompts, most new tokens, texts that end a continuation) -> continuations.
 Complete = Callable[[Sequence[str], int, Sequence[str]], Sequence[str]]
@@ -98,7 +120,7 @@ class TaskOptions:
         on_progress: called with the queries scored so far, and all of them.
     """
 
-    baselines: Baselines | None = None
+    baselines: BaselineSource | None = None
     complete: Complete | None = None
     agree: Callable[[Callable[[], Any]], Any] = _called
     on_progress: Progress | None = None
@@ -221,7 +243,7 @@ class ScoredTask(DescribedTask):
         measured = prepared.measure(scorer.score(prepared.queries, options.on_progress))
         return result_of(self, measured, prepared.count, baselines, prepared.notes)
 
-    def _fitted(self, baselines: Baselines | None) -> Any:
+    def _fitted(self, baselines: BaselineSource | None) -> Any:
         return () if baselines is None else baselines.fitted_to(self.train_path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.errors import DataError
 from megatron.observe.metrics_file import check_run, read_records, read_steps
-from megatron.observe.start_up.quantities import short_count
+from megatron.observe.quantities import short_count
 
 STEPS, SAMPLES, TOKENS, HOURS, FLOPS = AXES = ("steps", "samples", "tokens", "hours", "flops")
 AXIS_TITLES: Mapping[str, str] = types.MappingProxyType(

@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping
 
 from megatron.config import NO_PROGRAM, Program
-from megatron.observe.line_style import LineStyle
+from megatron.observe.console import LineStyle
 from megatron.observe.styles import megatron, short
 
 _STYLES: Mapping[str, LineStyle] = types.MappingProxyType(

@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 
 from megatron.checkpoint.saving import MEGATRON_LINES
-from megatron.observe.console import perplexity, shown_loss
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment, perplexity, shown_loss
 from megatron.observe.metrics import StepMetrics
-from megatron.observe.start_up.quantities import duration
+from megatron.observe.quantities import duration
 
 SAVE_LINES = MEGATRON_LINES
 LOSS_TAGS: tuple[str, str] | None = None

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
-from megatron.observe.console import perplexity, shown_loss
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment, perplexity, shown_loss
 from megatron.observe.metrics import StepMetrics
-from megatron.observe.start_up.quantities import duration, short_count
+from megatron.observe.quantities import duration, short_count
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from megatron.observe.activity.activity import Activity
+from megatron.observe.activity import Activity
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.part import Part, PartSetup
 from megatron.train.run import Run

@@ -10,8 +10,8 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.engine.engine import Engine
-from megatron.evaluation.batches import Answers, QueryBatch, plan_rounds
-from megatron.evaluation.scoring import Progress, Query, Score, check_queries
+from megatron.evaluation.batches import Answers, NetworkScorer, QueryBatch, plan_rounds
+from megatron.evaluation.scoring import Query
 from megatron.objective.scoring import LOGPROBS, PREDICTED, ScoringObjective
 from megatron.train.run import Run
 
@@ -59,7 +59,7 @@ class ScoringBatch:
         return cls(tokens, prefix, rows, labels, np.array(places, np.int64))
 
 
-class EngineScorer:
+class EngineScorer(NetworkScorer):
     """A `Scorer` of the network in a training engine, in every layout and ZeRO stage; training is not affected by it.
 
     Args:
@@ -72,8 +72,8 @@ class EngineScorer:
     def __init__(
         self, engine: Engine, model: ModelConfig, batch_tokens: int, beat: Callable[[], None] = lambda: None
     ) -> None:
+        super().__init__(model)
         self.engine = engine
-        self.model = model
         self.batch_tokens = batch_tokens
         self._beat = beat
 
@@ -84,28 +84,16 @@ class EngineScorer:
         batch_tokens = config.optim.micro_batch_size * config.data.seq_length
         return cls(run.engine, config.model, batch_tokens, lambda: run.parts.entering(run, "evaluation"))
 
-    @property
-    def max_length(self) -> int:
-        """The most tokens of a query: one more than the network has positions."""
-        return self.model.max_position_embeddings + 1
-
-    def score(self, queries: Sequence[Query], on_progress: Progress | None = None) -> list[Score]:
-        """The scores of queries, in their order; collective over all ranks.
-
-        Raises:
-            DataError: a query is too long, or has a token that the network does not know.
-        """
-        check_queries(queries, self.max_length, self.model.vocab_size)
-        answers, mesh, done = Answers(queries), self.engine.mesh, 0
+    def rounds(self, queries: Sequence[Query]) -> list[list[list[int]]]:
+        """Batches of one shape, enough of them in a round to fill the pipeline."""
+        mesh = self.engine.mesh
         side_by_side = mesh.batch.size * (1 if mesh.pp.size == 1 else _MICRO_BATCHES_PER_STAGE * mesh.pp.size)
-        limit = self.model.rotations_fixed_up_to
-        for batches in plan_rounds(queries, self.batch_tokens, side_by_side, padded_up_to=limit):
-            self._measure(answers, [answers.batch(numbers) for numbers in batches])
-            self._beat()
-            done += sum(map(len, batches))
-            if on_progress is not None:
-                on_progress(done, len(queries))
-        return answers.scores()
+        return plan_rounds(queries, self.batch_tokens, side_by_side, padded_up_to=self.model.rotations_fixed_up_to)
+
+    def answer(self, answers: Answers, batches: Sequence[Sequence[int]]) -> None:
+        """Runs a round; the engine brings its scores to all ranks."""
+        self._measure(answers, [answers.batch(numbers) for numbers in batches])
+        self._beat()
 
     def _measure(self, answers: Answers, batches: Sequence[QueryBatch]) -> None:
         """Scores a round of batches, divided among data-parallel ranks, and writes the results to their places."""

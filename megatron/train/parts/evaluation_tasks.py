@@ -14,10 +14,10 @@ from megatron.evaluation.tasks.tasks_file import read_tasks
 from megatron.parallel.agreement import run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.evaluation import Evaluation
 from megatron.train.part import Part, PartSetup
 from megatron.train.parts.engine_scorer import EngineScorer
 from megatron.train.run import Run
+from megatron.train.validation import Evaluation
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron import log
 from megatron.config.schedule import planned_iterations
-from megatron.observe.profiling.step_profiler import StepProfiler, check_profile_ranks, profile_notices
+from megatron.observe.step_profiler import StepProfiler, check_profile_ranks, profile_notices
 from megatron.train.part import Part, PartSetup
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep

@@ -11,15 +11,15 @@ from megatron.config import EvaluationConfig, ModelConfig
 from megatron.errors import ConfigError, printable
 from megatron.evaluation.scoring import Query, Scorer
 from megatron.files.plain import open_plain
-from megatron.observe.activity.activity import Activity
+from megatron.observe.activity import Activity
 from megatron.parallel.agreement import run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_prompt
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.evaluation import Evaluation
 from megatron.train.part import Part, PartSetup
 from megatron.train.parts.engine_scorer import EngineScorer
 from megatron.train.run import Run
+from megatron.train.validation import Evaluation
 
 MOST_PROMPTS = 64
 _MOST_BYTES = 1 << 20

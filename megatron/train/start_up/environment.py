@@ -18,9 +18,8 @@ from megatron.config import Machine, ReportConfig, RunConfig, RunRequest, Tokeni
 from megatron.data.build import token_file_prefixes
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.errors import PeerLostError
-from megatron.observe.profiling.step_profiler import check_profile_ranks
 from megatron.observe.report import check_packages
-from megatron.observe.run_names import with_run_name
+from megatron.observe.step_profiler import check_profile_ranks
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
 from megatron.parallel.kernels import agreed_kernels
@@ -32,6 +31,7 @@ from megatron.train.restarts.history import RestartHistory
 from megatron.train.run_data import show_notices, with_epochs
 from megatron.train.signals import StopSignals
 from megatron.train.start_up.engine_opening import check_patterns
+from megatron.train.start_up.run_names import with_run_name
 from megatron.train.stop import StopRules
 from megatron.train.watchdog import Watch
 

@@ -10,13 +10,13 @@ from megatron import log
 from megatron.config import RunConfig
 from megatron.data.order.plan import DataPlan
 from megatron.observe.console import argument_lines
+from megatron.observe.progress_bar import ProgressBar, has_colour, wants_bar
 from megatron.observe.report import Destination, Outputs, Report, open_destinations
 from megatron.observe.run_directory import MEGATRON_FILES, open_run_directory, write_arguments
 from megatron.observe.styles.choice import style_named
-from megatron.observe.terminal.progress_bar import ProgressBar, has_colour, wants_bar
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.start_up.facts import workload_of
+from megatron.train.start_up.summary import workload_of
 
 
 def open_report(

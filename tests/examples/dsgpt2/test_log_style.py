@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.dsgpt2 import log_style
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 from tests.train.samples import metrics
 
 MOMENT = Moment(200, 100_000, epoch=1)

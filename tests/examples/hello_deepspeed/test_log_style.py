@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.hello_deepspeed import log_style
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 from tests.train.samples import metrics
 
 

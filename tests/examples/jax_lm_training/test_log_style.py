@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.jax_lm_training.jax_lm import log_style
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 from tests.train.samples import metrics
 
 

@@ -75,10 +75,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.config": ("flags", "architecture", "objective", "sections", "running", "files", "."),
     "megatron.kernels": (".", "attention", "native"),
-    "megatron.observe": (
-        *("speed", "start_up", "profiling", ".", "terminal", "curves", "activity", "dashboard", "styles"),
-        "sync",
-    ),
+    "megatron.observe": (*("speed", "quantities", ".", "curves", "dashboard", "styles"),),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (".", "keeping", "analysis"),

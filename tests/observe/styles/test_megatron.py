@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 from megatron.observe.metrics import RoutingFigures, SourceLoss, StepMetrics
 from megatron.observe.styles import megatron
 from tests.train.samples import metrics

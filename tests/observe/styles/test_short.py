@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 from megatron.observe.styles import short
 from tests.train.samples import metrics
 

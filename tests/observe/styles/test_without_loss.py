@@ -10,7 +10,7 @@ from examples.dsgpt2 import log_style as dsgpt2
 from examples.gpt2_all_in import log_style as all_in_one
 from examples.hello_deepspeed import log_style as hello_deepspeed
 from examples.jax_lm_training.jax_lm import log_style as jax_lm
-from megatron.observe.line_style import Moment
+from megatron.observe.console import Moment
 from megatron.observe.styles import megatron, short
 from tests.train.samples import metrics
 

@@ -14,8 +14,8 @@ import torch
 from examples.dsgpt2 import ds_trainer
 from megatron.data.sources import store_rows
 from megatron.observe.metrics_file import read_steps
-from megatron.train.evaluation import Evaluator
 from megatron.train.steps import StepReports, TrainedStep
+from megatron.train.validation import Evaluator
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.seeds.dsgpt2.example import dsgpt2_example
 

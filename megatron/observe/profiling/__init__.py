@@ -1,1 +1,0 @@
-"""Profiles of single steps, written into the run folder."""

@@ -1,0 +1,124 @@
+"""The progress of a run on one line of a terminal: steps, smoothed loss, tokens per second, remaining time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+from megatron import log
+from megatron.config import ReportConfig, WatchingConfig
+from megatron.device import environment
+from megatron.observe.metrics import StepMetrics
+from megatron.observe.quantities import duration, short_count
+
+_SECONDS = 0.1
+_DECAY = 0.95
+
+
+class Smoothed:
+    """An exponential moving average without the bias towards its start; values that are not finite do not count."""
+
+    def __init__(self, decay: float = _DECAY) -> None:
+        self._decay = decay
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        """Adds the newest value."""
+        if math.isfinite(value):
+            self._sum = self._decay * self._sum + (1.0 - self._decay) * value
+            self._weight = self._decay * self._weight + 1.0 - self._decay
+
+    @property
+    def value(self) -> float | None:
+        """The average; None without values."""
+        return self._sum / self._weight if self._weight else None
+
+
+class ProgressBar:
+    """Draws the line, at most ten times a second.
+
+    Args:
+        show: draws a line.
+        clock: seconds from any origin.
+        columns: the width of the terminal now.
+        has_colour: whether the bar itself is coloured.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[str], None] = log.status,
+        clock: Callable[[], float] = time.monotonic,
+        columns: Callable[[], int] = lambda: log.terminal_columns("stderr"),
+        has_colour: bool = False,
+    ) -> None:
+        self._show = show
+        self._clock = clock
+        self._columns = columns
+        self._colour = "green" if has_colour else None
+        self._loss, self._seconds, self._tokens = Smoothed(), Smoothed(), Smoothed()
+        self._shown_at = -math.inf
+        self._newest: StepMetrics | None = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Takes the figures of a step, and draws the line if it is time."""
+        if metrics.lm_loss is not None:
+            self._loss.add(metrics.lm_loss)
+        self._seconds.add(metrics.seconds_per_iteration)
+        self._tokens.add(metrics.tokens_per_second * metrics.seconds_per_iteration)
+        self._newest = metrics
+        if self._clock() - self._shown_at >= _SECONDS or metrics.iteration >= metrics.train_iterations:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draws the line as it is now."""
+        if self._newest is not None:
+            self._shown_at = self._clock()
+            self._show(self.text(self._newest))
+
+    def text(self, metrics: StepMetrics) -> str:
+        """The line, cut to the width of the terminal."""
+        figures = [f"{metrics.iteration:,}/{metrics.train_iterations:,}"]
+        figures.append("loss nan" if self._loss.value is None else f"loss {self._loss.value:.4f}")
+        seconds, tokens = self._seconds.value, self._tokens.value
+        if seconds and tokens is not None:
+            figures.append(f"{short_count(tokens / seconds)} tokens/s")
+        if metrics.model_flops_utilization_ratio is not None:
+            figures.append(f"MFU {metrics.model_flops_utilization_ratio:.0%}")
+        if metrics.eta_seconds is not None:
+            figures.append(f"{duration(metrics.eta_seconds)} left")
+        return tqdm.format_meter(
+            metrics.iteration,
+            max(metrics.train_iterations, metrics.iteration),
+            0.0,
+            ncols=max(1, self._columns() - 1),
+            bar_format="{percentage:3.0f}%|{bar}| {figures}",
+            ascii=not log.takes_unicode("stderr"),
+            colour=self._colour,
+            figures=" | ".join(figures),
+        )
+
+
+def wants_bar(watching: WatchingConfig, report: ReportConfig) -> bool:
+    """Whether this process shows a bar: its standard error is a terminal that can erase a line, and nothing forbids it.
+
+    The lines of the other styles of --log-style are what other projects' users ask for.
+    """
+    return (
+        watching.progress_bar
+        and report.log_style in ("megatron", "short")
+        and log.shows_info()
+        and log.is_terminal("stderr")
+        and environment("TERM", "dumb") != "dumb"
+    )
+
+
+def has_colour() -> bool:
+    """Whether the terminal may be given colours.
+
+    Source: https://no-color.org
+    """
+    return environment("NO_COLOR") is None

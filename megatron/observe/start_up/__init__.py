@@ -1,1 +1,0 @@
-"""What a run shows before its first step: its size, its ranks, its data and where it writes."""

@@ -1,1 +1,0 @@
-"""What a run shows on a terminal while it trains."""

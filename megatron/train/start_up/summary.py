@@ -1,0 +1,241 @@
+"""The summary of a run that rank 0 prints before the first step. config.json in the run folder has every value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from megatron import device, log
+from megatron.checkpoint.record import Progress
+from megatron.config import ModelConfig, ReportConfig, RunConfig, SavingConfig
+from megatron.config.flags.legacy import IGNORING
+from megatron.config.objective.loss import MASKED
+from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
+from megatron.data.build import TakenSource, taken_sources
+from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
+from megatron.engine.engine import Engine
+from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
+from megatron.engine.memory.held import parameter_groups
+from megatron.model.costs import idle_expert_parameters
+from megatron.observe.quantities import short_bytes, short_count
+from megatron.observe.speed import Workload, peak_flops_per_second
+from megatron.parallel.kernels import kernels_line
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_max
+from megatron.train.run_data import RunData
+
+Row = tuple[str, str]  # label and text
+
+_WIDTH = 12
+_SOURCES = 3
+_RULE = "-" * 80
+_GRID_ROWS = _GRID_BRACKETS = _GRID_RANKS = 4
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_Item = TypeVar("_Item")
+
+
+def show_start(
+    config: RunConfig,
+    engine: Engine,
+    sizes: tuple[int, int, int],
+    data: RunData,
+    progress: Progress,
+    folder: Path,
+    *,
+    is_loaded: bool,
+) -> None:
+    """Shows the summary of a run; collective over the mesh.
+
+    Args:
+        sizes: see `engine_opening.parameter_counts`.
+        folder: the run folder.
+        is_loaded: whether the weights come from a checkpoint.
+    """
+    mesh, active = engine.mesh, sizes[0] - idle_expert_parameters(config.model)
+    plan, train = data.plan, data.datasets.train
+    shares = [] if plan.train is None or train is None else taken_sources(plan.train, train, plan.sequence_length)
+    ignored = ", ".join(sentence.partition(f" {IGNORING}")[0] for sentence in config.ignored)
+    rows = [
+        ("model", f"{size_text(*sizes, active)}: {_shape(config.model, config.precision.dtype_name)}"),
+        *layout_rows(mesh.pp.size, mesh.batch.size, mesh.world.size, engine.zero_stage, _memory_bytes(config, engine)),
+        *_length_rows(config, progress, mesh.batch.size),
+        *([("data", shares_text(shares))] if shares else []),
+        ("kernels", _kernels(mesh)),
+        ("start", f"step {progress.step:,}, " + (f"weights of {config.loading.load}" if is_loaded else "new weights")),
+        *_places(config.saving, config.report, folder),
+        *([("ignored", f"{ignored} (docs/reference/flags.md says why)")] if ignored else []),
+    ]
+    log.info("\n".join(summary_lines(rows)))
+
+
+def summary_lines(rows: Iterable[Row]) -> list[str]:
+    """The rows between two rules, the texts in one column."""
+    return [_RULE, *(f"{label:<{_WIDTH}} {text}" for label, text in rows), _RULE]
+
+
+def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
+    """What a step consists of, and what the devices could do."""
+    return Workload.of(
+        config.model,
+        config.data.seq_length,
+        recomputes=config.recompute.checkpoint_activations,
+        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
+        device_count=mesh.world.size,
+        replica_count=mesh.batch.size,
+        parameters_without_embeddings=parameters_without_embeddings,
+        peak_flops_per_second=peak_flops_per_second(
+            device.device_name(),
+            is_half_precision=config.precision.dtype_name != "float32",
+            given_teraflops=config.watching.peak_tflops,
+        ),
+        stages=mesh.pp.size,
+        micro_batch_size=config.optim.micro_batch_size,
+    )
+
+
+def size_text(parameters: int, without_embeddings: int, trained: int, active: int) -> str:
+    """The parameters of a network.
+
+    Args:
+        active: the parameters that a token meets; with experts fewer than all.
+    """
+    embeddings = parameters - without_embeddings
+    parts = [f"embeddings {short_count(embeddings)}, {embeddings / max(1, parameters):.0%}"]
+    if active != parameters:
+        parts.insert(0, f"{short_count(active)} active per token")
+    if trained != parameters:
+        parts.append(f"trained {short_count(trained)}")
+    return f"{short_count(parameters)} parameters ({'; '.join(parts)})"
+
+
+def layout_rows(stages: int, replicas: int, ranks: int, zero_stage: int, memory_bytes: int | None) -> list[Row]:
+    """How the ranks share the work.
+
+    Args:
+        memory_bytes: the most that a rank holds of weights, gradients and optimizer; None if that is not known.
+    """
+    memory = ""
+    if memory_bytes is not None:
+        memory = f"; {short_bytes(memory_bytes)} a rank for weights, gradients and optimizer, plus activations"
+    if ranks == 1:
+        return [("layout", f"1 rank{memory}")]
+    within = ranks // (stages * replicas)
+    text = f"{ranks} ranks = {stages} pp x {replicas} dp x {within} tp, ZeRO stage {zero_stage}{memory}"
+    return [("layout", text), *(("", row) for row in rank_grid(stages, replicas, within))]
+
+
+def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[Row]:
+    """The next step, and the length of the run; nothing for a run that trains nothing."""
+    optim, consumed, length = config.optim, progress.consumed_samples, config.data.seq_length
+    steps = progress.step if config.evaluation.eval_only else planned_iterations(optim, progress.step, consumed)
+    if steps <= progress.step:
+        return []
+    samples = samples_after(optim, steps - progress.step, consumed)
+    batch, last = global_batch_size(optim, consumed), global_batch_size(optim, samples)
+    micro = optim.micro_batch_size
+    return [
+        (
+            "step",
+            f"{batch:,} samples x {length:,} = {short_count(batch * length)} tokens, "
+            f"{batch // (micro * replicas):,} micro-batches of {micro:,} per replica"
+            + f", growing to {last:,} samples"
+            * (last != batch),
+        ),
+        ("length", f"{steps:,} steps, {short_count(samples * length)} tokens"),
+    ]
+
+
+def shares_text(shares: Sequence[TakenSource]) -> str:
+    """What the run takes from its largest sources; the rest in one word."""
+    largest = sorted(shares, key=lambda share: -share.ratio)[:_SOURCES]
+    texts = [f"{share.name} {share.ratio:.1%} ({share.epochs:.2f} epochs)" for share in largest]
+    if len(shares) > _SOURCES:
+        rest = sum(share.ratio for share in shares) - sum(share.ratio for share in largest)
+        texts.append(f"{len(shares) - _SOURCES} others {rest:.1%}")
+    return ", ".join(texts)
+
+
+def rank_grid(stages: int, replicas: int, ranks_per_replica: int) -> list[str]:
+    """The ranks as a small drawing: a row for each pipeline stage, a bracket for each replica in it.
+
+    Of a large run it has the first and the last of everything.
+
+    Ranks are counted as the mesh does: along a replica's part of a stage first, then over replicas, then over stages.
+
+    Args:
+        ranks_per_replica: ranks that share the matrices or the positions of one stage of one replica.
+    """
+    rows = []
+    for stage in _ends(range(stages), _GRID_ROWS):
+        if stage is None:
+            rows.append("  ...")
+            continue
+        first = stage * replicas * ranks_per_replica
+        brackets = [
+            "..." if replica is None else _bracket(first + replica * ranks_per_replica, ranks_per_replica)
+            for replica in _ends(range(replicas), _GRID_BRACKETS)
+        ]
+        rows.append((f"stage {stage:<3} " if stages > 1 else "") + " ".join(brackets))
+    return rows
+
+
+def _bracket(first: int, count: int) -> str:
+    ranks = range(first, first + count)
+    return f"[{first}-{ranks[-1]}]" if count > _GRID_RANKS else f"[{' '.join(map(str, ranks))}]"
+
+
+def _ends(items: Sequence[_Item], most: int) -> list[_Item | None]:
+    """All items, or the first ones, None and the last one."""
+    return list(items) if len(items) <= most else [*items[: most - 2], None, items[-1]]
+
+
+def _kernels(mesh: ParallelMesh) -> str:
+    """Which operations have which implementation; in one word if all have the same."""
+    used = {implementation.value for implementation in vars(mesh.kernels).values()}
+    return f"{used.pop()} for every operation" if len(used) == 1 else kernels_line(mesh.kernels).partition(": ")[2]
+
+
+def _shape(model: ModelConfig, dtype: str) -> str:
+    experts = f", {model.num_experts} experts" if model.num_experts > 1 else ""
+    return (
+        f"{model.num_layers} layers, hidden {model.hidden_size:,}, {model.num_attention_heads} heads{experts}, "
+        f"vocabulary {model.padded_vocab_size:,}, {dtype}"
+    )
+
+
+def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
+    """The most bytes that a rank's device holds; None for an optimizer that the closed form does not know."""
+    if config.optim.optimizer != "adam":
+        return None
+    zero = deepspeed_config(config)["zero_optimization"]
+    how = Partitioning(
+        engine.zero_stage,
+        engine.mesh.gradient.size,
+        offloads_optimizer=_is_offloaded(zero.get("offload_optimizer")),
+        offloads_parameters=_is_offloaded(zero.get("offload_param")),
+        weight_bytes=_WEIGHT_BYTES[config.precision.dtype_name],
+        offloaded_ratio=offloaded_ratio(zero),
+    )
+    own = predicted_bytes(parameter_groups(engine), how, engine.mesh.gradient.rank)
+    return int(all_reduce_max(torch.tensor([own.on_device], dtype=torch.int64), engine.mesh.control))
+
+
+def _is_offloaded(entry: object) -> bool:
+    return isinstance(entry, dict) and entry.get("device") not in (None, "none")
+
+
+def _places(saving: SavingConfig, report: ReportConfig, folder: Path) -> Iterator[Row]:
+    """What is written where."""
+    yield "run folder", f"{folder}: log.txt, metrics.jsonl, config.json"
+    if saving.save is not None:
+        yield "checkpoints", f"{saving.save}, every {saving.save_interval:,} steps"
+    else:
+        yield "checkpoints", "none are written (--save)"
+    services = [f"TensorBoard {report.tensorboard_dir}"] if report.tensorboard_dir else []
+    services += [f"Weights & Biases project {report.wandb_project}"] if report.wandb_project else []
+    if services:
+        yield "also to", ", ".join(services)

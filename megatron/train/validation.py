@@ -1,0 +1,103 @@
+"""Validation and test losses: what the network being trained gives for data that were held out.
+
+Every evaluation uses the same first samples, weights losses by tokens, and leaves the training state unchanged. Tasks
+are in `megatron.evaluation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron import log
+from megatron.data.datasets.sample import SampleDataset
+from megatron.train.run import Run
+from megatron.train.steps import EMPTY_ADVICE
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        split: "valid" or "test".
+        prefix: the point in training, for the log ("iteration 100").
+        losses: mean loss per counted token, in nats, by group name, None for a group of which no token counts; empty if
+            the split is empty.
+    """
+
+    split: str
+    prefix: str
+    losses: Mapping[str, float | None]
+
+
+class Evaluator:
+    """Evaluates a run, and remembers what its last evaluation gave."""
+
+    def __init__(self) -> None:
+        self._validated_step: int | None = None
+        self._validation_loss = math.nan
+        self._empty: set[tuple[str, str]] = set()
+
+    def evaluate(self, run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float | None]:
+        """Evaluates every named group of a split and reports its loss; the parts of the run follow.
+
+        Args:
+            run: its progress and data position stay as they are.
+            prefix, split: as in `Evaluation`.
+
+        Returns:
+            the losses of the `Evaluation`.
+        """
+        losses: dict[str, float | None] = {}
+        for name, dataset in run.data.evaluation_datasets(split).items():
+            count = run.data.evaluation_samples(split, name)
+            if count == 0:  # a resumed plan may hold samples that --eval-iters 0 does not ask for
+                continue
+            run.parts.entering(run, "evaluation")
+            log.doing(f"evaluating the {name} data after step {run.progress.step}")
+            losses[name] = mean_loss(run, dataset, count)
+            run.report.evaluation(run.progress, name, prefix, losses[name])
+            if losses[name] is None:
+                self._warn_of_empty(run, split, name, count)
+        run.parts.at_evaluation(run, Evaluation(split, prefix, losses))
+        known = [loss for loss in losses.values() if loss is not None]
+        if known and split == "valid":
+            self._validated_step, self._validation_loss = run.progress.step, math.fsum(known) / len(known)
+        return losses
+
+    def has_validated(self, step: int) -> bool:
+        """Whether the last validation that had a loss was after this step."""
+        return self._validated_step == step
+
+    def validation_loss(self, step: int) -> float | None:
+        """The mean over the groups after a step; None if it was not evaluated there, or is not finite."""
+        return self._validation_loss if self.has_validated(step) and math.isfinite(self._validation_loss) else None
+
+    def _warn_of_empty(self, run: Run, split: str, name: str, count: int) -> None:
+        """Says that an evaluation has no loss, once for each group."""
+        if (split, name) in self._empty:
+            return
+        self._empty.add((split, name))
+        if run.mesh.world.rank == 0:
+            log.warning(
+                f"the evaluation on {name} has no loss: none of the tokens of its {count} samples counts. "
+                f"{EMPTY_ADVICE}"
+            )
+
+
+def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float | None:
+    """Mean loss per counted token over the first `count` samples, None if no token counts; the last global batch may be
+    incomplete.
+    """
+    loss_sum, token_count = 0.0, 0.0
+    batch_size = run.config.optim.global_batch_size
+    run.engine.expect_length(run.config.data.seq_length)
+    with run.data.loader(dataset) as loader:
+        for first in range(0, count, batch_size):
+            run.parts.entering(run, "evaluation")
+            batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, count))
+            loss_sum += batch_sum
+            token_count += batch_tokens
+    return loss_sum / token_count if token_count else None

@@ -1,1 +1,0 @@
-"""Tests of what a run tells those who watch it."""

@@ -1,0 +1,47 @@
+"""The rows of the summary at the start of a run; test_first_lines.py has those of a real one."""
+
+from __future__ import annotations
+
+from megatron.data.build import TakenSource
+from megatron.data.order.plan import SourcePlan
+from megatron.train.start_up.summary import layout_rows, shares_text, size_text, summary_lines
+
+
+def taken(name: str, ratio: float, epochs: float) -> TakenSource:
+    source: SourcePlan = None  # type: ignore[assignment]
+    return TakenSource(source, name, weight=1.0, before=0, count=1, ratio=ratio, epochs=epochs)
+
+
+def test_the_lines_have_their_texts_in_one_column_between_rules() -> None:
+    assert summary_lines([("kernels", "torch for every operation"), ("", "and more")]) == [
+        "-" * 80,
+        "kernels      torch for every operation",
+        "             and more",
+        "-" * 80,
+    ]
+
+
+def test_the_size_names_experts_and_frozen_parameters_only_where_there_are_some() -> None:
+    assert size_text(5_300_000, 3_800_000, 5_300_000, 5_300_000) == "5.3M parameters (embeddings 1.5M, 28%)"
+    large = size_text(235 * 10**9, 234 * 10**9, 10**9, 22 * 10**9)
+    assert large == "235B parameters (22.0B active per token; embeddings 1.0B, 0%; trained 1.0B)"
+
+
+def test_one_rank_has_no_grid() -> None:
+    text = "1 rank; 63.0 MiB a rank for weights, gradients and optimizer, plus activations"
+    assert layout_rows(1, 1, 1, 1, 63 * 2**20) == [("layout", text)]
+
+
+def test_the_ranks_of_the_largest_run_take_four_rows() -> None:
+    rows = layout_rows(8, 16, 1024, 1, None)
+    assert rows[0] == ("layout", "1024 ranks = 8 pp x 16 dp x 8 tp, ZeRO stage 1")
+    assert rows[1] == ("", "stage 0   [0-7] [8-15] ... [120-127]")
+    assert len(rows) == 5
+
+
+def test_the_largest_sources_come_first_and_the_rest_in_one_word() -> None:
+    assert shares_text([taken("text", 1.0, 0.5)]) == "text 100.0% (0.50 epochs)"
+    shares = [taken(f"source_{number}", weight / 15, 1.0) for number, weight in enumerate([1, 2, 3, 4, 5])]
+    assert shares_text(shares) == (
+        "source_4 33.3% (1.00 epochs), source_3 26.7% (1.00 epochs), source_2 20.0% (1.00 epochs), 2 others 20.0%"
+    )
