@@ -3,7 +3,7 @@
 Every rank of a model copy runs the same engine with the same requests; `lead` and `follow` let rank 0 alone decide.
 """
 
-from megatron.inference.generation.completion import completions, generate_all
+from megatron.inference.generation.completion import completions, generate_all, recompute
 from megatron.inference.generation.engine import GenerationEngine
 from megatron.inference.generation.ranks import Leader, follow, lead
 from megatron.inference.generation.request import Completion, Finish, GeneratedToken, Request
@@ -19,4 +19,5 @@ __all__ = [
     "follow",
     "generate_all",
     "lead",
+    "recompute",
 ]

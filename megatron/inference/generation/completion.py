@@ -1,14 +1,19 @@
-"""Whole texts: many requests at once."""
+"""Whole texts: many requests at once, and the slow reference that every faster way must agree with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from megatron.evaluation.tasks.exact_match import before_stops
+from megatron.inference.forward import Forward
 from megatron.inference.generation.engine import USUAL_SEQUENCES, GenerationEngine
-from megatron.inference.generation.request import Completion, GeneratedToken, Request
+from megatron.inference.generation.next_tokens import check_request, choose_on_all, finish_of, last_length
+from megatron.inference.generation.request import Completion, Finish, GeneratedToken, Request
 from megatron.inference.loading import LoadedModel
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Chooser, Sampling
+from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.messages import all_gather_json
 from megatron.tokenizers.prompts import encode_prompt
 
@@ -45,6 +50,30 @@ def completions(
             for one in engine.step():
                 generated[one.request_id].append(one)
         yield Completion.of(request, generated.pop(request.id))
+
+
+@torch.inference_mode()
+def recompute(loaded: LoadedModel, request: Request) -> Completion:
+    """Continues one request without caches: the whole text is computed for every token. Slow; a reference."""
+    check_request(request, loaded)
+    forward, device = Forward(loaded), loaded.mesh.device
+    chooser = Chooser(request.sampling, request.prompt, request.sample, request.top_logprobs)
+    tokens, generated = list(request.prompt), []
+    finish: Finish | None = None
+    while finish is None:
+        inputs = torch.tensor([tokens], device=device)  # [1, s]
+        prefix = torch.arange(len(tokens), device=device)[None] < len(request.prompt)  # [1, s]
+        context = StepSettings().context(
+            torch.zeros(1, dtype=torch.int64, device=device),
+            prefix_mask=prefix if loaded.sees_prompts else None,
+            first_sample=0,
+        )
+        scores = forward(inputs, context, torch.tensor([len(tokens) - 1], device=device))
+        (chosen,) = choose_on_all(scores, [chooser], loaded)
+        tokens.append(chosen.token)
+        finish = finish_of(request, chosen.token, len(tokens), last_length(request, loaded))
+        generated.append(GeneratedToken(request.id, chosen.token, chosen.logprob, chosen.top, finish))
+    return Completion.of(request, generated)
 
 
 class LoadedCompleter:

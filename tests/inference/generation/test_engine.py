@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError, NumericsError
-from megatron.inference.generation import GenerationEngine, Request, generate_all
+from megatron.inference.generation import GenerationEngine, Request, generate_all, recompute
 from megatron.inference.sampling import Chooser, Sampling
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.networks import forward
-from tests.inference.generation.reference import recompute
 from tests.inference.networks import GREEDY, load, mixed_requests, texts
 
 FACTORS = {"rope_short_factors": (1.0,) * 3, "rope_long_factors": (3.0,) * 3, "rope_original_max_positions": 8}

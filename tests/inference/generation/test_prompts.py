@@ -10,14 +10,13 @@ import torch
 
 from megatron.evaluation.scoring import Query
 from megatron.inference.beams import BeamSettings, beam_search
-from megatron.inference.generation import generate_all
+from megatron.inference.generation import generate_all, recompute
 from megatron.inference.loading import open_checkpoint
 from megatron.inference.scorer import LoadedScorer
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.architectures import ARCHITECTURES
 from tests.inference.checkpoints import make_checkpoint
-from tests.inference.generation.reference import recompute
 from tests.inference.networks import load, mixed_requests, texts
 
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.inference.generation import GenerationEngine, Request, follow, generate_all, lead
+from megatron.inference.generation import GenerationEngine, Request, follow, generate_all, lead, recompute
 from megatron.inference.generation.ranks import SIGN_OF_LIFE_SECONDS
 from megatron.inference.sampling import Chooser, Sampling
 from megatron.parallel.joining import open_mesh
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import RankFailure, run_ranks
-from tests.inference.generation.reference import recompute
 from tests.inference.networks import GREEDY, load, mixed_requests, texts
 
 SHOWN = ("gpt2", "llama", "gemma", "olmo2, two groups", "experts")
