@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.data.databases import KINDS, Database, new_database
+from tests.helpers.ranks import LAUNCH_VARIABLES
 from tests.helpers.samples import DEFAULT_CASES
 
 # No test fails because a shared machine was slow.
@@ -19,6 +20,10 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+# A suite that is started within a job of a launcher is no rank of it.
+for _name in LAUNCH_VARIABLES:
+    os.environ.pop(_name, None)
 
 # Workers share the cores: with a thread of each for every core, they spend most of their time waiting for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:

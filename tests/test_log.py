@@ -166,7 +166,7 @@ def test_sigterm_in_a_finalizer_ends_the_program() -> None:
         "    time.sleep(30)\n"
         "log.exit_with(main)\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 128 + 15, finished.stderr
     assert "ended by SIGTERM" in finished.stderr
 

@@ -23,7 +23,7 @@ from tests.checkpoint.made.saved_state import MESH
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 120
 
 
 def key_of(name: str, size: int) -> PieceKey:

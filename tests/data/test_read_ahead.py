@@ -17,7 +17,7 @@ from megatron.data import read_ahead as module
 from megatron.data.read_ahead import ReadAhead
 from megatron.errors import DataError, StorageError
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 120
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -163,6 +163,7 @@ def test_closing_waits_for_a_read_in_progress_but_not_forever(
     source.go.release()
     assert reading.result() == [0]
     assert thread.submit([1]) is None
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", PATIENCE_SECONDS)
     quick = ReadAhead()
     assert quick.submit([1]).result() == [1]
     quick.close()
@@ -177,7 +178,7 @@ from megatron.data import read_ahead
 def mapped():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 
-read_ahead._START_SECONDS = 0.5
+read_ahead._START_SECONDS = float(sys.argv[2])
 thread = read_ahead.ReadAhead()
 resource.setrlimit(resource.RLIMIT_AS, (mapped() + int(sys.argv[1]),) * 2)
 reading = thread.submit(bytes(1) * 10 for _ in range(3))
@@ -196,8 +197,9 @@ def test_a_limited_address_space_is_no_hang() -> None:
     stack = (8 << 20) if stack == resource.RLIM_INFINITY else stack
     answers = []
     for extra in (stack // 2, stack + (4 << 10), stack + (12 << 10), stack + (20 << 10), stack + (256 << 20)):
-        command = [sys.executable, "-c", LIMITED, str(extra)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT)
+        start_seconds = PATIENCE_SECONDS if extra > 2 * stack else 0.5
+        command = [sys.executable, "-c", LIMITED, str(extra), str(start_seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, cwd=ROOT)
         answers.append((done.stdout.strip(), done.returncode, "no thread could be started" in done.stderr))
     assert answers[0] == ("on demand", 0, True), answers
     assert answers[-1] == ("3", 0, False), answers

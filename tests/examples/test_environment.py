@@ -71,7 +71,7 @@ def prepare(extra: str = "plot", **variables: str) -> subprocess.CompletedProces
     """Runs prepare_environment in a shell with few variables; prints which interpreter it chose."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PIP_FIND_LINKS": "/nowhere", **variables}
     program = f'set -euo pipefail; source "{SCRIPT}"; prepare_environment {extra}; echo "$PYTHON $OMP_NUM_THREADS"'
-    return subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_an_active_environment_is_installed_into_once(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def printed(script: str, folder: Path, *flags: str, **variables: str) -> list[st
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -117,7 +117,7 @@ def test_the_turkish_scripts_print_their_commands(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "SCALE": "tiny", "WORK_DIR": str(tmp_path / "work")}
     done = subprocess.run(
         ["bash", str(EXAMPLES / "turkish" / "run.sh")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     trained = [shlex.split(line) for line in done.stdout.splitlines() if "pretrain_gpt.py" in line]

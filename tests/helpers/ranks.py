@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -79,10 +81,28 @@ def fork_server_context(backend: str = "gloo") -> ForkServerContext:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is currently free."""
+    """A TCP port of this machine that is free now, and in all likelihood still is when a process listens on it.
+
+    The system takes ports from one range for connections and for who asks for any port. This one is drawn at random
+    from outside of that range, so that other tests and programs do not take it in the meantime.
+    """
+    outside = _ports_given_to_nobody()
+    for port in random.SystemRandom().sample(outside, min(100, len(outside))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def _ports_given_to_nobody() -> range:
+    """The larger of the two ranges of ports below and above the one that the system gives ports from."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        first, last = 49152, 65535  # IANA's range, which macOS uses
+    return max(range(10_000, first), range(last + 1, 65_000), key=len)
 
 
 def _environment(world_size: int, backend: str) -> dict[str, str]:

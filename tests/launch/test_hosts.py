@@ -90,7 +90,7 @@ def test_a_run_that_loses_a_host_goes_on_in_another_layout(hosts: Cluster, proje
 
     wait_until(lambda: world_sizes(run)[-1:] == [4] and max(losses(run), default=0) >= 4, logs[FIRST])
     hosts.power_off(SECOND)
-    agents[SECOND].wait(timeout=60)
+    agents[SECOND].wait(timeout=120)
     assert agents[FIRST].wait(timeout=300) == 0, logs[FIRST].read_text()
 
     said = logs[FIRST].read_text()

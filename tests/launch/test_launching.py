@@ -138,14 +138,14 @@ def test_nothing_starts_that_does_not_fit() -> None:
 def test_ranks_on_hosts_and_their_exit_code(other: FakeSsh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_TEST", "a 'b' $c")
     command = tool(
-        "--ssh", "hosts", "--env", "MINE=1", "--settle-seconds", "0", "--", "p.py", "2", "77", "60", "it's $x"
+        "--ssh", "hosts", "--env", "MINE=1", "--settle-seconds", "0", "--", "p.py", "2", "77", "600", "it's $x"
     )
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 77, done.stderr
     found = [json.loads(Path(str(rank)).read_text()) for rank in range(4) if Path(str(rank)).exists()]
     assert len(found) >= 1
     environment, arguments, _ = json.loads(Path("2").read_text())
-    assert arguments == ["2", "77", "60", "it's $x"]
+    assert arguments == ["2", "77", "600", "it's $x"]
     assert environment["NCCL_TEST"] == "a 'b' $c" and environment["MINE"] == "1"
     assert (environment["WORLD_SIZE"], environment["LOCAL_RANK"], environment["MASTER_ADDR"]) == ("4", "0", "localhost")
     ports = {one[0]["MASTER_PORT"] for one in found}
@@ -155,7 +155,7 @@ def test_ranks_on_hosts_and_their_exit_code(other: FakeSsh, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 75), (signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_the_hosts_end_with_the_launcher(other: FakeSsh, number: signal.Signals, code: int) -> None:
-    launcher = subprocess.Popen(tool("--ssh", "hosts", "--", "p.py", "-", "0", "60"), stderr=subprocess.PIPE)
+    launcher = subprocess.Popen(tool("--ssh", "hosts", "--", "p.py", "-", "0", "600"), stderr=subprocess.PIPE)
     _wait_until(lambda: all(Path(str(rank)).exists() for rank in range(4)))
     processes = [json.loads(Path(str(rank)).read_text())[2] for rank in range(4)]
     launcher.send_signal(number)
@@ -169,7 +169,7 @@ def _wait_until_gone(processes: list[int]) -> None:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)

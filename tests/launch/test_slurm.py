@@ -107,6 +107,7 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on(slurm: Cluster, project: 
         slurm.output(f"scontrol update JobId={job} StartTime=now || true; sleep 1")
         return last_step(run) > saved
 
+    time.sleep(2)  # in the second in which it was requeued Slurm takes a start for the former one, and ends the job
     wait_until(goes_on, log)
     (project / "stop").touch()
     ended = slurm.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -32,12 +33,39 @@ def child(program: str, name: str = "one") -> Child:
     return Child(name, process, process.send_signal)
 
 
+def prompt_child(program: str, name: str = "one") -> Child:
+    """One that has ended when its signal is sent, however slow the machine and short the grace period."""
+    slow = child(program, name)
+
+    def send(number: signal.Signals) -> None:
+        slow.process.send_signal(number)
+        slow.process.wait()
+
+    return Child(name, slow.process, send)
+
+
+def once_it_listens(act: Callable[[], None]) -> None:
+    """Does something as soon as a supervisor has installed its handlers: before, a signal would end the tests."""
+    former = signal.getsignal(signal.SIGHUP)  # installed last
+
+    def wait() -> None:
+        while signal.getsignal(signal.SIGHUP) is former:
+            time.sleep(0.002)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def to_oneself(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
 def test_all_codes_are_waited_for() -> None:
     assert Supervisor(Patience()).run([child("print()"), child("print()")]) == 0
 
 
 def test_a_failure_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    children = [child("print(flush=True); raise SystemExit(77)", "rank 1"), child(OBEDIENT), child(STUBBORN)]
+    children = [child("print(flush=True); raise SystemExit(77)", "rank 1"), prompt_child(OBEDIENT), child(STUBBORN)]
     assert Supervisor(Patience(0.1, 0.3)).run(children) == 77
     assert [one.process.returncode for one in children] == [77, 75, -signal.SIGKILL]
     assert "rank 1 ended with code 77; the others are being stopped" in capsys.readouterr().err
@@ -51,15 +79,15 @@ def test_a_killed_process_makes_the_run_one_to_start_again(capsys: pytest.Captur
 
 def test_one_that_fails_while_it_stops_ends_the_others() -> None:
     failing = OBEDIENT.replace("sys.exit(75)", "sys.exit(1)")
-    children = [child(failing), child(STUBBORN)]
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    children = [prompt_child(failing), child(STUBBORN)]
+    once_it_listens(to_oneself(signal.SIGINT))
     assert Supervisor(Patience(0.1, 0.2)).run(children) in (1, 137)
     assert [one.process.returncode for one in children] == [1, -signal.SIGKILL]
 
 
 def test_one_that_has_saved_leaves_the_others_their_time() -> None:
     slow = OBEDIENT.replace("sys.exit(75)", "(time.sleep(1), sys.exit(75))")
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    once_it_listens(to_oneself(signal.SIGTERM))
     assert Supervisor(Patience(0, 0)).run([child(OBEDIENT), child(slow)]) == 75
 
 
@@ -69,8 +97,8 @@ def test_one_that_has_saved_leaves_the_others_their_time() -> None:
 )
 def test_signals_are_passed_on(signals: tuple[signal.Signals, ...], code: int) -> None:
     children = [child(OBEDIENT)]
-    threading.Timer(0.1, os.kill, (os.getpid(), signals[0])).start()
     before = signal.getsignal(signal.SIGTERM)
+    once_it_listens(to_oneself(signals[0]))
     assert Supervisor(Patience(0, 0)).run(children) == code
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -79,19 +107,18 @@ def test_the_second_interrupt_kills(capsys: pytest.CaptureFixture[str]) -> None:
     children = [child(STUBBORN), child(STUBBORN)]
 
     def interrupt_twice() -> None:
-        time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         assert children[0].process.poll() is None
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt_twice).start()
+    once_it_listens(interrupt_twice)
     assert Supervisor(Patience(0, 30)).run(children) == 137
     assert "Ctrl-C again kills them" in capsys.readouterr().err
 
 
 def test_abandoned_processes_get_the_grace_period() -> None:
-    supervisor, children = Supervisor(Patience(30, 0.2)), [child(OBEDIENT), child(STUBBORN)]
+    supervisor, children = Supervisor(Patience(30, 0.2)), [prompt_child(OBEDIENT), child(STUBBORN)]
     threading.Timer(0.1, supervisor.abandon).start()
     assert supervisor.run(children) == 75
     assert children[1].process.returncode == -signal.SIGKILL

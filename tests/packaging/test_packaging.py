@@ -69,7 +69,7 @@ module = importlib.util.module_from_spec(spec)
 loader.exec_module(module)
 print(module.INTERFACE)
 """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert shown.stdout.strip() == "3", shown.stderr
 
 

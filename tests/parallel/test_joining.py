@@ -63,7 +63,7 @@ def _meet_again(rank: int) -> list[float]:
 
 
 def test_the_same_processes_open_a_second_mesh() -> None:
-    assert run_ranks(_meet_again, 2, timeout_seconds=60) == [[3.0, 3.0]] * 2
+    assert run_ranks(_meet_again, 2, timeout_seconds=120) == [[3.0, 3.0]] * 2
 
 
 def _no_rendezvous(*_: object, **__: object) -> None:

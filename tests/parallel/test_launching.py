@@ -77,7 +77,7 @@ def _start(command: list[str], **more: str) -> subprocess.Popen[str]:
 
 def _finish(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
 
 
@@ -116,7 +116,7 @@ def test_a_failed_rendezvous_names_the_address(program: Path) -> None:
     process = _start(
         _python(program), RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(busy)
     )
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 76, output
     assert f"rank 0 has not joined the other ranks of 2 at 127.0.0.1:{busy} within " in output
 
@@ -124,7 +124,7 @@ def test_a_failed_rendezvous_names_the_address(program: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only: PR_SET_PDEATHSIG")
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed node launcher", "deepspeed"])
 def test_ranks_die_with_their_launcher(program: Path, launcher: str) -> None:
-    tail = [str(program), str(program.parent), "60"]
+    tail = [str(program), str(program.parent), "600"]
     if launcher == "torchrun":
         command = [
             sys.executable,
@@ -150,7 +150,7 @@ def test_ranks_die_with_their_launcher(program: Path, launcher: str) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    _wait_for(lambda: not any(map(born_at, pids)), 30)
+    _wait_for(lambda: not any(map(born_at, pids)), 120)
 
 
 def _wait_for(condition, seconds: float, process: subprocess.Popen[str] | None = None) -> None:

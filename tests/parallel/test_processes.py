@@ -30,7 +30,7 @@ def test_a_neighbour_is_killed_even_if_it_is_stopped(child: subprocess.Popen[byt
     assert own.is_neighbour(other) and str(other) == f"process {child.pid} on {own.host}"
     child.send_signal(signal.SIGSTOP)
     assert other.kill()
-    assert child.wait(30) == -signal.SIGKILL
+    assert child.wait(120) == -signal.SIGKILL
     assert not other.kill() and born_at(child.pid) == ""
 
 

@@ -28,12 +28,12 @@ def test_the_command_of_the_page_shows_the_runs_until_it_is_told_to_stop(tmp_pat
         line = process.stdout.readline() if process.stdout else ""
         found = re.fullmatch(r"1 run in runs: (http://127\.0\.0\.1:\d+) \(Ctrl-C ends it\)\n", line)
         assert found, line
-        with urllib.request.urlopen(f"{found.group(1)}/api/runs", timeout=60) as answer:
+        with urllib.request.urlopen(f"{found.group(1)}/api/runs", timeout=120) as answer:
             assert [run["name"] for run in json.load(answer)["runs"]] == ["first"]
         libraries = Path(f"/proc/{process.pid}/maps")
         assert not libraries.exists() or "libtorch" not in libraries.read_text(), "it starts without torch"
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=120)
     assert (process.returncode, output, errors) == (0, "stopped\n", "")
 
 

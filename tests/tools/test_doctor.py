@@ -63,7 +63,7 @@ def test_in_an_empty_environment_missing_packages_are_reported(tmp_path: Path) -
         [str(tmp_path / "empty" / "bin" / "python"), str(ROOT / "tools" / "doctor.py")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert finished.returncode == ExitCode.HUMAN, finished.stderr
     assert "Training cannot start yet: torch, deepspeed" in finished.stdout

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import CheckpointError, ConfigError
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import free_port, run_ranks
 from tests.helpers.web.serving import chat_server, start_server
 from tests.inference.checkpoints import make_checkpoint
 from tools import serve
@@ -28,7 +28,7 @@ def post(address: str, values: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request for completions."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", json.dumps(values).encode(), headers)
-    with urllib.request.urlopen(request, timeout=100) as response:
+    with urllib.request.urlopen(request, timeout=120) as response:
         return dict(json.load(response))
 
 
@@ -82,7 +82,7 @@ def test_a_signal_ends_the_server_after_the_running_requests(tmp_path: Path) -> 
             if answers:
                 break
     assert server.stop(signal.SIGTERM) == 0
-    asking.join(60)
+    asking.join(120)
     assert answers[0]["usage"]["completion_tokens"] > 8 and answers[0]["model"] == "own"
     assert "Traceback" not in server.log.read_text() and "stopping" in server.log.read_text()
 
@@ -92,7 +92,7 @@ def serve_on_ranks(rank: int, world_size: int, checkpoints: str, port: int, layo
     answers: list[dict[str, Any]] = []
 
     def ask() -> None:
-        ends_at = time.monotonic() + 100
+        ends_at = time.monotonic() + 120
         while not answers and time.monotonic() < ends_at:
             try:
                 answers.append(post(f"http://127.0.0.1:{port}", ASK))
@@ -111,8 +111,7 @@ def serve_on_ranks(rank: int, world_size: int, checkpoints: str, port: int, layo
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_a_split_network_gives_the_same_answer(layout: tuple[int, int], tmp_path: Path) -> None:
     checkpoints = make_checkpoint(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     (alone,) = run_ranks(serve_on_ranks, 1, 1, str(checkpoints), port, (1, 1), timeout_seconds=120)
     split, follower = run_ranks(serve_on_ranks, 2, 2, str(checkpoints), port, layout, timeout_seconds=120)
     assert follower == {} and alone["usage"] == split["usage"]
@@ -135,6 +134,6 @@ def test_a_real_engine_answers_many_at_once_as_it_answers_one() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(120)
     for number, choices in enumerate(alone):
         assert together[number][0]["text"] == choices[0]["text"]

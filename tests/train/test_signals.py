@@ -73,7 +73,7 @@ def test_handlers_threads_and_pipes_are_taken_out_again() -> None:
 def test_before_the_first_step_a_signal_ends_the_process(ends: Ends) -> None:
     with StopSignals(ends).installed():
         os.kill(os.getpid(), signal.SIGUSR1)
-        code, text = ends.seen.get(timeout=30)
+        code, text = ends.seen.get(timeout=120)
     assert code == ExitCode.REQUEUE
     assert text.startswith("ended by SIGUSR1: no step was in progress")
 
@@ -81,8 +81,12 @@ def test_before_the_first_step_a_signal_ends_the_process(ends: Ends) -> None:
 def test_in_the_loop_a_signal_is_noted_and_nothing_ends(ends: Ends, quick: None) -> None:
     with StopSignals(ends).installed() as signals, signals.steps_follow(State(longest=10.0, stuck=20.0)):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.6)
+        ends_at = time.monotonic() + 120
+        while signals.received is None:
+            assert time.monotonic() < ends_at
+            time.sleep(0.01)
         assert signals.received == "SIGTERM"
+        time.sleep(0.6)
         signals.settle()
     time.sleep(0.1)
     assert ends.seen.empty()
@@ -99,7 +103,7 @@ def test_in_the_loop_a_signal_is_noted_and_nothing_ends(ends: Ends, quick: None)
 def test_a_loop_that_is_stuck_ends_with_the_signal(ends: Ends, quick: None, state: State, reason: str) -> None:
     with StopSignals(ends).installed() as signals, signals.steps_follow(state):
         os.kill(os.getpid(), signal.SIGTERM)
-        code, text = ends.seen.get(timeout=30)
+        code, text = ends.seen.get(timeout=120)
     assert (code, reason in text) == (ExitCode.REQUEUE, True)
 
 
@@ -117,7 +121,7 @@ def test_a_save_that_is_being_written_is_waited_for(ends: Ends, quick: None, in_
         time.sleep(0.6)
         assert ends.seen.empty()
         state.saving = False
-        assert ends.seen.get(timeout=30)[0] == ExitCode.REQUEUE
+        assert ends.seen.get(timeout=120)[0] == ExitCode.REQUEUE
 
 
 def test_a_signal_reaches_a_process_whose_main_thread_is_stuck_outside_python() -> None:
@@ -139,7 +143,7 @@ def test_a_signal_reaches_a_process_whose_main_thread_is_stuck_outside_python() 
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        _, text = process.communicate(timeout=30)
+        _, text = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == ExitCode.REQUEUE, text

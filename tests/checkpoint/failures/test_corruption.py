@@ -296,10 +296,10 @@ def test_a_malicious_manifest_is_rejected(
 def test_a_json_bomb_is_rejected_quickly(tmp_path: Path, text: str, said: str) -> None:
     path = save_step(tmp_path, 2)
     seal(path / "manifest.json", text)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CheckpointError, match=said):
         read_record(path)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_non_object_json_and_a_huge_manifest_are_rejected(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_neither_help_nor_a_wrong_flag_imports_anything_heavy(words: list[str]) 
         "raise SystemExit(str(found) if found else 0)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -236,7 +236,7 @@ def test_neither_help_nor_a_wrong_flag_imports_anything_heavy(words: list[str]) 
 def test_a_wrong_flag_ends_the_trainer_with_code_64() -> None:
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", "--num-layer", "3", "--lr", "x"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == ExitCode.USAGE
     assert "Did you mean --num-layers?" in done.stderr

@@ -36,9 +36,9 @@ def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
     def gather(rank: int) -> Callable[[Any], list[Any]]:
         def gathered(value: Any) -> list[Any]:
             values[rank] = json.loads(json.dumps(value))
-            meet.wait(30)
+            meet.wait(120)
             found = list(values)
-            meet.wait(30)
+            meet.wait(120)
             return found
 
         return gathered

@@ -268,6 +268,6 @@ def test_two_imports_of_one_file_at_the_same_time_add_it_once(tmp_path: Path) ->
     tool = Path(__file__).resolve().parents[3] / "tools" / "corpus" / "corpus_store.py"
     words = [sys.executable, str(tool), "import", str(source), "--config", "sqlite:///s.db", "--collection", "web"]
     both = [subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
-    said = [process.communicate(timeout=60)[1] for process in both]
+    said = [process.communicate(timeout=120)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert len(open_store(f"sqlite:///{tmp_path}/s.db?table=web")) == 3000

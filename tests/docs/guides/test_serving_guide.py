@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.programs import forking_python
+from tests.helpers.ranks import free_port
 from tests.inference.checkpoints import make_checkpoint
 from tests.tokenizers.chat.tokenizers_with_tokens import DSGPT2_TOKENS
 
@@ -46,10 +46,4 @@ def with_free_port(text: str) -> str:
     return text.replace("4001", str(_PORT))
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-_PORT = _free_port()
+_PORT = free_port()

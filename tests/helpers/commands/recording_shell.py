@@ -32,7 +32,7 @@ def recorded(text: str, folder: Path, *arguments: str, **variables: str) -> list
     record.unlink(missing_ok=True)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "RECORD": str(record), **variables}
     command = ["/bin/bash" if Path("/bin/bash").exists() else "bash", "-eu", "-c", text, "bash", *arguments]
-    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     if finished.returncode:
         raise AssertionError(f"exit code {finished.returncode}\n{finished.stdout}{finished.stderr}")
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []

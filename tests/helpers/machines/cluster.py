@@ -26,7 +26,7 @@ from tests.helpers.ranks import LAUNCH_VARIABLES, fork_server_context
 REPOSITORY = Path(__file__).resolve().parents[3]
 HOSTS = ("node003", "node011")
 CONTROLLER = "head"
-_START_SECONDS = 60
+_START_SECONDS = 120
 _PARENT_DEATH_SIGNAL = 1  # prctl(2), PR_SET_PDEATHSIG
 _NEW_UTS = 0x04000000  # sched.h, CLONE_NEWUTS
 _UNSHARE = ("unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")

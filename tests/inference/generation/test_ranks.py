@@ -138,7 +138,7 @@ def left_alone(rank: int, ends: int) -> None:
 @pytest.mark.parametrize("ends", [0, 1])
 def test_a_rank_that_ends_ends_all(ends: int) -> None:
     with pytest.raises(RankFailure, match="PeerLostError: A rank of the generation engine ended|ended without a word"):
-        run_ranks(left_alone, 2, ends, timeout_seconds=60)
+        run_ranks(left_alone, 2, ends, timeout_seconds=120)
 
 
 def test_an_engine_of_one_rank_can_be_led() -> None:

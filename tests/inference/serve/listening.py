@@ -21,7 +21,7 @@ from megatron.inference.serve.service import STARTING
 from megatron.inference.serve.single_turn import SingleTurn
 from tests.inference.serve.fakes import FakeEngine
 
-_SECONDS = 60.0
+_SECONDS = 120
 
 
 @dataclass

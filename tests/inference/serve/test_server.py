@@ -34,7 +34,7 @@ def body_of(answer: bytes) -> str:
 def test_health_says_what_the_server_is_doing(served: Served) -> None:
     may_load = threading.Event()
     engine = FakeEngine(step_seconds=0.02)
-    with listening(served, engine, before=lambda: may_load.wait(60) and None, waits=False) as running:
+    with listening(served, engine, before=lambda: may_load.wait(120) and None, waits=False) as running:
         health = running.ask(get("/health"))
         assert b" 503 " in health.splitlines()[0] and json.loads(body_of(health)) == {
             "status": "starting",
@@ -50,11 +50,13 @@ def test_health_says_what_the_server_is_doing(served: Served) -> None:
             connection.sendall(post({**ASK, "max_tokens": 60}))
             while not engine.requests:
                 time.sleep(0.005)
+            engine.step_seconds = 0.5  # the answer is not complete before the server has been asked
             running.server.stop()
-            ends_at = time.monotonic() + 30
+            ends_at = time.monotonic() + 120
             while "stopping" not in body_of(running.ask(get("/health"))):
                 assert time.monotonic() < ends_at
             assert '"code":"stopping"' in body_of(running.ask(post(ASK)))
+            engine.step_seconds = 0.0
             answer = json.loads(body_of(read_all(connection)))  # what runs is completed
             assert answer["usage"]["completion_tokens"] == 60
         running.join()
@@ -182,10 +184,12 @@ def test_a_hostile_template_holds_up_nobody(served: Served, monkeypatch: pytest.
     with listening(replace(served, template=template)) as running, ThreadPoolExecutor(4) as clients:
         assert b" 200 " in talk("good").splitlines()[0]
         endless = [clients.submit(talk, "endless") for _ in range(4)]  # for a third of a second each
-        time.sleep(0.1)
-        for _ in range(5):
+        meanwhile = 0
+        while not all(one.done() for one in endless):
             assert b" 200 " in running.ask(get("/health")).splitlines()[0]
-        assert not all(one.done() for one in endless), "the server was not asked meanwhile"
+            meanwhile += not any(one.done() for one in endless)
+            time.sleep(0.05)
+        assert meanwhile, "no answer came before the first of them was refused"
         for one in endless:
             assert b" 400 " in one.result().splitlines()[0]
             assert "the chat template mine.jinja: it computes for more than 0.3" in body_of(one.result())

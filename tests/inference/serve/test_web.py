@@ -165,7 +165,7 @@ def test_cors_only_where_it_was_asked_for(served: Served) -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_client_that_leaves_costs_nothing_more(served: Served, streams: bool, waits: bool) -> None:
     """In the middle of its answer, or while it waits for others."""
-    engine = FakeEngine(step_seconds=0.01, most_running=1)
+    engine = FakeEngine(step_seconds=0.05, most_running=1)
 
     async def act(service: Running) -> str:
         others = [service.http.post("/v1/completions", json=ASK)] if waits else []
@@ -267,7 +267,7 @@ class Chat:
 
     def wait(self, reached: Callable[[], Any]) -> None:
         """Waits until something is so."""
-        ends_at = time.monotonic() + 60
+        ends_at = time.monotonic() + 120
         while not reached():
             assert time.monotonic() < ends_at, self.find("body").text
             time.sleep(0.02)

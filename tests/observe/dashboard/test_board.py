@@ -41,15 +41,15 @@ def test_its_thread_follows_until_it_is_stopped(tmp_path: Path, monkeypatch: pyt
     folder = write_run(tmp_path / "a", steps=5)
     board = Board([tmp_path])
     board.start()
-    ends_at = time.monotonic() + 30
+    ends_at = time.monotonic() + 120
     write_lines(folder / "metrics.jsonl", [step(6)])
     while board.summaries()[0]["iteration"] != 6 and time.monotonic() < ends_at:
         time.sleep(0.01)
     assert board.summaries()[0]["iteration"] == 6
-    waiting = threading.Thread(target=board.wait, args=(10**9, 60.0))
+    waiting = threading.Thread(target=board.wait, args=(10**9, 600.0))
     waiting.start()
     board.stop()
-    waiting.join(10)
+    waiting.join(120)
     assert board.is_stopping and not waiting.is_alive()
     board.pause(60.0)
 
@@ -66,7 +66,7 @@ def test_what_a_file_system_refuses_is_a_warning(
 
     monkeypatch.setattr(board, "poll", refuse)
     board.start()
-    assert refused.wait(30)
+    assert refused.wait(120)
     board.stop()
     assert "the runs could not be read just now" in capsys.readouterr().err
 
@@ -142,6 +142,6 @@ def test_the_thread_outlives_any_failure(
 
     monkeypatch.setattr(board, "poll", fail)
     board.start()
-    assert fifth.wait(30)
+    assert fifth.wait(120)
     board.stop()
     assert capsys.readouterr().err.count("RuntimeError: out of order") == 1, "said once"

@@ -58,7 +58,7 @@ class Page:
 
     def wait(self, reached: Callable[[], Any]) -> None:
         """Waits until something is so."""
-        ends_at = time.monotonic() + 60
+        ends_at = time.monotonic() + 120
         while not self._holds(reached):
             assert time.monotonic() < ends_at, self.find("body").text
             time.sleep(0.02)

@@ -39,7 +39,7 @@ def server(folder: Path) -> Iterator[DashboardServer]:
 
 
 def ask(server: DashboardServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=120)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
@@ -115,7 +115,7 @@ def test_curves_come_as_numbers(server: DashboardServer) -> None:
 
 
 def test_changes_come_as_events(server: DashboardServer, folder: Path) -> None:
-    with socket.create_connection(server.server_address[:2], timeout=30) as stream:
+    with socket.create_connection(server.server_address[:2], timeout=120) as stream:
         host = f"localhost:{server.server_address[1]}"
         stream.sendall(f"GET /api/events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         received = stream.makefile("rb")
@@ -177,7 +177,7 @@ def test_addresses_that_cannot_be_read(server: DashboardServer) -> None:
 
 def test_a_question_for_the_headers_gets_nothing_else(server: DashboardServer) -> None:
     for path in ("/api/events", "/api/runs", "/api/curves?metric=lm_loss&runs=1"):
-        with socket.create_connection(server.server_address[:2], timeout=30) as stream:
+        with socket.create_connection(server.server_address[:2], timeout=120) as stream:
             host = f"localhost:{server.server_address[1]}"
             stream.sendall(f"HEAD {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
             received = stream.makefile("rb")

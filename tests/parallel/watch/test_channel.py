@@ -92,7 +92,7 @@ def test_one_process_is_watched_without_a_socket() -> None:
     assert meeting is not None and meeting.listener is None
     hub = Hub(0, None, meeting.processes, "", limits, time.monotonic())
     Channel(rank, limits, [], hub, None, 0, 1).start()
-    assert rank.ended.wait(30)
+    assert rank.ended.wait(120)
     assert [(verdict.code, verdict.rank) for verdict in rank.said] == [(ExitCode.HANG, 0)]
     assert "in test_one_process_is_watched_without_a_socket" in rank.said[0].text
 

@@ -155,7 +155,7 @@ class Attempt:
     def wait(self) -> tuple[int, list[int]]:
         """Waits for all processes; the launcher's exit code, and the ranks that had to be killed."""
         self.launcher.join(_LIMIT_SECONDS)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while any(map(born_at, self.ranks)) and time.monotonic() < deadline:
             time.sleep(0.01)
         left = [rank for rank in self.ranks if born_at(rank)]

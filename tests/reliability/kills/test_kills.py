@@ -98,7 +98,7 @@ def test_ranks_of_a_killed_launcher_end_and_the_run_resumes(corpus: TinyCorpus, 
     process = start(torchrun(2, flags))
     wait_for_step(tmp_path, 6, process)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(120)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while ranks_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)

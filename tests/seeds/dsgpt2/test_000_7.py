@@ -61,12 +61,12 @@ def test_the_chatbot_is_served_as_the_guide_says(tmp_path: Path) -> None:
         sentence = re.search(r"'sentence=(.*)'", ask)
         assert sentence is not None and "localhost:4001/generate" in ask
         address = f"{found.group(1)}/generate?sentence={urllib.parse.quote(sentence.group(1))}"
-        with urllib.request.urlopen(address, timeout=60) as response:
+        with urllib.request.urlopen(address, timeout=120) as response:
             answer = json.loads(response.read())
         assert answer["input"] == sentence.group(1) and answer["response"]
     finally:
         os.kill(process.pid, signal.SIGTERM)
-        process.wait(60)
+        process.wait(120)
 
 
 def test_the_container_is_documented() -> None:

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, TOOL, *words], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, TOOL, *words], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
 
 

@@ -229,11 +229,11 @@ def test_an_interrupted_run_publishes_nothing(tmp_path: Path, choice: TokenizerC
         feeder = threading.Thread(target=feed, args=(writing, stop))
         feeder.start()
         try:
-            wait_until(lambda: any(path.stat().st_size > 100_000 for path in tmp_path.glob(".*.tmp")), 30)
+            wait_until(lambda: any(path.stat().st_size > 100_000 for path in tmp_path.glob(".*.tmp")), 120)
             workers = children_of(process.pid)
             assert len(workers) >= 2
             process.send_signal(number)
-            process.wait(timeout=10)
+            process.wait(timeout=120)
         finally:
             process.kill()
             stop.set()
@@ -245,7 +245,7 @@ def test_an_interrupted_run_publishes_nothing(tmp_path: Path, choice: TokenizerC
     else:
         with IndexedWriter(tmp_path / "out_text_document", np.uint16):
             assert len(list(tmp_path.glob(".*.tmp"))) == 1  # the killed run's is gone
-    wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and is_alive(pid) for pid in workers), 10)
+    wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and is_alive(pid) for pid in workers), 120)
 
 
 def feed(descriptor: int, stop: threading.Event) -> None:

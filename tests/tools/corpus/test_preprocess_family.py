@@ -87,11 +87,11 @@ def test_the_older_layout_is_written_merged_and_checked(folder: Path) -> None:
     assert tool(folder, "preprocess_data_many_cores.py", *words).returncode == 0
     parts = [f"old{number}_text_document" for number in range(3)]
     words = [sys.executable, str(TOOLS / "merge_preprocessed_data.py"), "--datasets", *parts]
-    done = subprocess.run([*words, "--output-prefix", "both_text_document"], cwd=folder, timeout=60, check=False)
+    done = subprocess.run([*words, "--output-prefix", "both_text_document"], cwd=folder, timeout=120, check=False)
     assert done.returncode == 0 and pair(folder, "both") == pair(folder, "old")
     assert pair(folder, "old")[1].startswith(b"TNTIDX")
     words = [sys.executable, str(TOOLS / "corpus/check_data.py"), "both_text_document"]
-    done = subprocess.run(words, cwd=folder, timeout=60, check=False, capture_output=True)
+    done = subprocess.run(words, cwd=folder, timeout=120, check=False, capture_output=True)
     assert done.returncode == 0 and b"tokens of int32" in done.stdout and b"ids: all in 0 to 599" in done.stdout
 
 

@@ -79,7 +79,7 @@ class StoppedStorage(Storage):
 
     def sync(self, handle: int) -> None:
         self.reached.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(120)
         super().sync(handle)
 
 
@@ -94,7 +94,7 @@ def test_tools_leave_a_copy_alone_that_is_being_made(
     copying = threading.Thread(target=made.after_save, args=(source, MESH))
     copying.start()
     try:
-        assert storage.reached.wait(60)
+        assert storage.reached.wait(120)
         for words in (["copy", str(source), str(copies)], ["prune", str(copies), "--keep-last", "1"]):
             with pytest.raises(LaunchError, match="copies is in use by run"):
                 checkpoints.main(words)

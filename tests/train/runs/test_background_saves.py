@@ -106,7 +106,7 @@ class Disk:
             if path.name.startswith("pieces"):
                 self.is_writing.set()
                 if self.gate is not None:
-                    self.gate.wait(60)
+                    self.gate.wait(120)
                 self.step += 1
                 last = math.inf if self.refuse_to is None else self.refuse_to
                 if self.refuse_from is not None and self.refuse_from <= self.step <= last:
@@ -185,7 +185,7 @@ def stopped_while_writing(rank: int, flags: list[str], stop: str, killed: str) -
     waiting: list[int] = []
 
     def ask() -> None:
-        disk.is_writing.wait(60)
+        disk.is_writing.wait(120)
         if stop == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
         elif stop == "file" and rank == 0:

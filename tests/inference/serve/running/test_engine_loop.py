@@ -99,7 +99,7 @@ def test_stop_drops_what_is_left() -> None:
     while engine.steps < 3:
         pass
     inbox.put(Stop())
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive() and engine.cancelled == ["a/0"]
 
 

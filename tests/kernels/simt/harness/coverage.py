@@ -31,7 +31,7 @@ def unexecuted_lines(library: ctypes.CDLL, path: Path, folder: Path) -> list[str
     counts = _counts_folder(path)
     shutil.copy(path.with_name(NOTES), counts)
     command = ["gcov", "--json-format", "--stdout", COUNTS]
-    output = subprocess.run(command, cwd=counts, capture_output=True, text=True, check=True, timeout=60).stdout
+    output = subprocess.run(command, cwd=counts, capture_output=True, text=True, check=True, timeout=120).stdout
     missing = []
     for file in json.loads(output)["files"]:
         source = Path(builds.ROOT, file["file"])

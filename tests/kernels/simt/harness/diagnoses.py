@@ -19,7 +19,7 @@ def as_sentences(raw: str, library: Path) -> list[str]:
 def _lines_of(offsets: list[str], library: Path) -> dict[str, str]:
     command = ["addr2line", "--exe", str(library), "--inlines", "--addresses", *offsets]
     try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     except (OSError, subprocess.CalledProcessError):
         return {offset: f"code offset {offset}" for offset in offsets}
     chains: dict[int, list[str]] = {}
