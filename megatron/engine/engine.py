@@ -177,7 +177,8 @@ class Engine:
             set_weight_decay(self.optimizer, weight_decay)
         batches = self._prepare(micro_batches)
         self.gate.expect(self._figures)
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         zero_placeholder_gradients(self.module)
         with timed_messages(self.mesh.stopwatch):
             if self.is_pipelined:

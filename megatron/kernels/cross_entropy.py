@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,21 +74,21 @@ def logit_statistics(
         return RowStatistics(statistics[0], statistics[1], statistics[2], statistics[3] if with_whole else None)
     count = logits.shape[0]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    largest = torch.full((count,), torch.finfo(dtype).min, dtype=dtype, device=logits.device)
-    total, target = torch.zeros_like(largest), torch.zeros_like(largest)
-    whole = torch.zeros_like(largest) if with_whole else None
     if valid == 0:
-        return RowStatistics(largest, total, target, whole)
-    own = is_column(labels, valid)
-    local = labels.masked_fill(~own, 0).unsqueeze(1)
+        largest = torch.full((count,), torch.finfo(dtype).min, dtype=dtype, device=logits.device)
+        total, target = torch.zeros_like(largest), torch.zeros_like(largest)
+        return RowStatistics(largest, total, target, torch.zeros_like(largest) if with_whole else None)
+    local, is_own = _columns_of(labels, valid)
+    column = local.unsqueeze(1)
+    parts = []
     for block in _blocks(logits, valid, block_values):
         rows = _capped(logits[block, :valid], softcap)
-        largest[block] = rows.amax(dim=1)
-        target[block] = rows.gather(1, local[block]).squeeze(1)
-        total[block] = (rows - largest[block].unsqueeze(1)).exp_().sum(dim=1)
-        if whole is not None:
-            whole[block] = rows.sum(dim=1, dtype=dtype)
-    return RowStatistics(largest, total, target.masked_fill_(~own, 0.0), whole)
+        maxima = rows.amax(dim=1, keepdim=True).to(dtype)
+        total = (rows - maxima).exp_().sum(dim=1)
+        whole = rows.sum(dim=1, dtype=dtype) if with_whole else None
+        parts.append((maxima, total, rows.gather(1, column[block]).to(dtype), whole))
+    largest, total, target, whole = parts[0] if len(parts) == 1 else _joined(parts)
+    return RowStatistics(largest.squeeze(1), total, target.squeeze(1).masked_fill_(~is_own, 0.0), whole)
 
 
 def logit_gradient(
@@ -144,12 +145,10 @@ def _write_gradient(
     )
     # A lone cross-entropy multiplies (probability - 1), not the two terms apart, which would round differently.
     is_alone = of_normalizer is None and of_uniform is None
-    weights = torch.zeros_like(normalizer).unsqueeze(1)
-    for part in (of_label, of_normalizer, of_uniform):
-        weights = weights if part is None else weights + part
-    own = is_column(labels, valid).unsqueeze(1)
-    local = labels.unsqueeze(1).masked_fill(~own, 0)
-    at_label = own.to(normalizer.dtype) if is_alone or of_label is None else own * of_label
+    present = [part for part in (of_label, of_normalizer, of_uniform) if part is not None]
+    weights = sum(present[1:], present[0]) if present else torch.zeros_like(normalizer).unsqueeze(1)
+    local, is_own = (part.unsqueeze(1) for part in _columns_of(labels, valid))
+    at_label = is_own.to(normalizer.dtype) if is_alone or of_label is None else is_own * of_label
     for block in _blocks(logits, valid, block_values):
         # results of full precision are computed in place; the subtraction converts half-precision logits without a copy
         place = result[block, :valid] if result.dtype == normalizer.dtype else None
@@ -172,9 +171,15 @@ def _write_gradient(
     return result
 
 
-def is_column(labels: torch.Tensor, valid: int) -> torch.Tensor:
-    """Which labels are among the first `valid` columns."""
-    return (labels >= 0) & (labels < valid)
+def _columns_of(labels: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each label, the nearest one for a label outside the first `valid`, and whether it is inside."""
+    nearest = labels.clamp(0, valid - 1)
+    return nearest, nearest == labels
+
+
+def _joined(parts: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[Any, ...]:
+    """The statistics of all blocks of rows."""
+    return tuple(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def _capped(rows: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -188,7 +193,7 @@ def _blocks(logits: torch.Tensor, valid: int, block_values: int | None) -> list[
         block_values = _BLOCK_VALUES_GPU if logits.is_cuda else _BLOCK_VALUES_CPU
     count = logits.shape[0]
     size = max(1, block_values // max(1, valid))
-    return [slice(first, min(count, first + size)) for first in range(0, count, size)]
+    return [slice(first, min(count, first + size)) for first in range(0, max(1, count), size)]
 
 
 def register() -> None:

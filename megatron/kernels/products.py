@@ -30,13 +30,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
-    if weight.is_mkldnn:
+    if x.dtype is torch.bfloat16 and needs_widening(x, x.numel() // max(1, x.shape[-1])):
+        return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
+    if weight.is_mkldnn or (not torch.is_grad_enabled() and _is_for_onednn(x, weight)):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-    if not needs_widening(x, x.numel() // max(1, x.shape[-1])):
-        if _is_for_onednn(x, weight):
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-        return F.linear(x, weight, bias)
-    return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
+    return F.linear(x, weight, bias)
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -116,8 +115,9 @@ class SelfAttention(nn.Module):
         query, key, value = qkv.project(hidden)  # [b, s, a/t, d], [b, s, g, d]
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        key, value = qkv.expanded(key), qkv.expanded(value)  # [b, s, g/t, d]
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [b, a/t, s, d], [b, g/t, s, d]
+        if not qkv.is_split:
+            key, value = qkv.expanded(key), qkv.expanded(value)  # [b, s, g/t, d]
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [b, a/t or g/t, s, d]
         if self.is_rotary:
             query, key = self._rotated(query, key, context)
         return query, key, value
@@ -175,15 +175,14 @@ class SelfAttention(nn.Module):
             return plan.attend(query, key, value, self.scale)
         causal = bias is None and query.shape[2] > 1 and not self.bidirectional
         bounds: dict[str, Any] = {"bias": bias, "causal": causal, "softcap": self.softcap, "kernels": self.kernels}
-        fused = partial(attention, query, key, value, self.scale, **bounds)
         drops = self.training and self.dropout > 0
         if context.explicit_attention or (drops and not query.is_cuda):
             dropout = self._dropout(query, context) if drops else None
             return explicit_attention(query, key, value, self.scale, dropout=dropout, **bounds)
         if not drops:
-            return fused()
+            return attention(query, key, value, self.scale, **bounds)
         with seeded(attention_seed(context.seed, context.first_sample, self.layer, self.tp_rank), query.device):
-            return fused(dropout=self.dropout)
+            return attention(query, key, value, self.scale, dropout=self.dropout, **bounds)
 
     def _dropout(self, query: torch.Tensor, context: StepContext) -> Dropout | None:
         """The stateless dropout of the probabilities. Shapes: query `[b, a/t, s, d]`; rows `[b, a/t, s]`."""

@@ -70,12 +70,10 @@ class QueryKeyValue(ColumnParallelLinear):
         return super().forward(hidden).view(batch, length, -1, self.group_size + 2, self.head_size)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
-        """Keys or values as this rank's heads use them, if the groups are not split; otherwise unchanged.
+        """Keys or values as this rank's heads use them, where the groups are not split.
 
         Shapes: `[b, s, g, d]` to `[b, s, n, d]`, where n divides this rank's number of heads.
         """
-        if self.is_split:
-            return states
         heads = self.query_dimension.local_size
         first = self.axis.rank * heads
         groups = [head // self.group_size for head in range(first, first + heads)]

@@ -29,13 +29,13 @@ class _Branch(NamedTuple):
 
     Attributes:
         layer: attention or feed-forward.
-        outer_norm: the norm of its output.
+        outer_norm: the norm of its output before the residual addition, if any.
         site: its dropout site.
         bias_joins: whether its bias is added together with dropout and the residual.
     """
 
     layer: nn.Module
-    outer_norm: nn.Module
+    outer_norm: nn.Module | None
     site: int
     bias_joins: bool
 
@@ -82,6 +82,12 @@ class TransformerBlock(nn.Module):
         joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
         self.attention_bias_joins = joins and config.attention_output_bias
         self.feed_forward_bias_joins = joins and config.mlp_bias and isinstance(self.mlp, FeedForward)
+        norms = (self.post_self_attn_layernorm, self.post_mlp_layernorm)
+        before_residual = norms if has_outer and not self.norms_residual else (None, None)
+        self._attention = _Branch(
+            self.self_attention, before_residual[0], self.attention_site, self.attention_bias_joins
+        )
+        self._feed_forward = _Branch(self.mlp, before_residual[1], self.feed_forward_site, self.feed_forward_bias_joins)
 
     def forward(
         self, hidden: torch.Tensor | ResidualSum, context: StepContext, *, leaves_sum: bool = False
@@ -131,26 +137,15 @@ class TransformerBlock(nn.Module):
 
     def _sum(self, branch: _Branch, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> ResidualSum:
         """The residual and what a branch makes of the normed input."""
-        add = partial(self._add, residual, branch.site, context)
-        if branch.bias_joins and self._drops:
-            return ResidualSum(branch.layer(normed, context, add))
+        drops = self.training and self.dropout > 0
+        if branch.bias_joins and drops:
+            return ResidualSum(branch.layer(normed, context, partial(self._add, residual, branch.site, context)))
         output = branch.layer(normed, context)
-        if not self.norms_residual:
+        if branch.outer_norm is not None:
             output = branch.outer_norm(output)
-        return ResidualSum(add(output)) if self._drops or not self.adds_in_norm else ResidualSum(output, residual)
-
-    @property
-    def _attention(self) -> _Branch:
-        norm, site = self.post_self_attn_layernorm, self.attention_site
-        return _Branch(self.self_attention, norm, site, self.attention_bias_joins)
-
-    @property
-    def _feed_forward(self) -> _Branch:
-        return _Branch(self.mlp, self.post_mlp_layernorm, self.feed_forward_site, self.feed_forward_bias_joins)
-
-    @property
-    def _drops(self) -> bool:
-        return self.training and self.dropout > 0
+        if drops or not self.adds_in_norm:
+            return ResidualSum(self._add(residual, branch.site, context, output))
+        return ResidualSum(output, residual)
 
     def _add(
         self,

@@ -124,7 +124,7 @@ def head_losses(
             factor = factor.masked_fill(factor == 0, 1.0)  # backward divides by it
         losses = []
         for chunk in _chunks(len(tokens.labels), chunk_rows or head.chunk_rows):
-            part = tokens.chunk(chunk, head.dtype)
+            part = tokens.chunk(chunk, head.dtype, head.vocabulary.first)
             product = head.multiplied(part.hidden)
             losses.append(head.losses(product, part.labels))
             if sums is not None:
@@ -175,19 +175,20 @@ class _Tokens(NamedTuple):
             return cls(rows, flat, weight, None, labels.shape)
         return cls(rows[places], flat[places], weight[places], places, labels.shape)
 
-    def chunk(self, chunk: slice, dtype: torch.dtype) -> _Tokens:
-        """Some of them, with hidden states in another dtype."""
-        return self._replace(
-            hidden=self.hidden[chunk].to(dtype), labels=self.labels[chunk], weights=self.weights[chunk]
-        )
+    def chunk(self, chunk: slice, dtype: torch.dtype, first: int) -> _Tokens:
+        """Some of them, with hidden states in another dtype and labels counted from `first`."""
+        hidden, labels, weights = self[:3]
+        if chunk != slice(0, len(labels)):
+            hidden, labels, weights = hidden[chunk], labels[chunk], weights[chunk]
+        return self._replace(hidden=hidden.to(dtype), labels=labels - first if first else labels, weights=weights)
 
     def spread(self, losses: list[TokenLosses]) -> TokenLosses:
         """Joins the losses of chunks, and puts 0 where a token does not count. Shapes: `[b, s]`."""
         uniform = [part.uniform for part in losses if part.uniform is not None]
         return TokenLosses(
-            self.placed(torch.cat([part.cross_entropy for part in losses])),
-            self.placed(torch.cat([part.log_normalizer for part in losses])),
-            self.placed(torch.cat(uniform)) if uniform else None,
+            self.placed(_joined([part.cross_entropy for part in losses])),
+            self.placed(_joined([part.log_normalizer for part in losses])),
+            self.placed(_joined(uniform)) if uniform else None,
         )
 
     def placed(self, values: torch.Tensor) -> torch.Tensor:
@@ -228,13 +229,14 @@ class _Head:
         """The logits without soft-cap, in memory that the next call reuses. Shapes: `[n, h]` to `[n, v/t]`."""
         if self._held is None:  # the first chunk is the largest
             self._held = hidden.new_empty(hidden.shape[0], self.weight.shape[0])
-        return torch.mm(hidden, self.weight.t(), out=self._held[: hidden.shape[0]])
+        held = self._held if len(self._held) == len(hidden) else self._held[: hidden.shape[0]]
+        return torch.mm(hidden, self.weight.t(), out=held)
 
     def losses(self, product: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
-        """The losses of each token. Shapes: `[n]`."""
+        """The losses of each token, whose label is counted from the slice's first. Shapes: `[n]`."""
         statistics = logit_statistics(
             product,
-            labels - self.vocabulary.first,
+            labels,
             self.vocabulary.valid,
             softcap=self.softcap,
             with_whole=self.terms.label_smoothing > 0,
@@ -249,7 +251,7 @@ class _Head:
         smoothing, coefficient = self.terms
         return logit_gradient(
             product,
-            labels - self.vocabulary.first,
+            labels,
             losses.log_normalizer,
             LossGradients(
                 of_label=weights * (1 - smoothing) if smoothing else weights,
@@ -302,6 +304,10 @@ class _GradientSums:
     def of_weight(self) -> torch.Tensor | None:
         """Shapes: `[v/t, h]`."""
         return None if self._of_weight is None else self._of_weight.to(self._logits.weight.dtype)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _chunks(count: int, most: int) -> list[slice]:

@@ -73,7 +73,9 @@ class LayerNorm(_ReplicatedNorm):
         return self._added(x, residual, weight, bias)
 
     def _weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return _summed_gradient(self.weight, self.partial), _summed_gradient(self.bias, self.partial)
+        if self.partial is None:
+            return self.weight, self.bias
+        return copy_to(self.weight, self.partial), copy_to(self.bias, self.partial)
 
 
 class RMSNorm(_ReplicatedNorm):
