@@ -91,7 +91,7 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
     (
         rules.subpackage_imports_follow_the_order,
         "megatron/corpus/cleaning/filters/x.py",
-        "import megatron.corpus.cleaning.near_duplicates.index",
+        "import megatron.corpus.cleaning.near_duplicates.near_index",
         "filters imports near_duplicates",
     ),
     (rules.third_party_modules_have_one_home, "megatron/data/x.py", "import argparse", "argparse"),

@@ -119,7 +119,7 @@ def run(flags: PreprocessFlags) -> int:
     from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
     from megatron.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.corpus.workers.progress_line import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     log.interrupt_on_sigterm()

@@ -140,7 +140,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.corpus.preprocess.preprocess_corpus import warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.corpus.workers.progress_line import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = EncodeOptions(

@@ -29,7 +29,7 @@ from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.config.flags.paths import prefix_problems
 
 if TYPE_CHECKING:
-    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.corpus.workers.progress_line import ProgressLine
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     from megatron.corpus.inputs.input_blocks import total_bytes
     from megatron.corpus.inputs.input_paths import expand_inputs, read_separator
     from megatron.corpus.vocabulary.learning import drawn_texts, texts_of
-    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.corpus.workers.progress_line import ProgressLine
 
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     inputs = expand_inputs(flags.input, separator)

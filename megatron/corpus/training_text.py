@@ -27,7 +27,7 @@ from megatron.corpus.inputs.input_paths import expand_inputs
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
 from megatron.corpus.vocabulary.learning import byte_level_files, texts_of, train_byte_level
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.order.index_cache import wait_for_lock
 from megatron.errors import ConfigError, DataError
 from megatron.files.failures import storage_error

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 
 START_METHODS = ["spawn", "fork"] if sys.platform == "linux" else ["spawn"]
 

@@ -19,7 +19,7 @@ ROWS = [
 ]
 # The constant of a module that is the version in its row, where it is not FORMAT_VERSION.
 CONSTANTS = {
-    "megatron/data/datasets/examples/tokens.py": "_FORMAT",
+    "megatron/data/datasets/examples/tokenized_examples.py": "_FORMAT",
     "megatron/data/order/index_map.py": "_BUILDER_INTERFACE",
     "megatron/kernels/native/library.py": "INTERFACE",
     "megatron/convert/megatron_output/universal.py": "_FORMAT_VERSION",

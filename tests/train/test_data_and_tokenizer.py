@@ -10,7 +10,7 @@ import pytest
 from megatron.config import parse
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.errors import DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run

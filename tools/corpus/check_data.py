@@ -60,7 +60,7 @@ def main() -> int:
 
 def _check(prefix: str, show: int, tokenizer: Any) -> int:
     """Checks one prefix; returns 1 if it contains ids outside the vocabulary."""
-    from megatron.corpus.preprocess.check import examine, report, sample_documents
+    from megatron.corpus.preprocess.examination import examine, report, sample_documents
     from megatron.data.formats.indexed import IndexedDataset
     from megatron.data.formats.sidecar import check_tokenizer_fits
 

@@ -213,7 +213,7 @@ def main() -> int:
     from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
     from megatron.corpus.inputs.input_blocks import total_bytes
     from megatron.corpus.inputs.input_paths import expand_inputs
-    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.corpus.workers.progress_line import ProgressLine
 
     log.interrupt_on_sigterm()
     options = flags.options()

@@ -168,9 +168,9 @@ def main() -> int:
 def _import(flags: ImportFlags) -> int:
     from megatron.corpus.inputs.input_blocks import total_bytes
     from megatron.corpus.inputs.input_paths import expand_inputs, read_separator
-    from megatron.corpus.stores.operations import ImportOptions, import_files
+    from megatron.corpus.stores.importing import ImportOptions, import_files
     from megatron.corpus.stores.writers import open_writer
-    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.corpus.workers.progress_line import ProgressLine
     from megatron.data.stores.address import StoreAddress
 
     log.interrupt_on_sigterm()
@@ -205,7 +205,7 @@ def _import(flags: ImportFlags) -> int:
 
 
 def _stat(flags: StoreFlags) -> int:
-    from megatron.corpus.stores.operations import audit
+    from megatron.corpus.stores.inspection import audit
     from megatron.data.stores.address import StoreAddress
     from megatron.data.stores.document_store import open_backend
 
@@ -224,7 +224,7 @@ def _stat(flags: StoreFlags) -> int:
 
 
 def _bench(flags: BenchFlags) -> int:
-    from megatron.corpus.stores.operations import time_fetches
+    from megatron.corpus.stores.inspection import time_fetches
 
     log.line(json.dumps(time_fetches(flags.config, flags.n, flags.seed)))
     return 0
@@ -232,7 +232,7 @@ def _bench(flags: BenchFlags) -> int:
 
 def _fetch(flags: FetchFlags) -> int:
     from megatron.corpus.inputs.input_paths import read_separator
-    from megatron.corpus.stores.operations import fetch_samples, stream_samples
+    from megatron.corpus.stores.inspection import fetch_samples, stream_samples
 
     if flags.output_prefix == "-":
         stream_samples(flags.config, flags.nsample, flags.seed, sys.stdout.buffer)
@@ -245,7 +245,7 @@ def _fetch(flags: FetchFlags) -> int:
 
 
 def _lengths(flags: LengthsFlags) -> int:
-    from megatron.corpus.stores.lengths import length_histogram
+    from megatron.corpus.stores.inspection import length_histogram
     from megatron.data.stores.document_store import open_store
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 

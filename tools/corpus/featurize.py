@@ -237,7 +237,7 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
     from megatron.corpus.featurize.featurize_corpus import featurize
     from megatron.corpus.inputs.input_blocks import total_bytes
     from megatron.corpus.inputs.input_paths import expand_inputs
-    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.corpus.workers.progress_line import ProgressLine
 
     write_bar = log.terminal_writer()
     path = flags.output_path

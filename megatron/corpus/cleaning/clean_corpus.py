@@ -27,7 +27,7 @@ from megatron.corpus.inputs.input_blocks import blocks, check_inputs
 from megatron.corpus.inputs.input_paths import STANDARD_INPUT
 from megatron.corpus.inputs.lines import BadLine, BadLines
 from megatron.corpus.workers.pool import choose_workers, run_blocks
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.errors import ConfigError
 from megatron.files.replacing import check_writable, remove_leftovers, write_atomically
 

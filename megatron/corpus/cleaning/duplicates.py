@@ -9,8 +9,8 @@ import numpy as np
 from megatron.corpus.cleaning.cleaner import CleanedBlock
 from megatron.corpus.cleaning.documents.clean_options import CleanOptions
 from megatron.corpus.cleaning.filters.rejections import EXACT_DUPLICATE, NEAR_DUPLICATE, Rejection
-from megatron.corpus.cleaning.near_duplicates.index import NearIndex
 from megatron.corpus.cleaning.near_duplicates.key_table import KeyTable
+from megatron.corpus.cleaning.near_duplicates.near_index import NearIndex
 from megatron.corpus.cleaning.near_duplicates.signatures import band_shape
 
 

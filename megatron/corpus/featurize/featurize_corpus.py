@@ -20,7 +20,7 @@ from megatron.corpus.inputs.input_blocks import blocks, check_inputs
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess_blocks
 from megatron.corpus.workers.processes import usable_cores
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.parquet_windows import LARGEST_ID, WindowFacts, shard_name
 from megatron.data.formats.sidecar import read_sidecar

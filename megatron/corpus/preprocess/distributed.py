@@ -16,7 +16,7 @@ from megatron.corpus.inputs.input_paths import Shard, expand_inputs, share_of
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge, remove_pair
 from megatron.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, StorageError
 from megatron.files.plain import open_plain

@@ -25,7 +25,7 @@ from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess_blocks
 from megatron.corpus.preprocess.provenance import versions
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import Sidecar, check_replaceable, read_sidecar
 from megatron.errors import ConfigError, DataError

@@ -14,7 +14,7 @@ from megatron.corpus.inputs.lines import BadLines
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions, EncodeWork
 from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.corpus.workers.pool import choose_workers, run_blocks
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.formats.indexed_writer import IndexedWriter, publish_pairs
 from megatron.data.formats.sidecar import Sidecar, check_replaceable
 from megatron.files.plain import open_plain

@@ -17,7 +17,7 @@ from megatron.corpus.inputs.block import parse_block
 from megatron.corpus.inputs.input_blocks import blocks, check_inputs
 from megatron.corpus.inputs.input_paths import expand_inputs
 from megatron.corpus.inputs.lines import BadLines
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.errors import ConfigError, DataError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import check_writable, discard, publish_together, write_temporary

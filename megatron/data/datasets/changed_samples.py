@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.datasets.examples.rows import ExampleRows
+from megatron.data.datasets.examples.example_rows import ExampleRows
 from megatron.data.datasets.sample import ChangedSamples, DocumentSpan, Sample, SampleDataset
 
 

@@ -16,13 +16,13 @@ from megatron.config import DataConfig
 from megatron.config.objective.masking import SENTENCES, STREAM
 from megatron.data.datasets.changed_samples import CopiedPrompts
 from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, names_example_files
-from megatron.data.datasets.examples.rows import ExampleRows
-from megatron.data.datasets.examples.tokens import RecordSource, TokenizedExamples, check_first_records
+from megatron.data.datasets.examples.example_rows import ExampleRows
+from megatron.data.datasets.examples.tokenized_examples import RecordSource, TokenizedExamples, check_first_records
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
 from megatron.data.datasets.masked.texts import MaskedRows, TextRows
-from megatron.data.datasets.rows import RowDataset
+from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
 from megatron.corpus.cleaning.cleaning_report import CleaningReport
 from megatron.corpus.cleaning.documents.clean_options import CleanOptions
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 
 
 def quiet() -> ProgressLine:

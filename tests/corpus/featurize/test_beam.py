@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.corpus.featurize import beam as featurize_beam
-from megatron.corpus.featurize.back import windows_to_tokens
 from megatron.corpus.featurize.beam import featurize_with_beam, make_shard
 from megatron.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions, featurize
+from megatron.corpus.featurize.windows_to_tokens import windows_to_tokens
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.data.formats.parquet_windows import COLUMNS, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError

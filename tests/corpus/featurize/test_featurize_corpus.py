@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 import tokenizers.processors
 
-from megatron.corpus.featurize.back import windows_to_tokens
 from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize, featurize_tokens
+from megatron.corpus.featurize.windows_to_tokens import windows_to_tokens
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.data.formats.index_layout import CODE_OF_DTYPE

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.stores.operations import ImportOptions, ImportResult, audit, import_files
+from megatron.corpus.stores.importing import ImportOptions, ImportResult, import_files
+from megatron.corpus.stores.inspection import audit
 from megatron.corpus.stores.writers import open_writer
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store

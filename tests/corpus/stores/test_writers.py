@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 
 from megatron.corpus.stores import writers as store_writers
-from megatron.corpus.stores.operations import (
-    ImportOptions,
-    import_files,
-)
+from megatron.corpus.stores.importing import ImportOptions, import_files
 from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_store
 from megatron.data.stores.mongodb import explained
@@ -51,7 +48,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from megatron.corpus.stores import operations as store
 from megatron.corpus.stores import writers as store_writers
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.stores.address import StoreAddress
 writer = store_writers.open_writer(StoreAddress.of({address!r}), "web")
 add = writer.append

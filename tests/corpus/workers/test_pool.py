@@ -17,7 +17,7 @@ from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers import processes
 from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import START_METHODS, endless, pair_bytes, run, write_numbered_lines
 

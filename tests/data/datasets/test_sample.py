@@ -6,7 +6,7 @@ import pytest
 
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.gpt import GPTDataset
-from megatron.data.datasets.rows import RowDataset
+from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.datasets.sample import SampleDataset
 
 

@@ -20,13 +20,13 @@ from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
 from megatron.corpus.cleaning.documents.clean_options import CleanOptions
 from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
 from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess.check import examine
 from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.examination import examine
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.corpus.vocabulary.learning import save_vocabulary
 from megatron.corpus.workers import pool as pool_module
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import write_sidecar

@@ -9,9 +9,10 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
-from megatron.corpus.stores.operations import ImportOptions, audit, import_files
+from megatron.corpus.stores.importing import ImportOptions, import_files
+from megatron.corpus.stores.inspection import audit
 from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.parquet_windows import WindowFile

@@ -21,11 +21,11 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.files.flag_files import read_group_files
 from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess.check import examine, report, sample_documents
 from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.examination import examine, report, sample_documents
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar

@@ -21,7 +21,7 @@ from megatron.checkpoint.recovery import find
 from megatron.corpus.preprocess import encode as encode_module
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data import loader as loader_module
 from megatron.observe.metrics_file import read_steps
 from tests.helpers.ranks import run_ranks

@@ -13,7 +13,7 @@ import torch
 from examples.jax_lm_training.jax_lm import log_style as style
 from examples.jax_lm_training.jax_lm import train
 from megatron.checkpoint.record import Progress
-from megatron.data.datasets.rows import RowDataset
+from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.datasets.sample import Sample
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.inference.loading import open_checkpoint

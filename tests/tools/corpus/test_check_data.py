@@ -12,7 +12,7 @@ import pytest
 
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.helpers.vocabulary import write_vocabulary
 

@@ -8,7 +8,7 @@ import pytest
 from megatron.config import MaskingConfig
 from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.datasets.masked.texts import MaskedRows, TextRows
-from megatron.data.datasets.rows import RowDataset
+from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.order.plan import Segment

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.preprocess import check as check_module
-from megatron.corpus.preprocess.check import examine, report, sample_documents
+from megatron.corpus.preprocess import examination as check_module
+from megatron.corpus.preprocess.examination import examine, report, sample_documents
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, write_sidecar

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron.data.datasets.examples.rows import ExampleRows
-from megatron.data.datasets.examples.tokens import RecordSource, TokenizedExamples
+from megatron.data.datasets.examples.example_rows import ExampleRows
+from megatron.data.datasets.examples.tokenized_examples import RecordSource, TokenizedExamples
 from megatron.data.order.index_cache import IndexCache
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.chat import load_chat_template

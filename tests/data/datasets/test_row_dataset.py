@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.data.datasets.rows import RowDataset
+from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.order.plan import Segment
 from megatron.errors import DataError
 

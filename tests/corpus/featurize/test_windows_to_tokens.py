@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.featurize import back as featurize_back
 from megatron.corpus.featurize import shards as featurize_shards
-from megatron.corpus.featurize.back import windows_to_tokens
+from megatron.corpus.featurize import windows_to_tokens as featurize_back
 from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
 from megatron.corpus.featurize.window_cutting import Cutting
+from megatron.corpus.featurize.windows_to_tokens import windows_to_tokens
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.parquet_windows import WindowFile

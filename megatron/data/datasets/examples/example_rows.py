@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron import log
-from megatron.data.datasets.examples.tokens import TokenizedExamples
+from megatron.data.datasets.examples.tokenized_examples import TokenizedExamples
 from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.order.packing import best_fit
 from megatron.data.order.row_order import RowSource

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.data.datasets.examples.rows import ExampleRows, windows
-from megatron.data.datasets.examples.tokens import RecordSource, TokenizedExamples
+from megatron.data.datasets.examples.example_rows import ExampleRows, windows
+from megatron.data.datasets.examples.tokenized_examples import RecordSource, TokenizedExamples
 from megatron.data.order.index_cache import IndexCache
 from megatron.tokenizers.chat import load_chat_template
 

@@ -1,0 +1,233 @@
+"""Random prefixes of samples and documents: where they may end, what they depend on, and which labels count."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.data.build import SplitDatasets, build_split_datasets
+from megatron.data.datasets.changed_samples import PrefixDataset, ShortenedDataset, is_copied, prefix_length
+from megatron.data.datasets.examples.example_options import ExampleOptions
+from megatron.data.datasets.sample import DocumentSpan, Sample
+from megatron.data.sources.source import DataRequest
+from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from tests.helpers.vocabulary import write_vocabulary
+
+EOD = 9
+ROWS = np.array(
+    [
+        [1, 2, 3, EOD, 5, 6, EOD, EOD, 7, 8, 1],  # documents of 4, 3 and 1 tokens, and the beginning of another
+        [1, 2, 3, 4, 5, 6, 7, 8, 1, EOD, 2],  # the inputs end with the document
+        [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3],
+    ]
+)
+
+
+@dataclass
+class _Rows:
+    loss_mask: np.ndarray | None = None
+    read_samples: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return ROWS[sample]
+
+    def read(self, sample: int) -> Sample:
+        return Sample(ROWS[sample], self.loss_mask)
+
+    def source_of(self, sample: int) -> int:
+        return 10 + sample
+
+    def locate(self, sample: int, position: int) -> str:
+        return f"{sample}:{position}"
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        return [DocumentSpan(sample, 0, 11)]
+
+
+def test_every_length_is_drawn_equally_often_and_depends_on_seed_sample_and_document() -> None:
+    drawn = Counter(prefix_length(10, 3, sample, 0) for sample in range(20_000))
+    assert sorted(drawn) == list(range(1, 11))
+    # chi-squared with 9 degrees of freedom exceeds 27.9 once in a thousand seeds
+    assert sum((count - 2000) ** 2 / 2000 for count in drawn.values()) < 27.9
+    lengths = [[prefix_length(1000, *key) for key in zip(*keys, strict=True)] for keys in _keys()]
+    assert len({tuple(row) for row in lengths}) == len(lengths)
+    assert prefix_length(0, 1, 2, 3) == 1
+
+
+def _keys() -> list[tuple[range | list[int], ...]]:
+    same = [5] * 20
+    return [(range(20), same, same), (same, range(20), same), (same, same, range(20))]
+
+
+def test_one_prefix_a_sample() -> None:
+    for seed in range(50):
+        sample = PrefixDataset(_Rows(), seed).read(0)
+        assert sample.prefix_mask is not None and sample.loss_mask is None
+        length = int(sample.prefix_mask.sum())
+        assert length == prefix_length(10, seed, 0, 0) and sample.prefix_mask[:length].all()
+        assert np.array_equal(sample.tokens, ROWS[0])
+
+
+@pytest.mark.parametrize(("row", "documents"), [(0, [(0, 4), (4, 7), (7, 8), (8, 10)]), (1, [(0, 10)]), (2, [(0, 10)])])
+def test_one_prefix_a_document_that_leaves_out_its_end(row: int, documents: list[tuple[int, int]]) -> None:
+    lengths = set()
+    for seed in range(50):
+        sample = PrefixDataset(_Rows(), seed, EOD).read(row)
+        assert sample.prefix_mask is not None
+        for number, (first, last) in enumerate(documents):
+            mask = sample.prefix_mask[first:last]
+            is_complete = bool(ROWS[row][last - 1] == EOD)
+            length = prefix_length(last - first - is_complete, seed, row, number)
+            assert mask.sum() == length and mask[:length].all()
+            assert not (is_complete and last - first > 1 and mask[-1])
+            lengths.add((number, length))
+    assert len(lengths) > len(documents)
+
+
+@pytest.mark.parametrize("eod_id", [None, EOD])
+def test_labels_inside_a_prefix_do_not_count_and_the_first_target_does(eod_id: int | None) -> None:
+    for seed in range(20):
+        for row in range(3):
+            sample = PrefixDataset(_Rows(), seed, eod_id, on_targets_only=True).read(row)
+            assert sample.prefix_mask is not None and sample.loss_mask is not None
+            followed_by_prefix = np.append(sample.prefix_mask[1:], False)
+            begins = np.append(False, ROWS[row][:-1] == EOD)[1:10] if eod_id else np.zeros(9, bool)
+            inside = sample.prefix_mask & followed_by_prefix & ~np.append(begins, False)
+            assert np.array_equal(sample.loss_mask, ~inside)
+
+
+def test_a_mask_of_the_samples_still_holds() -> None:
+    known = np.array([True] * 7 + [False] * 3)
+    for seed in range(20):
+        sample = PrefixDataset(_Rows(known), seed, on_targets_only=True).read(1)
+        alone = PrefixDataset(_Rows(), seed, on_targets_only=True).read(1)
+        assert np.array_equal(sample.loss_mask, alone.loss_mask & known)
+    assert PrefixDataset(_Rows(known), 1).read(1).loss_mask is known
+
+
+def test_everything_else_is_passed_on() -> None:
+    dataset = PrefixDataset(_Rows(), 1)
+    assert len(dataset) == 3 and dataset.source_of(2) == 12 and dataset.locate(1, 4) == "1:4"
+    assert dataset.spans(1) == [DocumentSpan(1, 0, 11)] and np.array_equal(dataset[2], ROWS[2])
+
+
+LENGTH, WHOLE = 8, 32
+
+
+class Rows:
+    """Samples with every field, or with tokens only."""
+
+    def __init__(self, *, has_labels: bool = False) -> None:
+        self.has_labels = has_labels
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        text = np.arange(sample, sample + WHOLE + 1)
+        if not self.has_labels:
+            return Sample(text)
+        mask, segments = np.ones(WHOLE, np.float32), np.zeros(WHOLE, np.int64)
+        return Sample(text[:-1], mask, segments, segments > 0, text[1:], segments, is_swapped=True)
+
+    def source_of(self, sample: int) -> int:
+        return sample % 3
+
+    def locate(self, sample: int, position: int) -> str:
+        return f"{sample}:{position}"
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        return [DocumentSpan(4, 2, 6), DocumentSpan(5, 0, WHOLE - 5)]
+
+
+def test_the_first_tokens_and_the_one_after_them() -> None:
+    short = ShortenedDataset(Rows(), LENGTH)
+    assert short[3].tolist() == list(range(3, 3 + LENGTH + 1))
+    assert short.spans(3) == [DocumentSpan(4, 2, 6), DocumentSpan(5, 0, 3)]
+    assert ShortenedDataset(Rows(), 5).spans(3) == [DocumentSpan(4, 2, 6)]
+    assert (len(short), short.source_of(4), short.locate(3, 2)) == (400, 1, "3:2")
+
+
+def test_every_field_is_cut() -> None:
+    read = ShortenedDataset(Rows(has_labels=True), LENGTH).read(3)
+    arrays = [part for part in read if isinstance(part, np.ndarray)]
+    assert len(arrays) == 6 and all(part.shape == (LENGTH,) for part in arrays)
+    assert read.labels is not None and read.labels.tolist() == list(range(4, 4 + LENGTH)) and read.is_swapped
+
+
+def test_prefixes_are_drawn_within_the_cut() -> None:
+    dataset = PrefixDataset(ShortenedDataset(Rows(), LENGTH), 1234, on_targets_only=True)
+    masks = [dataset.read(sample).loss_mask for sample in range(400)]
+    counted = np.array([mask.sum() for mask in masks if mask is not None])
+    assert counted.min() == 1 and counted.max() == LENGTH
+    assert abs(counted.mean() - (LENGTH + 1) / 2) < 0.4, "what the objective divides by"
+
+
+LENGTH, COUNT, SEED = 31, 40, 1234
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Questions that are much longer than their answers, and another number in each."""
+    records = [{"q": f"where in the {number}?", "a": f"{number}"} for number in range(COUNT)]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+def build(path: str, tokenizer: Tokenizer, probability: float, split: str = "4,1,0") -> SplitDatasets:
+    data = DataConfig(seq_length=LENGTH, data_path=(path,), split=split)
+    options = ExampleOptions(on_targets_only=True, copy_prompt_probability=probability)
+    return build_split_datasets(DataRequest(data, LENGTH, SEED, (96, 8, 0), tokenizer=tokenizer, examples=options))[0]
+
+
+def test_drawn_samples_answer_with_their_prompts_and_no_other_sample_changes(path: str, tokenizer: Tokenizer) -> None:
+    plain, mixed = build(path, tokenizer, 0.0), build(path, tokenizer, 0.5)
+    again = build(path, tokenizer, 0.5)
+    assert plain.train is not None and mixed.train is not None and again.train is not None
+    copied = []
+    for number in range(96):
+        sample, original = mixed.train.read(number), plain.train.read(number)
+        prompt, answer = tokenizer.decode(original.tokens.tolist()).partition("\n")[::2]
+        assert (again.train.read(number).tokens == sample.tokens).all()
+        assert sample.loss_mask is not None and original.loss_mask is not None
+        counted = tokenizer.decode(sample.tokens[1:][sample.loss_mask].tolist())
+        if is_copied(0.5, SEED, number):
+            copied.append(number)
+            assert tokenizer.decode(sample.tokens.tolist()).startswith(f"{prompt}\n{prompt}<|endoftext|>")
+            assert counted == f"{prompt}<|endoftext|>"
+        else:
+            assert (sample.tokens == original.tokens).all() and (sample.loss_mask == original.loss_mask).all()
+            assert answer.startswith(counted)
+    assert 30 < len(copied) < 66
+    first, second = ({number % 32 for number in copied if number // 32 == epoch} for epoch in (0, 1))
+    assert first != second, "every epoch copies others"
+
+
+def test_validation_is_never_changed(path: str, tokenizer: Tokenizer) -> None:
+    plain, all_copied = build(path, tokenizer, 0.0), build(path, tokenizer, 1.0)
+    for number in range(8):
+        assert (plain.valid["valid"][number] == all_copied.valid["valid"][number]).all()
+
+
+def test_the_share_is_the_probability() -> None:
+    for probability in (0.0, 0.1, 0.75, 1.0):
+        drawn = [is_copied(probability, SEED, sample) for sample in range(4000)]
+        assert np.mean(drawn) == pytest.approx(probability, abs=0.02)
