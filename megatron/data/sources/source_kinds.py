@@ -8,7 +8,7 @@ import os
 from abc import abstractmethod
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def source_of(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
     if request.masked is None:
         return _TokenSource(prefix, request)
     kind = _SentenceSource if request.masked.masking.masked_samples == SENTENCES else _TextSource
-    return kind(prefix, request, request.masked)
+    return kind(prefix, request)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,7 +104,9 @@ class _TokenSource(Source):
 
     @cached_property
     def _indexed(self) -> IndexedDataset:
-        return _open_token_file(self.prefix, self._request.data.data_impl)
+        indexed = IndexedDataset(self.prefix)
+        _check_layout(indexed, self._request.data.data_impl)
+        return indexed
 
     def _segment(self, stem: str, source: SourcePlan, segment: Segment, plan: DataPlan) -> Indices:
         """The index arrays of a segment: our own if there are, else upstream's if they fit, else new ones."""
@@ -132,14 +134,18 @@ class _TokenSource(Source):
         return Indices(arrays["document"], arrays["sample"], arrays["shuffle"])
 
 
-class _SentenceSource(_TokenSource):
-    """A token file whose sequences are sentences, for masked samples of sentence pairs; split by documents."""
+class _MaskedSource(_TokenSource):
+    """A token file that masked samples are made of."""
 
-    def __init__(self, prefix: str, request: DataRequest, options: MaskedOptions) -> None:
+    def __init__(self, prefix: str, request: DataRequest) -> None:
         super().__init__(prefix, request)
-        self._options = options
+        self._options = cast(MaskedOptions, request.masked)
         self._vocabulary = request.masked_vocabulary
-        options.predictions(request.sequence_length)
+        self._options.predictions(request.sequence_length)
+
+
+class _SentenceSource(_MaskedSource):
+    """A token file whose sequences are sentences, for masked samples of sentence pairs; split by documents."""
 
     def __len__(self) -> int:
         return len(self._file)
@@ -332,22 +338,8 @@ class _PairSource(_PackedSource[PackedPairs]):
         return PackedPairs(self._pairs, first, last, request.sequence_length, request.seed, padding_id, self.cache)
 
 
-class _TextSource(_PackedSource[TextRows]):
+class _TextSource(_PackedSource[TextRows], _MaskedSource):
     """A token file as plain text for masked samples, whatever sequences it consists of; split by documents."""
-
-    is_token_file = True
-
-    def __init__(self, prefix: str, request: DataRequest, options: MaskedOptions) -> None:
-        super().__init__(prefix, request)
-        self._options = options
-        self._vocabulary = request.masked_vocabulary
-        options.predictions(request.sequence_length)
-
-    def _check_files(self, sequence_length: int | None) -> None:
-        check_pair(self.prefix)
-
-    def facts(self) -> Facts:
-        return _TokenSource(self.prefix, self._request).facts()
 
     def __len__(self) -> int:
         return len(self._indexed.documents) - 1
@@ -355,10 +347,6 @@ class _TextSource(_PackedSource[TextRows]):
     def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
         rows, request = super().dataset(planned, group, plan), self._request
         return MaskedRows(rows, request.seed, request.sequence_length, self._options, self._vocabulary)
-
-    @cached_property
-    def _indexed(self) -> IndexedDataset:
-        return _open_token_file(self.prefix, self._request.data.data_impl)
 
     def _pack(self, first: int, last: int) -> TextRows:
         runs_on = self._options.masking.masked_samples == STREAM
@@ -427,12 +415,6 @@ class _ExampleSource(_PackedSource[ExampleRows]):
 
     def _report(self, rows: ExampleRows, split: str) -> None:
         rows.report(split)
-
-
-def _open_token_file(prefix: str, data_impl: str) -> IndexedDataset:
-    indexed = IndexedDataset(prefix)
-    _check_layout(indexed, data_impl)
-    return indexed
 
 
 def _check_layout(indexed: IndexedDataset, data_impl: str) -> None:
