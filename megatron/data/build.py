@@ -12,7 +12,6 @@ import numpy as np
 from megatron import log
 from megatron.config import DataConfig, WeightedGroup
 from megatron.config.flags.blends import read_blend, shown_split
-from megatron.config.objective.loss import CAUSAL
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.open_files import allow_open_files, uses_of
 from megatron.data.datasets.sample import SampleDataset
@@ -149,24 +148,12 @@ def token_file_prefixes(data: DataConfig) -> list[str]:
     return [part for prefix in data_prefixes(data) for part in source_of(prefix).token_files]
 
 
-def check_sources(
-    data: DataConfig,
-    sequence_length: int | None,
-    objective: str = CAUSAL,
-    needed_by: str = "",
-    excluded_by: str = "",
-) -> None:
+def check_sources(data: DataConfig, use: SourceUse) -> None:
     """Checks that the sources exist, so that wrong ones are refused before anything heavy is imported or built.
-
-    Args:
-        sequence_length: tokens of a sample; None if it is not known.
-        needed_by: a flag that was given and is only for examples; empty if there is none.
-        excluded_by: one that was given and does not go with examples.
 
     Raises:
         MegatronError: with all problems at once, see `Source.check`.
     """
-    use = SourceUse(sequence_length, objective, needed_by, excluded_by)
     failures: list[MegatronError] = []
     for prefix in data_prefixes(data):
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -280,10 +281,9 @@ class BatchLoader:
         reads: bool = True,
     ) -> None:
         self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.options = options or BatchOptions()
+        self._share = partial(
+            MicroBatches, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size, options=options
+        )
         self.ahead = ahead
         self.reads = reads
         self._reading: PendingRead[Batch] | None = None
@@ -345,14 +345,5 @@ class BatchLoader:
             self._expected = expected
 
     def _micro_batches(self, wanted: _Wanted) -> MicroBatches:
-        first_sample, global_batch_size, stop_sample = wanted
-        return MicroBatches(
-            self.dataset,
-            first_sample=first_sample,
-            global_batch_size=global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            dp_rank=self.dp_rank,
-            dp_size=self.dp_size,
-            stop_sample=stop_sample,
-            options=self.options,
-        )
+        first, size, stop = wanted
+        return self._share(self.dataset, first_sample=first, global_batch_size=size, stop_sample=stop)

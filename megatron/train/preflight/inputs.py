@@ -15,6 +15,7 @@ from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, WORDPIECE_TO
 from megatron.data.build import check_sources, data_prefixes
 from megatron.data.datasets.examples.example_files import names_example_files
 from megatron.data.datasets.examples.example_options import ExampleOptions
+from megatron.data.sources.source import SourceUse
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError, StorageError
 from megatron.tokenizers.hugging_face import local_files
 from megatron.tokenizers.tokenizer_files import check_tokenizer_file
@@ -71,7 +72,7 @@ def source_failures(request: RunRequest, wrong: Collection[str]) -> list[Megatro
     length = None if "seq_length" in wrong else data.seq_length
     failures: list[MegatronError] = []
     try:
-        check_sources(data, length, request.loss.objective, options.needed_by, options.excluded_by)
+        check_sources(data, SourceUse(length, request.loss.objective, options.needed_by, options.excluded_by))
     except MegatronError as failure:
         failures.append(failure)
     if request.finetuning.chat_template is not None and any(map(names_example_files, prefixes)):

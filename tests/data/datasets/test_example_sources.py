@@ -13,7 +13,7 @@ from megatron.data.build import build_split_datasets, check_sources, data_finger
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
-from megatron.data.sources.source import DataRequest
+from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.corpora import write_corpus
@@ -164,7 +164,7 @@ def test_flags_for_examples_are_refused_with_other_data(tmp_path: Path, tokenize
     corpus = write_corpus(tmp_path / "corpus", [50, 14])
     data = DataConfig(seq_length=LENGTH, data_path=(corpus,))
     with pytest.raises(ConfigError, match=f"--pack-examples is for examples with answers .*{corpus} does not hold"):
-        check_sources(data, LENGTH, needed_by="--pack-examples")
+        check_sources(data, SourceUse(LENGTH, needed_by="--pack-examples"))
     with pytest.raises(ConfigError, match="--pack-examples is for examples"):
         build(tokenizer, corpus, options=PACKED)
     with new_database("sqlite", tmp_path) as database:
@@ -172,30 +172,30 @@ def test_flags_for_examples_are_refused_with_other_data(tmp_path: Path, tokenize
         database.write_pairs({"chat": numbered([("q", "a")])})
         web, chat = (DataConfig(seq_length=LENGTH, data_path=(database.address(name),)) for name in ("web", "chat"))
         with pytest.raises(ConfigError, match="--loss-on-targets-only is for examples"):
-            check_sources(web, LENGTH, needed_by="--loss-on-targets-only")
-        check_sources(chat, LENGTH, needed_by="--loss-on-targets-only")
+            check_sources(web, SourceUse(LENGTH, needed_by="--loss-on-targets-only"))
+        check_sources(chat, SourceUse(LENGTH, needed_by="--loss-on-targets-only"))
 
 
 def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "chat.jsonl", 3)
     data = DataConfig(seq_length=LENGTH, data_path=(path,))
-    check_sources(data, LENGTH)
+    check_sources(data, SourceUse(LENGTH))
     with pytest.raises(ConfigError, match="holds examples with answers, which --objective prefix does not train on"):
-        check_sources(data, LENGTH, "prefix")
+        check_sources(data, SourceUse(LENGTH, "prefix"))
     with pytest.raises(DataError, match="--objective multitask trains on pairs"):
-        check_sources(data, LENGTH, "multitask")
+        check_sources(data, SourceUse(LENGTH, "multitask"))
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
-        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/none.jsonl",)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/none.jsonl",)), SourceUse(LENGTH))
     cut = "chat.jsonl holds examples with answers, and --curriculum-learning cuts off the ends of samples"
     with pytest.raises(ConfigError, match=cut):
-        check_sources(data, LENGTH, excluded_by="--curriculum-learning")
+        check_sources(data, SourceUse(LENGTH, excluded_by="--curriculum-learning"))
     with pytest.raises(ConfigError, match=cut):
         build(tokenizer, path, options=ExampleOptions(excluded_by="--curriculum-learning"))
     Path(path).write_text('{"text": "a document"}\n')
     with pytest.raises(DataError, match=r"chat\.jsonl:1: it has the keys \['text'\]"):
-        check_sources(data, LENGTH)
+        check_sources(data, SourceUse(LENGTH))
     Path(path).write_text('[{"text": "lists are only parsed as a whole"}]')
-    check_sources(data, LENGTH)
+    check_sources(data, SourceUse(LENGTH))
     write(Path(path), 3)
     with pytest.raises(ConfigError, match="Examples are encoded while they are read, which needs a tokenizer"):
         build(None, path)

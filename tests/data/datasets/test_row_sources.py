@@ -21,7 +21,7 @@ from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.parquet_windows import WindowFile, shard_name
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
-from megatron.data.sources.source import DataRequest
+from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
@@ -152,16 +152,16 @@ def test_the_record_of_windows_in_a_checkpoint(windows: str, tmp_path: Path) -> 
 
 
 def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) -> None:
-    check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), LENGTH)
+    check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(LENGTH))
     with pytest.raises(
         ConfigError, match=r"--seq-length 16 does not fit .*train\*, which have 8.* Give --seq-length 8"
     ):
-        check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), 16)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(16))
     (tmp_path / shard_name("wikitext.train", 1, 4)).unlink()
     with pytest.raises(DataError, match="wikitext.train-00001-of-00004 is missing: 3 of 4 shards are there"):
-        check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(LENGTH))
     with pytest.raises(DataError, match=r"nothing.train\* names no Parquet file"):
-        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/nothing.train*",)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/nothing.train*",)), SourceUse(LENGTH))
 
 
 def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

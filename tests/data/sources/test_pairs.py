@@ -26,7 +26,7 @@ from megatron.data.formats.sidecar import Sidecar, write_sidecar
 from megatron.data.loader import Batch, BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
 from megatron.data.sources.pairs import TokenPairs, names_pairs
-from megatron.data.sources.source import DataRequest
+from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.sources.source_kinds import source_of
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
@@ -209,14 +209,14 @@ def test_what_identifies_pairs(pairs: str) -> None:
 
 def test_sources_and_objectives_that_do_not_go_together(pairs: str, tmp_path: Path) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(pairs,))
-    check_sources(data, LENGTH, "multitask")
+    check_sources(data, SourceUse(LENGTH, "multitask"))
     with pytest.raises(ConfigError, match=r"tasks_inputs_document.idx\), which --objective causal does not train on"):
-        check_sources(data, LENGTH)
+        check_sources(data, SourceUse(LENGTH))
     corpus = DataConfig(seq_length=LENGTH, data_path=(write_corpus(tmp_path / "corpus", [5]),))
     with pytest.raises(
         DataError, match=r"there is no .*/corpus_inputs_document.idx next to a .*--json-keys inputs targ"
     ):
-        check_sources(corpus, LENGTH, "multitask")
+        check_sources(corpus, SourceUse(LENGTH, "multitask"))
 
 
 def test_inputs_without_their_targets_are_refused(pairs: str, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_inputs_without_their_targets_are_refused(pairs: str, tmp_path: Path) ->
         TokenPairs(pairs)
     (tmp_path / "tasks_targets_document.idx").unlink()
     with pytest.raises(DataError, match=r"tasks_targets_document"):
-        check_sources(DataConfig(seq_length=LENGTH, data_path=(pairs,)), LENGTH, "multitask")
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(pairs,)), SourceUse(LENGTH, "multitask"))
 
 
 def test_records_that_are_missing_on_one_side_are_pointed_out(pairs: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets, check_sources, data_fingerprint, describe
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
-from megatron.data.sources.source import DataRequest
+from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.sources.store_rows import DocumentEncoder, StoreRows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.library import Tokenizer
@@ -158,11 +158,11 @@ def test_stores_that_are_unusable_for_training(database: Database, tokenizer: To
     with pytest.raises(DataError, match="there is no collection 'wbe'; it has"):
         build(database.address("wbe"), tokenizer)
     with pytest.raises(DataError, match="nothing.db"):
-        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"sqlite:///{tmp_path}/nothing.db",)), LENGTH)
-    check_sources(DataConfig(seq_length=LENGTH, data_path=(database.base,)), LENGTH)
-    check_sources(DataConfig(seq_length=LENGTH, data_path=("mongodb://nowhere/corpus",)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"sqlite:///{tmp_path}/nothing.db",)), SourceUse(LENGTH))
+    check_sources(DataConfig(seq_length=LENGTH, data_path=(database.base,)), SourceUse(LENGTH))
+    check_sources(DataConfig(seq_length=LENGTH, data_path=("mongodb://nowhere/corpus",)), SourceUse(LENGTH))
     with pytest.raises(ConfigError, match="mongodb://nowhere names no database"):
-        check_sources(DataConfig(seq_length=LENGTH, data_path=("mongodb://nowhere",)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=("mongodb://nowhere",)), SourceUse(LENGTH))
 
 
 def test_no_password_gets_into_plans_and_manifests(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from megatron.data.datasets.masked.masked_options import MaskedOptions
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
 from megatron.data.order.sentence_map import SentenceRules, build_sentence_map
-from megatron.data.sources.source import DataRequest
+from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.sources.source_kinds import source_of
 from megatron.errors import ConfigError, DataError
 from tests.data.datasets.masked.corpora import VOCABULARY, write_sentences, write_texts
@@ -151,10 +151,10 @@ def test_data_that_fit_no_masked_samples(prefixes, word_tokenizer, tmp_path):
     with pytest.raises(
         ConfigError, match=r"chat.jsonl is not a token file, and --objective masked trains on token files"
     ):
-        check_sources(data_of(f"{tmp_path}/chat.jsonl"), LENGTH, "masked")
+        check_sources(data_of(f"{tmp_path}/chat.jsonl"), SourceUse(LENGTH, "masked"))
     with pytest.raises(ConfigError, match=r"mongodb://host/database is not a token file"):
-        check_sources(data_of("mongodb://host/database"), LENGTH, "masked")
-    check_sources(data_of(*prefixes[:1]), LENGTH, "masked")
+        check_sources(data_of("mongodb://host/database"), SourceUse(LENGTH, "masked"))
+    check_sources(data_of(*prefixes[:1]), SourceUse(LENGTH, "masked"))
 
 
 def test_samples_without_parts_need_no_pairs(word_tokenizer, tmp_path):
