@@ -39,7 +39,6 @@ class Audit:
 
     Args:
         counted: documents according to `meta_info`, None where it says nothing.
-        found: documents there are.
         holes: the first stretches of missing numbers, both ends included; `hole_count` counts the numbers of all.
         duplicates: the first numbers that are there more than once; `duplicate_count` counts the surplus documents.
         unnumbered: documents without an idx.
@@ -47,7 +46,6 @@ class Audit:
 
     name: str
     counted: int | None
-    found: int = 0
     size: int = 0
     holes: list[tuple[int, int]] = field(default_factory=list)
     hole_count: int = 0
@@ -89,11 +87,10 @@ def _audit_one(backend: StoreBackend, name: str) -> Audit:
     facts = backend.facts(name)
     outcome = Audit(name, facts.counted)
     if not facts.is_numbered:
-        outcome.found = outcome.unnumbered = backend.count(name)
+        outcome.unnumbered = backend.count(name)
         return outcome
     expected = 0
     for idx in backend.indices(name):
-        outcome.found += 1
         if idx is None:
             outcome.unnumbered += 1
         elif idx < expected:

@@ -206,7 +206,7 @@ class _SqliteWriter:
                 f"than SQLite holds ({failure}). Divide it, or leave it out."
             ) from failure
         except sqlite3.Error as failure:
-            raise sqlite_error(self._path, failure, BUSY_SECONDS) from failure
+            raise sqlite_error(self._path, failure) from failure
 
 
 class _MongoWriter:

@@ -12,6 +12,7 @@ import numpy as np
 from megatron.tokenizers.library import Tokenizer
 
 _BATCH = 256  # documents encoded together
+_SHOWN_DIFFERENCES = 3
 _SHOWN_LETTERS = 30
 
 
@@ -62,12 +63,8 @@ class RoundTrip:
         ]
 
 
-def round_trip(tokenizer: Tokenizer, texts: Iterable[str], shown: int = 3) -> RoundTrip:
-    """Encodes and decodes texts; what the tokenizer adds around a text is taken off before it is decoded.
-
-    Args:
-        shown: differences to keep.
-    """
+def round_trip(tokenizer: Tokenizer, texts: Iterable[str]) -> RoundTrip:
+    """Encodes and decodes texts; what the tokenizer adds around a text is taken off before it is decoded."""
     outcome = RoundTrip()
     remaining = iter(texts)
     while batch := list(islice(remaining, _BATCH)):
@@ -75,17 +72,17 @@ def round_trip(tokenizer: Tokenizer, texts: Iterable[str], shown: int = 3) -> Ro
         ids, lengths = tokenizer.encode_flat(batch)
         outcome.seconds += time.perf_counter() - started_at
         for text, row in zip(batch, _rows(ids, lengths), strict=True):
-            _count(outcome, tokenizer, text, row, shown)
+            _count(outcome, tokenizer, text, row)
     return outcome
 
 
-def _count(outcome: RoundTrip, tokenizer: Tokenizer, text: str, row: Sequence[int], shown: int) -> None:
+def _count(outcome: RoundTrip, tokenizer: Tokenizer, text: str, row: Sequence[int]) -> None:
     before, after = (len(ids) for ids in tokenizer.added)
     row = row[before : len(row) - after]
     became = tokenizer.decode(row)
     if became != text:
         outcome.inexact += 1
-        if len(outcome.differences) < shown:
+        if len(outcome.differences) < _SHOWN_DIFFERENCES:
             outcome.differences.append(_difference(outcome.documents, text, became))
     outcome.documents += 1
     outcome.text_bytes += len(text.encode("utf-8", errors="surrogatepass"))

@@ -47,27 +47,25 @@ class SqliteCollections(StoreBackend):
 
     Args:
         path: the file; it is never created.
-        busy_seconds: how long to wait for a process that writes.
 
     Raises:
         DataError: there is no such file, or it is not a SQLite file.
     """
 
-    def __init__(self, path: str, busy_seconds: float = BUSY_SECONDS) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         self.shown = path
-        self._busy_seconds = busy_seconds
         self._threads = threading.local()
         self._tables: dict[str, _Table] = {}
         with self._explained():
             self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "shown": self.shown, "busy_seconds": self._busy_seconds, "tables": self._tables}
+        return {"path": self.path, "shown": self.shown, "tables": self._tables}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.path, self.shown = state["path"], state["shown"]
-        self._busy_seconds, self._tables = state["busy_seconds"], state["tables"]
+        self._tables = state["tables"]
         self._threads = threading.local()
 
     def names(self) -> tuple[str, ...]:
@@ -161,7 +159,7 @@ class SqliteCollections(StoreBackend):
         # "rw" creates nothing and lets SQLite roll back what a killed writer left; query_only refuses every change.
         address = f"file:{quote(os.path.abspath(self.path))}?mode=rw"
         connection = sqlite3.connect(  # no two threads use it at once, but a scan may wander from one to another
-            address, uri=True, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
+            address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         connection.text_factory = bytes
         connection.execute("PRAGMA query_only = ON")
@@ -172,7 +170,7 @@ class SqliteCollections(StoreBackend):
         try:
             yield
         except sqlite3.Error as failure:
-            raise sqlite_error(self.path, failure, self._busy_seconds) from failure
+            raise sqlite_error(self.path, failure) from failure
 
     def _tables_of_file(self) -> list[str]:
         rows = self._connection.execute(
@@ -248,12 +246,12 @@ def quoted_name(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def sqlite_error(path: str, failure: sqlite3.Error, busy_seconds: float) -> MegatronError:
+def sqlite_error(path: str, failure: sqlite3.Error) -> MegatronError:
     """The error for what SQLite refused, with the file and what to do."""
     reason = str(failure)
     if "locked" in reason or "busy" in reason:
         return StorageError(
-            f"{path} is locked by a process that writes it ({busy_seconds:g} s waited). Start again when it is done."
+            f"{path} is locked by a process that writes it ({BUSY_SECONDS:g} s waited). Start again when it is done."
         )
     if "readonly" in reason or "unable to open" in reason or "disk I/O" in reason or "full" in reason:
         return StorageError(
