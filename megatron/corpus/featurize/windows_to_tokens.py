@@ -18,7 +18,7 @@ from megatron.corpus.inputs.block import InputBlock
 from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.data.formats.indexed_writer import IndexedWriter, width_for
 from megatron.data.formats.parquet_windows import WindowFacts, WindowFile, Windows, expand_windows
-from megatron.data.formats.sidecar import Sidecar, check_replaceable
+from megatron.data.formats.sidecar import check_replaceable
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import surround
@@ -87,19 +87,8 @@ def windows_to_tokens(
                 windows += file.rows
             list(log.watch([InputBlock(path, 0, 0, None, 0, "parquet")]))
         if record is not None:
-            writer.describe_with(
-                Sidecar(
-                    documents=writer.document_count,
-                    empty=empty,
-                    skipped=0,
-                    sequences=writer.sequences,
-                    tokens=writer.tokens,
-                    append_eod=end is not None and end == record.eod_id,
-                    tokenizer=record,
-                    versions=versions(),
-                    sources=log.records(),
-                )
-            )
+            has_end = end is not None and end == record.eod_id
+            writer.describe(record, versions(), log.records(), append_eod=has_end, empty=empty)
         return BackResult(writer.document_count, writer.tokens, windows, empty, facts is not None)
 
 

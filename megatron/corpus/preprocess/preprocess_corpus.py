@@ -16,7 +16,7 @@ from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.corpus.workers.pool import choose_workers, run_blocks
 from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.formats.indexed_writer import IndexedWriter, publish_pairs
-from megatron.data.formats.sidecar import Sidecar, check_replaceable
+from megatron.data.formats.sidecar import check_replaceable
 from megatron.files.plain import open_plain
 from megatron.tokenizers.record import TokenizerRecord
 
@@ -118,24 +118,11 @@ def preprocess_blocks(
         ]
         encoded = stack.enter_context(run_blocks(EncodeWork(encoder), source, workers))
         result = _write(encoded, writers, prefixes, options, progress)
+        described = (TokenizerRecord.of(encoder.tokenizer), versions(), sources.records())
         for writer, empty in zip(writers, result.empty_of_key, strict=True):
-            writer.describe_with(_sidecar(writer, empty, result.skipped, encoder, sources))
+            writer.describe(*described, append_eod=options.append_eod, empty=empty, skipped=result.skipped)
         publish_pairs(writers)
         return result
-
-
-def _sidecar(writer: IndexedWriter, empty: int, skipped: int, encoder: BlockEncoder, sources: SourceLog) -> Sidecar:
-    return Sidecar(
-        documents=writer.document_count,
-        empty=empty,
-        skipped=skipped,
-        sequences=writer.sequences,
-        tokens=writer.tokens,
-        append_eod=encoder.options.append_eod,
-        tokenizer=TokenizerRecord.of(encoder.tokenizer),
-        versions=versions(),
-        sources=sources.records(),
-    )
 
 
 def _write(

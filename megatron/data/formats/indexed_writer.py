@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megatron import log
 from megatron.data.formats.index_layout import CODE_OF_DTYPE, LONGEST_SEQUENCE_TOKENS, IndexLayout
-from megatron.data.formats.sidecar import Sidecar, is_sidecar, sidecar_path, write_temporary_sidecar
+from megatron.data.formats.sidecar import Sidecar, SourceRecord, is_sidecar, sidecar_path, write_temporary_sidecar
 from megatron.errors import DataError, StorageError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import (
@@ -28,6 +28,7 @@ from megatron.files.replacing import (
     temporary_name,
     write_temporary,
 )
+from megatron.tokenizers.record import TokenizerRecord
 
 _NARROW_VOCABULARY_LIMIT = 65500
 _COPY_ENTRIES = 1 << 20
@@ -104,9 +105,19 @@ class IndexedWriter:
         finally:
             self._abandon()
 
-    def describe_with(self, sidecar: Sidecar) -> None:
-        """Publishes a sidecar with the pair; without one, the sidecar of an older pair of that name is removed."""
-        self._sidecar = sidecar
+    def describe(
+        self,
+        tokenizer: TokenizerRecord,
+        versions: Mapping[str, str],
+        sources: tuple[SourceRecord, ...],
+        *,
+        append_eod: bool,
+        empty: int,
+        skipped: int = 0,
+    ) -> None:
+        """Publishes a `Sidecar` with the pair, all of which is written; without one, an older one is removed."""
+        counts = (self.document_count, empty, skipped, self.sequences, self.tokens)
+        self._sidecar = Sidecar(*counts, append_eod, tokenizer, versions, sources)
 
     def add_document(self, sequences: Iterable[ArrayLike]) -> None:
         """Appends one document made of sequences of token ids; without sequences it is an empty document."""

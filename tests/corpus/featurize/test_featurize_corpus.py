@@ -91,7 +91,7 @@ def test_an_end_of_document_is_removed_and_restored(tmp_path: Path, choice: Toke
     with IndexedWriter(tmp_path / "in_text_document", np.uint16) as writer:
         writer.add_document([[1, eod]])
         writer.add_document([[2, 3]])
-        writer.describe_with(before)
+        writer.describe(before.tokenizer, before.versions, before.sources, append_eod=True, empty=0)
     with pytest.raises(DataError, match=f"document 1 ends with the id 3, not with {eod} as.*--append-eod"):
         featurize_tokens(f"{tmp_path}/in_text_document", f"{tmp_path}/w", None, small(), 1)
 

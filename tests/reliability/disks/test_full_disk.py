@@ -157,8 +157,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with IndexedWriter(folder / f"pair{seed}", np.uint16) as writer:
             for number in range(seed + 3):
                 writer.add_document([np.arange(number, number + 10)])
-            counts = (writer.document_count, 0, 0, writer.sequences, writer.tokens)
-            writer.describe_with(type(SIDECAR)(*counts, True, SIDECAR.tokenizer))
+            writer.describe(SIDECAR.tokenizer, {}, (), append_eod=True, empty=0)
     return folder
 
 
