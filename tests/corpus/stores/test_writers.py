@@ -46,7 +46,7 @@ def test_a_foreign_table_is_not_a_collection(sqlite_database: Database, tmp_path
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from megatron.corpus.stores import operations as store
+from megatron.corpus.stores import importing as store
 from megatron.corpus.stores import writers as store_writers
 from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.stores.address import StoreAddress
