@@ -74,7 +74,7 @@ def test_a_locked_file_is_reported(sqlite_database: Database, monkeypatch: pytes
     write_web_and_news(sqlite_database)
     writer = sqlite3.connect(sqlite_database.path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")
-    monkeypatch.setattr(sqlite_store.SqliteCollections.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(sqlite_store, "BUSY_SECONDS", 0.05)
     with pytest.raises(StorageError, match=r"store\.db is locked by a process that writes it \(0\.05 s waited\)"):
         open_store(sqlite_database.base)
     writer.execute("ROLLBACK")
