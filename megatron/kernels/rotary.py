@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by their positions.
+"""Rotation of queries and keys by their positions, and the split of a fused projection into them and values.
 
 Compiled, queries and keys of any strides are rotated in one pass, and of a fused projection the values are split off
 in the same pass. The results are contiguous with heads first: what the matrix products of attention want, and what its
@@ -69,6 +69,17 @@ def split_rotated(
     return *rotate_both(query, key, cos, sin, interleaved=interleaved), value
 
 
+def split_heads(qkv: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of queries, keys and values of a fused projection, to which a bias was added without a gradient of its own.
+
+    Backward, one compiled pass joins the three gradients and adds up the bias's; torch would join them, and read the
+    result again for the sum. It needs the compiled operations, and on a GPU heads of a multiple of 8 channels.
+
+    Shapes: qkv `[b, s, g, a/g + 2, d]`, bias `[g * (a/g + 2) * d]`; results `[b, a, s, d]` and twice `[b, g, s, d]`.
+    """
+    return _SplitHeads.apply(qkv, bias)  # type: ignore[no-any-return]
+
+
 def doubled(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines of all channels, for `rotate_few`. Shapes: `[..., r/2]` to `[..., r]`."""
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -120,11 +131,27 @@ def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tens
     return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
 
 
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, bias):  # type: ignore[no-untyped-def]
+        ctx.bias_dtype = bias.dtype
+        query, key, value = qkv.split([qkv.shape[3] - 2, 1, 1], dim=3)
+        return tuple(part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        sums_dtype = ctx.bias_dtype if ctx.needs_input_grad[1] else None
+        of_qkv, of_bias = torch.ops.megatron.join_heads(*gradients, sums_dtype)
+        return of_qkv, None if sums_dtype is None else of_bias
+
+
 def register() -> None:
     """Tells torch the shapes and the gradients of the compiled operations; once, after the library is loaded."""
     torch.library.register_fake("megatron::rotary", lambda query, key, *_: (_like(query), _like(key)))
     torch.library.register_fake("megatron::rotary_split", _split_shapes)
     torch.library.register_fake("megatron::rotary_join", _joined_shape)
+    torch.library.register_fake("megatron::join_heads", _joined_shapes)
     torch.library.register_autograd("megatron::rotary", _rotary_backward, setup_context=_keep_angles)
     torch.library.register_autograd("megatron::rotary_split", _split_backward, setup_context=_keep_split_angles)
 
@@ -142,6 +169,12 @@ def _split_shapes(qkv: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Te
 def _joined_shape(query: torch.Tensor, key: torch.Tensor, *_: object) -> torch.Tensor:
     batch, groups, length, size = key.shape
     return query.new_empty(batch, length, groups, query.shape[1] // groups + 2, size)
+
+
+def _joined_shapes(query, key, value, sums_dtype):  # type: ignore[no-untyped-def]
+    joined = _joined_shape(query, key)
+    count = 0 if sums_dtype is None else joined[0, 0].numel()
+    return joined, query.new_empty(count, dtype=sums_dtype or query.dtype)
 
 
 def _keep_angles(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -140,6 +140,8 @@ def test_torch_knows_the_compiled_rotations(compiled: Library) -> None:
     torch.library.opcheck(operations.rotary.default, (query, key, *table, True, False))
     torch.library.opcheck(operations.rotary_split.default, (qkv, *table, False))
     torch.library.opcheck(operations.rotary_join.default, (*gradients, *table, False))
+    for sums_dtype in (None, torch.float32):
+        torch.library.opcheck(operations.join_heads.default, (*(part.detach() for part in gradients), sums_dtype))
     assert torch.autograd.gradcheck(lambda x: operations.rotary_split(x, *table, True), qkv)
     assert torch.autograd.gradcheck(lambda one, other: operations.rotary(one, other, *table, False, True), (query, key))
     before, results = torch.get_num_threads(), []
@@ -167,3 +169,5 @@ def test_compiled_rotation_refuses_what_does_not_fit(compiled: Library) -> None:
         split(x, table, table, False)
     with pytest.raises(RuntimeError, match="must be a multiple of those of keys and values, not 3, 2 and 2"):
         torch.ops.megatron.rotary_join(x, x[:, :2], x[:, :2], table, table, False)
+    with pytest.raises(RuntimeError, match="must be a multiple of those of keys and values, not 3, 2 and 2"):
+        torch.ops.megatron.join_heads(x, x[:, :2], x[:, :2], None)

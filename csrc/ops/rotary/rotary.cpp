@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "base/host.h"
+#include "base/row_sums.h"
 
 namespace megatron::rotary {
 namespace {
@@ -213,21 +214,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rotary_split(const at::Tensor& an
   return {query, key, value};
 }
 
-// The gradient of `rotary_split`: the three gradients, of any strides, in one contiguous tensor.
-at::Tensor rotary_join(const at::Tensor& any_query, const at::Tensor& any_key, const at::Tensor& any_value,
-                       const at::Tensor& cosines, const at::Tensor& sines, bool interleaved) {
-  const c10::OptionalDeviceGuard guard(at::device_of(any_query));
-  check_same(any_query, any_key, "gradients of queries and keys");
-  check_same(any_key, any_value, "gradients of keys and values");
-  TORCH_CHECK(any_key.size(1) == any_value.size(1) && any_key.size(1) > 0 && any_query.size(1) % any_key.size(1) == 0,
-              "the heads of the queries must be a multiple of those of keys and values, not ", any_query.size(1), ", ",
-              any_key.size(1), " and ", any_value.size(1));
-  const at::Tensor query = with_dense_channels(any_query), key = with_dense_channels(any_key),
-                   value = with_dense_channels(any_value);
+void check_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
+  check_same(query, key, "gradients of queries and keys");
+  check_same(key, value, "gradients of keys and values");
+  TORCH_CHECK(key.size(1) == value.size(1) && key.size(1) > 0 && query.size(1) % key.size(1) == 0,
+              "the heads of the queries must be a multiple of those of keys and values, not ", query.size(1), ", ",
+              key.size(1), " and ", value.size(1));
+}
+
+// Writes the three to `qkv`, rotated back by the angles.
+void join(const at::Tensor& qkv, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+          const Angles& angles, bool interleaved) {
   const int64_t batch = query.size(0), tokens = query.size(2), channels = query.size(3), groups = key.size(1);
   const int64_t queries = query.size(1) / groups;
-  const Angles angles = checked_angles(cosines, sines, query, batch, tokens);
-  at::Tensor qkv = at::empty({batch, tokens, groups, queries + 2, channels}, query.options());
   const HeadStrides whole{qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3)};
   char* data = static_cast<char*>(qkv.mutable_data_ptr());
   const int64_t head_bytes = qkv.stride(3) * qkv.element_size();
@@ -241,7 +240,87 @@ at::Tensor rotary_join(const at::Tensor& any_query, const at::Tensor& any_key, c
       interleaved,
       -1.0f};
   run(task, query, angles.cosines);
+}
+
+// The gradient of `rotary_split`: the three gradients, of any strides, in one contiguous tensor.
+at::Tensor rotary_join(const at::Tensor& any_query, const at::Tensor& any_key, const at::Tensor& any_value,
+                       const at::Tensor& cosines, const at::Tensor& sines, bool interleaved) {
+  const c10::OptionalDeviceGuard guard(at::device_of(any_query));
+  check_heads(any_query, any_key, any_value);
+  const at::Tensor query = with_dense_channels(any_query), key = with_dense_channels(any_key),
+                   value = with_dense_channels(any_value);
+  const int64_t batch = query.size(0), tokens = query.size(2), groups = key.size(1);
+  const Angles angles = checked_angles(cosines, sines, query, batch, tokens);
+  const int64_t members = query.size(1) / groups + 2;
+  const at::Tensor qkv = at::empty({batch, tokens, groups, members, query.size(3)}, query.options());
+  join(qkv, query, key, value, angles, interleaved);
   return qkv;
+}
+
+// The heads of gradients, checked, and with runs of 16 bytes that begin at 16-byte boundaries where they are on a GPU.
+at::Tensor packed_heads(const at::Tensor& heads) {
+  const at::Tensor dense = with_dense_channels(heads);
+  if (!is_on_gpu(heads)) return dense;
+  bool is_packed = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0;
+  for (int64_t dim = 0; dim < 3; ++dim) is_packed = is_packed && dense.stride(dim) * dense.element_size() % 16 == 0;
+  return is_packed ? dense : dense.clone(at::MemoryFormat::Contiguous);
+}
+
+template <typename T>
+MEGATRON_CLONES void add_rows(Wide<T>* sums, const T* from, int64_t rows, int64_t columns) {
+  for (int64_t row = 0; row < rows; ++row) {
+#pragma omp simd
+    for (int64_t i = 0; i < columns; ++i) sums[i] += load(from + row * columns + i);
+  }
+}
+
+// The sum over tokens of each column of `[b, s, groups, members, d]`, to `sums`.
+void sum_tokens(const at::Tensor& sums, const at::Tensor& joined) {
+  const int64_t columns = sums.numel(), rows = joined.numel() / std::max<int64_t>(1, columns);
+  MEGATRON_ELEMENTS(joined.scalar_type(), T, [&] {
+    const T* from = data_of<T>(joined);
+    const auto wide = joined.options().dtype(std::is_same_v<T, double> ? at::kDouble : at::kFloat);
+    sums.copy_(column_sums<Wide<T>>(rows, columns, wide, [&](int64_t first, int64_t last, Wide<T>* few) {
+      add_rows(few, from + first * columns, last - first, columns);
+    }));
+  });
+}
+
+// Gradients of queries, keys and values, of any strides, in one contiguous tensor, and the sums of its columns, which are
+// the gradient of a bias, in `sums_dtype`; empty without one.
+std::tuple<at::Tensor, at::Tensor> join_heads(const at::Tensor& any_query, const at::Tensor& any_key,
+                                              const at::Tensor& any_value,
+                                              std::optional<at::ScalarType> sums_dtype) {
+  const c10::OptionalDeviceGuard guard(at::device_of(any_query));
+  check_heads(any_query, any_key, any_value);
+  const at::Tensor query = packed_heads(any_query), key = packed_heads(any_key), value = packed_heads(any_value);
+  const int64_t batch = query.size(0), tokens = query.size(2), channels = query.size(3), groups = key.size(1);
+  const int64_t queries = query.size(1) / groups, columns = groups * (queries + 2) * channels;
+  const at::Tensor qkv = at::empty({batch, tokens, groups, queries + 2, channels}, query.options());
+  const auto options = query.options().dtype(sums_dtype.value_or(query.scalar_type()));
+  const at::Tensor sums = at::empty({sums_dtype.has_value() ? columns : 0}, options);
+  if (qkv.numel() == 0) return {qkv, sums.zero_()};
+#if defined(MEGATRON_WITH_CUDA)
+  if (is_on_gpu(query)) {
+    TORCH_CHECK(channels * query.element_size() % 16 == 0, "join_heads: heads of ", channels, " channels of ",
+                query.scalar_type(), " are not multiples of 16 bytes");
+    const JoinedHeads heads{{query.const_data_ptr(), key.const_data_ptr(), value.const_data_ptr()},
+                            {grouped_strides(query, queries), grouped_strides(key, 1), grouped_strides(value, 1)},
+                            batch, tokens, groups, queries, channels};
+    const at::Tensor parts =
+        at::empty({sums_dtype.has_value() ? part_count(batch * tokens) : 0, columns}, options.dtype(at::kFloat));
+    void* to_sums = sums_dtype.has_value() ? sums.mutable_data_ptr() : nullptr;
+    check_launch(megatron_join_heads(qkv.mutable_data_ptr(), to_sums, mutable_data_of<float>(parts), &heads,
+                                     dtype_code(query.scalar_type()), dtype_code(sums.scalar_type()),
+                                     stream_of(query)),
+                 "join_heads");
+    return {qkv, sums};
+  }
+#endif
+  const at::Tensor angles = at::empty({1, 1, tokens, 0}, query.options().dtype(at::kFloat));
+  join(qkv, query, key, value, {angles, angles}, false);
+  if (sums_dtype.has_value()) sum_tokens(sums, qkv);
+  return {qkv, sums};
 }
 
 }  // namespace
@@ -253,12 +332,14 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def("rotary_split(Tensor qkv, Tensor cosines, Tensor sines, bool interleaved) -> (Tensor, Tensor, Tensor)");
   library.def(
       "rotary_join(Tensor query, Tensor key, Tensor value, Tensor cosines, Tensor sines, bool interleaved) -> Tensor");
+  library.def("join_heads(Tensor query, Tensor key, Tensor value, ScalarType? sums_dtype) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
   library.impl("rotary", &rotary);
   library.impl("rotary_split", &rotary_split);
   library.impl("rotary_join", &rotary_join);
+  library.impl("join_heads", &join_heads);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
@@ -266,6 +347,7 @@ TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
   library.impl("rotary", &rotary);
   library.impl("rotary_split", &rotary_split);
   library.impl("rotary_join", &rotary_join);
+  library.impl("join_heads", &join_heads);
 }
 #endif
 

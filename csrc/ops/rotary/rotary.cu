@@ -1,7 +1,7 @@
 // Rotary positions on a GPU: a thread takes two runs of channels, the two sides of its pairs, in one access each.
 #include "rotary/rotary.h"
 
-#include "base/device.h"
+#include "base/tiles.h"
 
 namespace {
 
@@ -114,8 +114,6 @@ __global__ void __launch_bounds__(kThreads) rotary_kernel(const Rotation task, i
   }
 }
 
-bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
 bool are_multiples(const megatron::HeadStrides& strides, int64_t size) {
   return strides.sample % size == 0 && strides.token % size == 0 && strides.group % size == 0 &&
          strides.head % size == 0;
@@ -151,6 +149,34 @@ int run(const Rotation& task, void* stream) {
   return takes_packets(task, kSize) ? launch<T, C, kSize>(task, stream) : launch<T, C, 1>(task, stream);
 }
 
+// A thread meets the same channels of one head in all its tokens. Block row `y` of the grid takes `rows_each` tokens, then
+// others at the grid's distance; if there are `parts`, each of these spans has its row of them.
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads)
+    join_heads(T* __restrict__ to, float* __restrict__ parts, const megatron::JoinedHeads heads, int64_t rows_each) {
+  const int64_t members = heads.queries + 2, columns = heads.groups * members * heads.channels;
+  const int64_t rows = heads.batch * heads.tokens;
+  const OwnColumns<T> own(columns);
+  const int64_t head = own.first / heads.channels, group = head / members, member = head - group * members;
+  const int part_of = member < heads.queries ? 0 : static_cast<int>(1 + member - heads.queries);
+  const megatron::HeadStrides& strides = heads.strides[part_of];
+  const T* from = static_cast<const T*>(heads.from[part_of]) + group * strides.group +
+                  (part_of == 0 ? member * strides.head : 0) + own.first - head * heads.channels;
+  for (int64_t part = blockIdx.y; part * rows_each < rows; part += gridDim.y) {
+    const int64_t end = (part + 1) * rows_each < rows ? (part + 1) * rows_each : rows;
+    int64_t row = part * rows_each + threadIdx.y, sample = row / heads.tokens, token = row - sample * heads.tokens;
+    Values<T> sums = {};
+    for (; row < end && own.count > 0; row += kTileRows) {
+      const Packet<T> packet = load_packet(from + sample * strides.sample + token * strides.token);
+      store_packet(to + row * columns + own.first, packet);
+      MEGATRON_UNROLL
+      for (int i = 0; i < Packet<T>::kSize; ++i) sums.of[i] += to_float(packet.values[i]);
+      for (token += kTileRows; token >= heads.tokens; token -= heads.tokens) ++sample;
+    }
+    if (parts != nullptr) store_part<T>(parts + part * columns, sums, columns);
+  }
+}
+
 }  // namespace
 
 extern "C" int megatron_rotary(const megatron::RotaryPart* parts, int part_count, const megatron::RotaryTable* table,
@@ -162,4 +188,19 @@ extern "C" int megatron_rotary(const megatron::RotaryPart* parts, int part_count
     using T = decltype(element);
     return table_dtype == megatron::kFloat32 ? run<T, float>(task, stream) : run<T, T>(task, stream);
   });
+}
+
+extern "C" int megatron_join_heads(void* to, void* sums, float* parts, const megatron::JoinedHeads* heads, int dtype,
+                                   int sums_dtype, void* stream) {
+  constexpr int kRowsPerThread = 8;  // without sums
+  const int64_t rows = heads->batch * heads->tokens, columns = heads->groups * (heads->queries + 2) * heads->channels;
+  const int64_t rows_each = sums != nullptr ? megatron::rows_per_part(rows) : kTileRows * kRowsPerThread;
+  const int error = with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    MEGATRON_LAUNCH((join_heads<T>), tile_grid<T>(rows, rows_each, columns), tile_block(), 0, stream,
+                    static_cast<T*>(to), sums != nullptr ? parts : nullptr, *heads, rows_each);
+    return static_cast<int>(cudaGetLastError());
+  });
+  if (sums == nullptr || error != 0) return error;
+  return launch_sum_parts(sums, sums_dtype, parts, blocks_for(rows, rows_each), columns, stream);
 }

@@ -38,6 +38,13 @@ MEGATRON_HOST_DEVICE int64_t offset_of(const HeadStrides& strides, int64_t sampl
   return sample * strides.sample + token * strides.token + group * strides.group + head * strides.head;
 }
 
+// Heads of queries, keys and values that are joined into rows `[groups, queries of a group + 2, d]`, one a token.
+struct JoinedHeads {
+  const void* from[kMostRotaryParts];
+  HeadStrides strides[kMostRotaryParts];
+  int64_t batch, tokens, groups, queries, channels;  // `queries` of a group
+};
+
 // A pair of channels as a complex number, times cosine + i sine. Source: Su et al., "RoFormer", 2021, equation 34.
 template <typename W>
 struct Pair {
@@ -58,4 +65,9 @@ extern "C" {
 int megatron_rotary(const megatron::RotaryPart* parts, int part_count, const megatron::RotaryTable* table,
                     const megatron::RotarySizes* sizes, int interleaved, float direction, int dtype, int table_dtype,
                     void* stream);
+
+// Joins the heads and, where `sums` is not null, adds up each column over all tokens; `parts` has room for
+// `[part_count(batch * tokens), columns]`. Runs of 16 bytes of each head begin at 16-byte boundaries, and so do `to`'s.
+int megatron_join_heads(void* to, void* sums, float* parts, const megatron::JoinedHeads* heads, int dtype,
+                        int sums_dtype, void* stream);
 }

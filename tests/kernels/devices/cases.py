@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout, dropout_add
 from megatron.kernels.embedding import lookup
 from megatron.kernels.norms import add_norm, layer_norm, rms_norm
-from megatron.kernels.rotary import rotate_both, split_rotated
+from megatron.kernels.rotary import rotate_both, split_heads, split_rotated
 
 EPS = 1e-5
 COLUMN_BASE = 0x9E3779B97F4A7C15
@@ -152,6 +153,9 @@ def _rotary_cases() -> Iterator[Case]:
                 inputs,
                 partial(_rotary, angles=angles, interleaved=interleaved),
             )
+    for shape in ((2, 5, 2, 3, 8), (1, 70, 1, 5, 16), (3, 130, 3, 3, 24), (0, 4, 2, 3, 8)):
+        inputs = {"qkv": _random(*shape), "bias": _random(math.prod(shape[2:]))}
+        yield Case(f"{shape}, joined with its bias", inputs, _split_heads)
     empty = {"query": _random(0, 2, 5, 8), "key": _random(0, 2, 5, 8)}
     yield Case("nothing", empty, partial(_rotary, angles=_random(1, 1, 5, 4), interleaved=False))
 
@@ -166,6 +170,15 @@ def _rotary(
     if "qkv" in inputs:
         return split_rotated(inputs["qkv"], *tables, **options)
     return rotate_both(inputs["query"], inputs["key"], *tables, **options)
+
+
+def _split_heads(inputs: Inputs, implementation: Implementation) -> Sequence[torch.Tensor]:
+    qkv, bias = inputs["qkv"], inputs["bias"]
+    if implementation is Implementation.CSRC:
+        return split_heads(qkv, bias)
+    biased = qkv + (bias - bias.detach()).view(qkv.shape[2:])  # its gradient alone
+    query, key, value = biased.split([qkv.shape[3] - 2, 1, 1], dim=3)
+    return [part.flatten(2, 3).transpose(1, 2) for part in (query, key, value)]
 
 
 def _embedding_cases() -> Iterator[Case]:

@@ -84,5 +84,41 @@ def test_a_fused_projection_is_split_and_joined(build: str, dtype: torch.dtype, 
         torch.testing.assert_close(back, wide, atol=4 * tolerance, rtol=4 * tolerance)
 
 
+# (b, s, groups, queries of a group, d); the first has parts of the sums that end between samples
+HEADS = ((3, 50, 2, 1, 8), (2, 3, 1, 3, 16), (1, 70, 3, 2, 24), (1, 1, 1, 1, 8))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("build", ["checked", "plain"])
+def test_heads_are_joined_and_summed(build: str, dtype: torch.dtype) -> None:
+    for number, (batch, length, groups, queries, size) in enumerate(HEADS):
+        generator = torch.Generator().manual_seed(number)
+        # Queries as attention returns them, heads first, and keys and values with heads last.
+        query = torch.randn(batch, groups * queries, length, size, generator=generator).to(dtype)
+        pair = torch.randn(2, batch, length, groups, size, generator=generator).to(dtype).transpose(2, 3)
+        parts = [(query, queries), (pair[0], 1), (pair[1], 1)]
+        grouped = [part.unflatten(1, (groups, count)) for part, count in parts]  # [b, g, count, s, d]
+        expected = torch.cat(grouped, dim=2).permute(0, 3, 1, 2, 4).contiguous()
+        sums_dtype = torch.float32 if number % 2 else dtype
+        sums = torch.empty(expected[0, 0].numel(), dtype=sums_dtype)
+        for has_sums in (False, True):
+            with emulator.launch("rotary", build, ("forward", "reverse", "random")[number % 3]) as run:
+                joined = run.output(expected)
+                given = [run.input(part.transpose(1, 2) if index else part) for index, (part, _) in enumerate(parts)]
+                for buffer, name in zip((joined, *given), ("joined", "query", "key", "value"), strict=True):
+                    buffer.describe(name)
+                strides = [stride for part, count in parts for stride in _grouped(part, count)]
+                table = [*(buffer.address for buffer in given), *strides, batch, length, groups, queries, size]
+                added = run.output(sums) if has_sums else None
+                scratch = run.scratch((-(-batch * length // 64), sums.numel())) if has_sums else None
+                heads = run.input(torch.tensor(table))
+                run.call("megatron_join_heads", joined, added, scratch, heads, dtype, sums_dtype, None)
+            assert torch.equal(joined.tensor(), expected)
+            if added is not None:
+                exact = expected.double().sum(dim=(0, 1)).flatten()
+                tolerance = max(torch.finfo(sums_dtype).eps, 1e-6)
+                torch.testing.assert_close(added.tensor().double(), exact, rtol=tolerance, atol=20 * tolerance)
+
+
 def test_every_line_has_run(whole_file: None) -> None:
     assert emulator.unexecuted_lines("rotary") == []

@@ -84,3 +84,40 @@ def test_compiled_norms_add_the_residuals_of_the_blocks_before_them(compiled: Li
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert additions[0] - additions[1] == 3  # after both blocks, and the gradients that meet between them
+
+
+class _Joins(TorchDispatchMode):
+    """Counts the operations that join gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = self.compiled = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.torch += function in (torch.ops.aten.stack.default, torch.ops.aten.cat.default)
+        self.compiled += function is torch.ops.megatron.join_heads.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_query_groups": 2}, {"num_query_groups": 1}])
+def test_gradients_of_a_projection_are_joined_with_its_bias(compiled: Library, changes: dict[str, Any]) -> None:
+    config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0, **changes)
+    tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(1))
+    results, joins = [], []
+    for implementation in (Implementation.TORCH, Implementation.CSRC):
+        model = build_gpt(config, dataclasses.replace(MESH, kernels=Kernels(rotary=implementation))).train()
+        with _Joins() as counted:
+            loss = mean_loss(forward(model, tokens, torch.arange(3)), tokens, model.layer(OUTPUT_LAYER).axis)
+            results.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+        joins.append(counted)
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert joins[0].compiled == 0 and joins[1].compiled == 2 and joins[0].torch >= joins[1].torch
+
+
+def test_a_projection_without_a_bias_has_nothing_to_join() -> None:
+    config = tiny_config(add_bias_linear=False)
+    projection = build_gpt(config).get_submodule("decoder.layers.0.self_attention.linear_qkv")
+    assert not projection.joins_gradients
+    with pytest.raises(ValueError, match="of a projection with a bias, and this one has none"):
+        projection.heads(torch.zeros(1, 2, 32))

@@ -89,6 +89,8 @@ CHANGES = (
     PlantedChange("rotary", "is_aligned(part.from) && is_aligned(part.to) &&", "", "misaligned: "),
     PlantedChange("rotary", "sine[i] * task.direction", "sine[i]", VALUES),
     PlantedChange("rotary", "pair < task.sizes.pairs) {", "pair <= task.sizes.pairs) {", ANY),
+    PlantedChange("rotary", "part_of == 0 ? member", "part_of <= 1 ? member", ANY),
+    PlantedChange("rotary", "token >= heads.tokens; token", "token > heads.tokens; token", VALUES),
     PlantedChange("rotary", "head_index >= task.parts[own].heads", "head_index > task.parts[own].heads", ANY),
     PlantedChange(
         "norm",
