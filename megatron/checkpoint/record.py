@@ -35,14 +35,14 @@ class Progress:
     skipped_steps: int = 0
     bad_steps: int = 0
 
-    def after(self, samples: int, tokens: int, skipped: bool = False, bad: bool = False) -> Progress:
+    def after(self, samples: int, tokens: int, skipped: bool = False) -> Progress:
         """Progress after one more step that consumed this many samples and tokens."""
         return Progress(
             step=self.step + 1,
             consumed_samples=self.consumed_samples + samples,
             consumed_tokens=self.consumed_tokens + tokens,
             skipped_steps=self.skipped_steps + int(skipped),
-            bad_steps=self.bad_steps + int(bad),
+            bad_steps=self.bad_steps,
         )
 
     def to_json(self) -> dict[str, int]:

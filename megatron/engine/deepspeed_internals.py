@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import deepspeed
 import torch
@@ -22,22 +23,18 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from megatron.engine.ds_config import sub_groups_to_keep
+from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.main_gradients import MainGradients
+from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.grid import PipelineGrid
-from megatron.parallel.mesh import ParallelMesh
+from megatron.engine.tensor_parts import MasterSlice, tensors_in
+from megatron.kernels.optimizer import can_skip
+from megatron.parallel.mesh import Axis, ParallelMesh
 
 # Attributes of the dynamic loss scaler that change from step to step (`runtime/fp16/loss_scaler.py`).
 _SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-
-class MasterSlice(NamedTuple):
-    """The part of a parameter that this rank updates: its flat row-major offset in the parameter, its values in fp32,
-    the tensor that they are a view into, which is the key of the torch optimizer's state, and its offset in that.
-    """
-
-    first: int
-    values: torch.Tensor
-    flat: torch.Tensor
-    offset: int
+_IS_COUNTED = attrgetter("tensor_model_parallel")  # what `mark_parameter` has said
 
 
 class OptimizerView(ABC):
@@ -49,12 +46,18 @@ class OptimizerView(ABC):
     """
 
     is_direct = False
+    _TAKES_FLAGS = False  # whether the update here can be told by a flag on the device to change nothing
     _GROUPS, _REDUCED = "", "averaged_gradients"  # attributes of DeepSpeed's optimizer
     _BUFFERS: tuple[str, ...] = ()  # those in which it keeps gradients before ranks sum them
 
     def __init__(self, engine: Any) -> None:
         self.optimizer: torch.optim.Optimizer = engine.basic_optimizer
         self._wrapper = engine.optimizer
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether a flag on the device can drop an update."""
+        return self._TAKES_FLAGS and can_skip(self.optimizer)
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         """The network's trained parameters, in the groups in which they are divided among ranks."""
@@ -104,28 +107,21 @@ class OptimizerView(ABC):
             if name in state:
                 setattr(self._wrapper.loss_scaler, name, state[name])
 
-    def guard(self, may_update: Callable[[], bool], is_left_behind: Callable[[], bool]) -> None:
+    def guard(self, gate: UpdateGate) -> None:
         """Asks for permission before every update.
 
-        Args:
-            may_update: called before the torch optimizer updates; whether it may.
-            is_left_behind: called after each step of DeepSpeed's; whether this rank dropped an update that others make.
-                They gather the weights that each has updated: a collective that this rank joins.
+        A rank whose optimizer dropped an update that others make joins them in gathering the weights that each has
+        updated.
         """
         update, step = self.optimizer.step, self._wrapper.step
 
-        def guarded_update(*arguments: Any, **options: Any) -> Any:
-            return update(*arguments, **options) if may_update() else None
-
-        def settled_step(*arguments: Any, **options: Any) -> Any:
-            result = step(*arguments, **options)
-            if is_left_behind():
+        def settled_step(*arguments: Any, **options: Any) -> None:
+            step(*arguments, **options)
+            if gate.is_left_behind():
                 self.refresh_weights()
-            return result
 
-        self.optimizer.step = guarded_update  # type: ignore[method-assign]
-        if not self.is_direct:
-            self._wrapper.step = settled_step
+        self.optimizer.step = lambda *_: update() if gate.may_update() else None  # type: ignore[method-assign, assignment]
+        self._wrapper.step = settled_step
 
 
 class DirectView(OptimizerView):
@@ -134,16 +130,19 @@ class DirectView(OptimizerView):
     Its own norm counts a tied weight on both stages of a pipeline and omits the replicated parameters of later ones.
 
     Args:
-        clip: takes the place of DeepSpeed's clipping; returns the norm.
+        group: the ranks that share a parameter.
     """
 
     is_direct = True
+    _TAKES_FLAGS = True
 
-    def __init__(self, engine: Any, clip: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
         super().__init__(engine)
-        self._norm: torch.Tensor | float = 0.0
-        self._clip = clip
-        engine.clip_fp32_gradients = self._clip_gradients
+        self._clipping = clipping
+        self._counted = [parameter for group in self.groups() for parameter in group if _IS_COUNTED(parameter)]
+        engine.clip_fp32_gradients = self._measure
+        if group.size == 1:  # DeepSpeed would copy all gradients twice to average them
+            engine.buffered_allreduce_fallback = lambda *_, **__: self._complete()
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         """The groups of the torch optimizer."""
@@ -160,12 +159,19 @@ class DirectView(OptimizerView):
     def refresh_weights(self) -> None:
         """Nothing to do: the weights are those that the optimizer updates."""
 
-    def norm(self) -> torch.Tensor | float:
-        """What the clipping returned."""
-        return self._norm
+    def guard(self, gate: UpdateGate) -> None:
+        """Leaves every update to a gate, which clips as well."""
+        self._wrapper.step = lambda: gate.update(self.optimizer, self._clipping.factor(torch.as_tensor(self.norm())))
 
-    def _clip_gradients(self) -> None:
-        self._norm = self._clip()
+    def _complete(self) -> None:
+        """A parameter without a gradient has one of zero, so that every optimizer updates it."""
+        for parameter in self.masters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _measure(self) -> None:
+        gradients = [parameter.grad for parameter in self._counted]
+        self._wrapper._global_grad_norm = self._clipping.norm([each for each in gradients if each is not None])
 
 
 class PartitionedView(OptimizerView):
@@ -189,9 +195,47 @@ class PartitionedView(OptimizerView):
 
 
 class AccumulatedView(PartitionedView):
-    """ZeRO 1 in bf16 with accumulation in fp32 (`runtime/bf16_optimizer.py`): each rank accumulates all gradients."""
+    """ZeRO 1 in bf16 with accumulation in fp32 (`runtime/bf16_optimizer.py`): each rank accumulates all gradients.
+
+    DeepSpeed's accumulation and its step go from parameter to parameter and wait for the device; both are done here.
+    With `immediate_grad_update` its hooks accumulate during the backward pass.
+
+    Args:
+        group: the ranks that share a parameter.
+    """
 
     _GROUPS, _REDUCED, _BUFFERS = "bf16_groups", "fp32_groups_gradients_flat", ()
+    _TAKES_FLAGS = True
+
+    def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
+        super().__init__(engine)
+        wrapper, self._clipping = self._wrapper, clipping
+        if group.size == 1:
+            engine.buffered_allreduce_fallback = lambda *_, **__: None
+        self._main = MainGradients(wrapper.fp32_groups_gradients_flat, wrapper.bf16_groups, _IS_COUNTED)
+        # the network's own weights, unless each rank updates a part of them, and all are gathered afterwards
+        self._copies = list(wrapper.bf16_partitioned_groups) if group.size == 1 else ()
+        if not wrapper.immediate_grad_update:
+            for parameter, view in zip(self._main.parameters, self._main.views, strict=True):
+                parameter._hp_grad = view  # type: ignore[attr-defined]  # of a tied weight, stages add it up
+            wrapper.update_hp_grads = lambda clear_lp_grads=False: self._main.take()
+            wrapper.clear_hp_grads = self._main.clear
+            wrapper.clear_lp_grads = lambda set_to_none=True: self._main.release()
+
+    def guard(self, gate: UpdateGate) -> None:
+        """Leaves every update to a gate, which clips as well."""
+
+        def step() -> None:
+            if not self._wrapper.immediate_grad_update:
+                self._main.complete()
+            self._wrapper._global_grad_norm = norm = self._clipping.norm(self._main.counted)
+            for master, part in zip(self.masters(), self._wrapper.fp32_groups_gradient_flat_partition, strict=True):
+                master.grad = part
+            if gate.update(self.optimizer, self._clipping.factor(norm), self._copies) and not self._copies:
+                self.refresh_weights()
+            self._wrapper.clear_hp_grads()
+
+        self._wrapper.step = step
 
 
 class SubGroupView(OptimizerView):
@@ -233,13 +277,15 @@ class SubGroupView(OptimizerView):
             persistent[0].all_gather(persistent)
 
 
-def view_of(engine: Any, zero_stage: int, rank: int, clip: Callable[[], torch.Tensor]) -> OptimizerView:
+def view_of(engine: Any, zero_stage: int, group: Axis, clipping: Clipping) -> OptimizerView:
     """The view of a DeepSpeed engine's optimizer; see its classes for the arguments."""
     if zero_stage == 0:
-        return DirectView(engine, clip)
+        return DirectView(engine, group, clipping)
     if zero_stage == 3:
-        return SubGroupView(engine, rank)
-    return AccumulatedView(engine) if isinstance(engine.optimizer, BF16_Optimizer) else PartitionedView(engine)
+        return SubGroupView(engine, group.rank)
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        return AccumulatedView(engine, group, clipping)
+    return PartitionedView(engine)
 
 
 def keep_on_device(wrapper: Any, ratio: float, device: torch.device) -> list[int]:
@@ -248,10 +294,7 @@ def keep_on_device(wrapper: Any, ratio: float, device: torch.device) -> list[int
 
     DeepSpeed's own second optimizer, for the part on the device, wants DeepSpeedCPUAdam, which has to be compiled,
     divides sub-groups by their number, whatever their size, and never changes the learning rate of its first group.
-    Here one AdamW of torch updates each sub-group where it is.
-
-    Source: `runtime/zero/stage3.py`, `_create_fp32_partitions` (which sub-groups are where), `_optimizer_step` (which
-    optimizer updates them) and the constructor (the second optimizer).
+    Here one AdamW of torch updates each sub-group where it is (`runtime/zero/stage3.py`, `_optimizer_step`).
     """
     flats = wrapper.fp32_partitioned_groups_flat
     kept = sub_groups_to_keep([flat.numel() for flat in flats], ratio)
@@ -264,15 +307,6 @@ def keep_on_device(wrapper: Any, ratio: float, device: torch.device) -> list[int
         wrapper.subgroup_to_device[number] = device.type
     wrapper.backup_optimizer = wrapper.optimizer  # torch's updates a tensor where it is
     return kept
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
 
 
 def partition_of(parameter: nn.Parameter) -> torch.Tensor | None:

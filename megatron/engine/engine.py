@@ -8,6 +8,7 @@ tokens), and the sum over samples by the same with their number.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,11 @@ from megatron.engine.deepspeed_setup import (
     zero_placeholder_gradients,
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
+from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.update_gate import StepFigures, StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.stage_build import StageHooks, announce_phases, build_module
 from megatron.engine.totals import StepResult, StepTotals
-from megatron.engine.update_gate import StepFigures, UpdateDecision, UpdateGate
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerSpec, LayerStack
 from megatron.model.interface.step_context import StepSettings
@@ -57,7 +59,6 @@ class Engine:
     Attributes:
         deepspeed: DeepSpeed's engine.
         view: the optimizer inside it.
-        update_count: number of optimizer updates so far; Adam's bias correction depends on it.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
 
@@ -80,7 +81,8 @@ class Engine:
         self.mesh = mesh
         self.steps = steps
         self.freezing = freezing
-        self.update_count = 0
+        self._update_count = 0
+        self._uncounted: deque[tuple[StepVerdict, bool]] = deque()
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         self._totals = StepTotals({}, mesh.device)
         self._target_names: tuple[str, ...] = ()
@@ -92,20 +94,41 @@ class Engine:
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks, freezing.frozen)
         self.deepspeed = initialize(settings, optim, mesh, self.module, freezing)
-        self.view = view_of(self.deepspeed, self.zero_stage, mesh.gradient.rank, self._clip_gradients)
+        clipping = Clipping(optim.clip_grad, mesh.model, mesh.device, mesh.kernels.optimizer)
+        self.view = view_of(self.deepspeed, self.zero_stage, mesh.gradient, clipping)
         if self.is_pipelined:
             announce_phases(self.deepspeed, self._enter)
-        self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16)
-        self.view.guard(self.gate.may_update, self.gate.is_left_behind)
+        on_device = mesh.device.type == "cuda" and self.view.can_skip
+        self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16, on_device=on_device)
+        self.view.guard(self.gate)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The underlying torch optimizer, without DeepSpeed's wrapper."""
         return self.view.optimizer
 
+    @property
+    def update_count(self) -> int:
+        """Number of optimizer updates so far, on which Adam's bias correction depends; may wait for the device."""
+        self._count_updates(0)
+        return self._update_count
+
+    @update_count.setter
+    def update_count(self, count: int) -> None:
+        """Sets it, as a checkpoint says."""
+        self._count_updates(0)
+        self._update_count = count
+
+    def _count_updates(self, keep: int) -> None:
+        """Counts the steps whose update was applied, but for the latest ones."""
+        while len(self._uncounted) > keep:
+            verdict, skipped = self._uncounted.popleft()
+            self._update_count += int(not skipped and not verdict.is_dropped)
+
     def before_update(self, work: Callable[[], None]) -> RemovableHandle:
-        """Registers work to be done before each optimizer update that is applied; `remove()` of the result ends
-        that.
+        """Registers work to be done before each optimizer update; `remove()` of the result ends that.
+
+        If the host knows in time that an update is dropped, the work is not done.
         """
         return self.optimizer.register_step_pre_hook(lambda *_: work())
 
@@ -176,7 +199,7 @@ class Engine:
         if weight_decay is not None:
             set_weight_decay(self.optimizer, weight_decay)
         batches = self._prepare(micro_batches)
-        self.gate.expect(self._figures)
+        verdict = self.gate.expect(self._figures)
         if not self.module.training:
             self.module.train()
         zero_placeholder_gradients(self.module)
@@ -186,15 +209,15 @@ class Engine:
             else:
                 self._train_plain(batches)
         skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()
-        self.update_count += int(not skipped and not self.gate.is_dropped)
+        self._uncounted.append((verdict, skipped))
+        self._count_updates(self.gate.steps_in_flight)
         return StepResult(
             self._totals.over_ranks(self.mesh),
             self.objective.metric_sizes,
             gradient_norm=self.view.norm(),
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
             skipped=skipped,
-            is_spike=self.gate.decision is UpdateDecision.SPIKE,
-            bad_in_a_row=self.gate.bad_in_a_row,
+            verdict=verdict,
             loss_scale=self._loss_scale(),
         )
 
@@ -315,21 +338,6 @@ class Engine:
     def _backward_scale(self) -> float:
         """The factor by which DeepSpeed multiplies the loss of a micro-batch before backward."""
         return self._loss_scale() / self._micro_batch_count
-
-    def _clip_gradients(self) -> torch.Tensor:
-        """Clips by the true global gradient norm, and returns it, in place of DeepSpeed's stage-0 clipping; does not
-        synchronize.
-        """
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for parameter in self.parameters():
-            if parameter.grad is not None and shard_spec_of(parameter).is_counted(self.mesh):
-                square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
-        norm = all_reduce_sum(square, self.mesh.model).sqrt()
-        limit = self.optim.clip_grad
-        if limit > 0.0 and gradients:
-            torch._foreach_mul_(gradients, (limit / (norm + 1.0e-6)).clamp(max=1.0).to(torch.float32))
-        return norm
 
 
 def _pipeline_input(

@@ -14,9 +14,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_internals import MasterSlice, partition_of, whole_numel
+from megatron.engine.deepspeed_internals import partition_of, whole_numel
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
+from megatron.engine.tensor_parts import MasterSlice
 from megatron.kernels.optimizer import count_updates, moment
 from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of

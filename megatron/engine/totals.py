@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron import device
+from megatron.engine.gradients.update_gate import StepVerdict, UpdateDecision
 from megatron.objective.base import ObjectiveResult
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
@@ -66,10 +67,8 @@ class StepResult:
             gradient_norm: global 2-norm of the gradient before clipping, on the device or the host.
             sample_count: samples of the global batch.
             skipped: whether the update was skipped because an fp16 gradient overflowed.
-            is_spike: whether the update was skipped because loss or norm were far above the recent ones.
-            bad_in_a_row: number of consecutive steps, this one included, whose update was skipped because loss or norm
-                were not finite or a spike; 0 if this step's was not.
             loss_scale: the loss scale (1 outside fp16).
+            verdict: what became of its update; None for a step that was applied.
     """
 
     def __init__(
@@ -81,17 +80,27 @@ class StepResult:
         sample_count: int,
         skipped: bool,
         loss_scale: float,
-        is_spike: bool = False,
-        bad_in_a_row: int = 0,
+        verdict: StepVerdict | None = None,
     ) -> None:
         self.sample_count = sample_count
         self.skipped = skipped
-        self.is_spike = is_spike
-        self.bad_in_a_row = bad_in_a_row
+        self._verdict = verdict
         self.loss_scale = loss_scale
         self._sizes = dict(metric_sizes)
         norm = torch.as_tensor(gradient_norm, dtype=torch.float64, device=sums.device).reshape(1)
         self._figures = device.HostCopy(torch.cat([sums, norm]))
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether the update was dropped because loss or norm were far above the recent ones."""
+        return self._verdict is not None and self._verdict.decision is UpdateDecision.SPIKE
+
+    @property
+    def bad_in_a_row(self) -> int:
+        """Number of consecutive steps, this one included, whose update was dropped because loss or norm were not
+        finite or a spike; 0 if this step's was not.
+        """
+        return 0 if self._verdict is None else self._verdict.bad_in_a_row
 
     @property
     def loss(self) -> float | None:

@@ -10,6 +10,8 @@ from megatron.kernels.choice import Implementation
 
 Tensors = Sequence[torch.Tensor]
 
+_HOST_ELEMENTS = 1 << 16
+
 
 def norm(
     tensors: Tensors, *, per_tensor: bool = False, implementation: Implementation = Implementation.TORCH
@@ -32,6 +34,26 @@ def norm(
         return torch.ops.megatron.multi_tensor_norm(list(tensors), per_tensor)  # type: ignore[no-any-return]
     each = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
     return torch.linalg.vector_norm(each), each if per_tensor else each[:0]
+
+
+def square_sum(tensors: Tensors, *, implementation: Implementation = Implementation.TORCH) -> torch.Tensor:
+    """The sum of the squares of all elements of a list; float64, on the tensors' device.
+
+    Squares are added in float64. The compiled sum is that of a norm rounded to float32.
+
+    Shapes: result `[]`.
+
+    Args:
+        tensors: at least one, dense, all on one device; float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: there are none.
+    """
+    _check_any(tensors)
+    if implementation is Implementation.CSRC:
+        return norm(tensors, implementation=implementation)[0].double().square()
+    parts = [part for tensor in tensors for part in _host_parts(tensor)]
+    return torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square().sum()
 
 
 def scale_(
@@ -69,6 +91,12 @@ def not_finite(tensors: Tensors, *, implementation: Implementation = Implementat
         return torch.ops.megatron.multi_tensor_not_finite(list(tensors))  # type: ignore[no-any-return]
     wrong = torch.stack([~torch.isfinite(tensor).all() for tensor in tensors])
     return wrong.any().to(torch.float32)
+
+
+def _host_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A tensor in parts that torch reduces on a CPU without a large copy in float64."""
+    is_split = tensor.device.type == "cpu" and tensor.numel() > _HOST_ELEMENTS and tensor.is_contiguous()
+    return tensor.view(-1).split(_HOST_ELEMENTS) if is_split else (tensor,)
 
 
 def _check_any(tensors: Tensors) -> None:

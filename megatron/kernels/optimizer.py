@@ -75,6 +75,46 @@ def moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str)
     return moment
 
 
+def can_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a flag on the device can keep `update` from changing anything."""
+    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+
+
+@torch.no_grad()
+def update(
+    optimizer: torch.optim.Optimizer,
+    *,
+    gradient_factor: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    copies: Sequence[Sequence[torch.Tensor]] = (),
+) -> None:
+    """One update of what has a gradient, by any of the optimizers; waits for nothing.
+
+    What replaces `step` on the instance is passed over.
+
+    Args:
+        gradient_factor: gradients are multiplied by it; unless the optimizer is compiled, that changes them.
+        skip: one float32; unless it is 0, no weight, moment or count changes. For optimizers that `can_skip`.
+        copies: for each group and parameter, a tensor in half precision that receives the new weights.
+    """
+    step: Any = type(optimizer).step
+    if isinstance(optimizer, AdamW):
+        factor = 1.0 if gradient_factor is None else gradient_factor
+        step(optimizer, gradient_factor=factor, skip=skip, copies=copies or None)
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradient_factor is not None and gradients:
+        torch._foreach_mul_(gradients, gradient_factor)
+    if skip is not None:
+        optimizer.found_inf = skip  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
+    step(optimizer)
+    if skip is not None:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    for group, narrow in zip(optimizer.param_groups, copies, strict=False):
+        torch._foreach_copy_(list(narrow), [parameter.detach() for parameter in group["params"]])
+
+
 class AdamW(torch.optim.AdamW):
     """AdamW that updates a whole list of tensors in one launch.
 

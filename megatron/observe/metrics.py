@@ -252,14 +252,15 @@ def source_losses(metrics: Mapping[str, Sequence[float]], names: Sequence[str]) 
 def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
     """Combines the records of consecutive steps, as the log line shows them.
 
-    The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN; steps without a counted
-    token have none and are left out. Rates are totals divided by total time. Learning rate, batch size, loss scale,
-    norm, consumed counts, memory and remaining time are the last step's; skipped and NaN steps are
-    counted.
+    The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN; if all were, as while fp16
+    looks for a loss scale, that over those with a finite one. Steps without a counted token have none. Rates are totals
+    divided by total time. Learning rate, batch size, loss scale, norm, consumed counts, memory and remaining time are
+    the last step's; skipped and NaN steps are counted.
     """
     last = steps[-1]
     kept = [step for step in steps if not step.skipped_iterations]
-    losses = [step.lm_loss for step in kept if step.lm_loss is not None]
+    losses = [step.lm_loss for step in kept or steps if step.lm_loss is not None]
+    losses = losses if kept else [loss for loss in losses if math.isfinite(loss)]
     last_ratio = last.model_flops_utilization_ratio
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # their methods are given the run
 
 @dataclass
 class Run:
-    """What a run consists of. Of these only `progress` is ever assigned, once a step."""
+    """What a run consists of. Of these only `progress` is assigned: after a step, and when that turns out a bad one."""
 
     config: RunConfig
     mesh: ParallelMesh

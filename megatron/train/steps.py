@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class TrainedStep:
     """A trained step; its metrics may still be on the device.
 
     Attributes:
-        progress: after the step.
+        progress: after the step; whether it was a bad one is counted when it is reported.
         learning_rate: the learning rate that was used.
         seconds: wall time of the step.
         data_seconds: of these, until its batch was read.
@@ -55,7 +56,7 @@ def train_step(run: Run) -> TrainedStep:
         stopwatch.start()
     run.engine.expect_length(length)
     result = run.engine.train_batch(batches, rate, decay)
-    progress = before.after(result.sample_count, result.sample_count * length, result.skipped, result.bad_in_a_row > 0)
+    progress = before.after(result.sample_count, result.sample_count * length, result.skipped)
     seconds = time.monotonic() - started_at
     messages = None if stopwatch is None else stopwatch.take()
     return TrainedStep(progress, result, rate, seconds, data_seconds, messages)
@@ -111,6 +112,8 @@ class StepReports:
             step = self._trained.popleft()
             waits = _waits_of(step, has_stages=run.mesh.pp.size > 1)
             run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits)
+            if step.result.bad_in_a_row > 0:
+                run.progress = dataclasses.replace(run.progress, bad_steps=run.progress.bad_steps + 1)
             check_numbers(run, step.progress, step.result)
             self._count(step.progress, step.result)
 

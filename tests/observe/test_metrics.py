@@ -64,7 +64,6 @@ def test_a_step_without_a_counted_token_has_no_loss_and_is_left_out_of_means() -
     assert (mean.lm_loss, mean.z_loss, mean.empty_iterations) == (3.0, 1.0, 1)
     assert mean_of([metrics()]).empty_iterations is None
     assert mean_of([empty, empty]).lm_loss is None
-    assert math.isnan(mean_of([metrics(skipped_iterations=1)]).lm_loss or 0.0)
 
 
 def test_the_distillation_loss_is_divided_by_what_it_is_a_mean_over() -> None:
@@ -164,5 +163,8 @@ def test_an_infinite_loss_counts_as_nan() -> None:
     assert step.nan_iterations == 1
 
 
-def test_an_interval_of_skipped_steps_has_no_loss() -> None:
-    assert math.isnan(mean_of([metrics(skipped_iterations=1)]).lm_loss)
+def test_an_interval_of_skipped_steps_shows_their_finite_losses() -> None:
+    skipped = [metrics(lm_loss=loss, skipped_iterations=1) for loss in (2.0, math.nan, 4.0)]
+    assert mean_of([metrics(lm_loss=7.0), *skipped]).lm_loss == 7.0
+    assert mean_of(skipped).lm_loss == 3.0
+    assert math.isnan(mean_of(skipped[1:2]).lm_loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,15 +28,16 @@ from megatron.engine.deepspeed_internals import (
     partition_of,
     replaced_backend,
     skip_shared_memory_build,
-    tensors_in,
     whole_numel,
 )
 from megatron.engine.engine import Engine
+from megatron.engine.state import owned_pieces
+from megatron.engine.tensor_parts import tensors_in
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.train.start_up.engine_opening import build_engine
-from tests.engine.engine_runs import BF16, RECIPE
+from tests.engine.engine_runs import BF16, RECIPE, train
 from tests.helpers.architecture.tables import DEEPSPEED_PRIVATE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
@@ -98,6 +100,22 @@ def check_gradients(engine: Engine, config: Any, each_holds_all: bool) -> float:
     return norm
 
 
+def check_flat_buffers(engine: Engine) -> None:
+    """The optimizer for bf16 adds up, divides and steps in the buffers in which it is done here."""
+    wrapper, main, rank = engine.deepspeed.optimizer, engine.view._main, engine.mesh.gradient.rank
+    own = [view for group in wrapper.fp32_groups_gradients for view in group]
+    assert [(each.data_ptr(), each.numel()) for each in own] == [(v.data_ptr(), v.numel()) for v in main.views]
+    assert all(parameter._hp_grad is view for parameter, view in zip(main.parameters, main.views, strict=True))
+    for flat, part in zip(wrapper.fp32_groups_gradients_flat, wrapper.fp32_groups_gradient_flat_partition, strict=True):
+        assert part.data_ptr() == flat[rank * part.numel() :].data_ptr()
+    assert all(parameter.grad is None for parameter in main.parameters)  # the step ends with `zero_grad`
+    assert engine.deepspeed.get_global_grad_norm() == wrapper._global_grad_norm == engine.view.norm()
+    for master, partitions in zip(engine.view.masters(), wrapper.bf16_partitioned_groups, strict=True):
+        assert torch.equal(master.bfloat16(), partitions[rank])
+    assert inspect.signature(type(wrapper).update_hp_grads).parameters["clear_lp_grads"].default is False
+    assert {"backward_prologue", "backward_epilogue", "zero_grad"} <= vars(type(wrapper)).keys()
+
+
 def check_refreshing(engine: Engine) -> None:
     """What is written into slices is what the network computes with, after a refresh."""
     parts = [engine.view.slice_of(parameter) for parameter in engine.parameters()]
@@ -121,6 +139,8 @@ def norms_of_views(rank: int) -> list[float]:
         assert type(engine.view) is view_class, (stage, flags)
         check_slices(engine)
         norms.append(check_gradients(engine, config, each_holds_all))
+        if view_class is AccumulatedView:
+            check_flat_buffers(engine)
         check_refreshing(engine)
         if stage > 0 and not flags:  # without fp16 the scaler is a constant
             assert engine.view.loss_scale() == 1.0 and engine.view.loss_scale_state()["cur_scale"] == 1.0
@@ -137,6 +157,61 @@ def test_each_view_shows_the_same_optimizer_on_two_ranks() -> None:
     assert first == pytest.approx([first[0]] * len(first), rel=2e-2)  # bf16
     in_fp32 = [norm for norm, (_, flags, *_) in zip(first, RUNS, strict=True) if not flags]
     assert in_fp32 == pytest.approx([first[0]] * len(in_fp32), rel=1e-5)
+
+
+def averagings(rank: int, ranks: int) -> list[int]:
+    """How often two ways to train have the engine average gradients in a step, and how often a rank is not alone."""
+    calls = []
+    for stage, flags in ((0, []), (1, BF16)):
+        config = layout_config(RECIPE, (1, 1, ranks), stage, flags)
+        engine = build_engine(config, open_mesh(config.parallel))
+        own, called = engine.deepspeed.buffered_allreduce_fallback, []
+        assert ("buffered_allreduce_fallback" in vars(engine.deepspeed)) is (ranks == 1)
+        engine.deepspeed.buffered_allreduce_fallback = lambda *given, own=own, called=called, **named: called.append(
+            own(*given, **named)
+        )
+        train(engine, config, 0, 1)
+        calls.append(len(called))
+    return calls
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_averaged_in_one_place(ranks: int) -> None:
+    assert run_ranks(averagings, ranks, ranks) == [[1, 1]] * ranks
+
+
+def unused(rank: int) -> bool:
+    """Whether a parameter without a gradient decays as the others do."""
+    config = layout_config(RECIPE, (1, 1, 1), 0, [])
+    engine = build_engine(config, open_mesh(config.parallel))
+    parameter = next(each for each in engine.parameters() if each.dim() > 1)
+    before = parameter.detach().clone()
+    engine.view._complete()
+    assert not parameter.grad.any()
+    parameter.requires_grad_(False)
+    train(engine, config, 0, 1)
+    decay = 1 - RECIPE.learning_rate * RECIPE.weight_decay
+    return bool(torch.allclose(parameter, before * decay, rtol=1e-6, atol=0))
+
+
+def test_a_parameter_without_a_gradient_is_updated_too() -> None:
+    assert run_ranks(unused, 1) == [True]
+
+
+def accumulated(rank: int, flags: list[str]) -> list[torch.Tensor]:
+    """The weights and moments after three steps of four micro-batches each."""
+    config = layout_config(RECIPE, (1, 1, 1), 1, [*BF16, *flags])
+    engine = build_engine(config, open_mesh(config.parallel))
+    assert type(engine.view) is AccumulatedView
+    train(engine, config, 0, 3)
+    return [values.clone() for _, values in owned_pieces(engine)]
+
+
+def test_hooks_may_accumulate_during_the_backward_pass(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"bf16": {"immediate_grad_update": True}}))
+    (usual,), (immediate,) = (run_ranks(accumulated, 1, flags) for flags in ([], ["--deepspeed_config", str(path)]))
+    assert all(torch.equal(*pair) for pair in zip(usual, immediate, strict=True))
 
 
 def phases_of_a_pipeline(rank: int) -> set[str]:

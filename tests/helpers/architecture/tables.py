@@ -80,7 +80,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (".", "keeping", "analysis"),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
-    "megatron.engine": (".", "memory"),
+    "megatron.engine": ("gradients", ".", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "running", "."),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
@@ -140,11 +140,16 @@ DEEPSPEED_PUBLIC = (
 DEEPSPEED_PRIVATE = {
     # the engine and its messages
     *("_INSTRUCTION_MAP", "__compatible_ops__", "basic_optimizer", "cdb", "clip_fp32_gradients"),
+    "buffered_allreduce_fallback",
     # optimizers
     *("_global_grad_norm", "all_grad_tensors", "averaged_gradients", "backup_optimizer", "bf16_groups", "bit16_groups"),
     *("cur_scale", "fp16_groups", "fp32_groups_gradients_flat", "fp32_partitioned_groups_flat", "get_param_id"),
     *("grad_partitions_flat_buffer", "grad_position", "loss_scaler", "persistent_parameters", "subgroup_to_device"),
     *("single_partition_of_fp32_groups", "update_lp_params"),
+    # the one for bf16
+    *("_hp_grad", "bf16_partitioned_groups"),
+    *("clear_hp_grads", "clear_lp_grads", "fp32_groups_gradient_flat_partition", "immediate_grad_update"),
+    "update_hp_grads",
     # parameters
     *("_hp_mapping", "ds_numel", "ds_pipe_replicated", "ds_status", "ds_tensor", "grad_accum", "hp_fragment_address"),
     *("lp_fragment_address", "param_group_index", "tensor_model_parallel"),

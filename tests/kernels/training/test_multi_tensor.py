@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.multi_tensor import norm, not_finite, scale_
+from megatron.kernels.multi_tensor import norm, not_finite, scale_, square_sum
 from megatron.kernels.native.library import Library
 
 CSRC, TORCH = Implementation.CSRC, Implementation.TORCH
@@ -40,6 +40,17 @@ def test_norms_are_those_of_float64(compiled: Library, dtype: torch.dtype) -> No
         assert ((found.double() - other).abs() <= other * 2.0**-23).all()
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
     assert norm(tensors, implementation=CSRC)[1].numel() == norm(tensors)[1].numel() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_squares_are_those_of_float64(compiled: Library, dtype: torch.dtype) -> None:
+    """Parts of more elements than torch may reduce at once, too."""
+    tensors = [*_list(dtype), torch.randn(3, 1 << 16).to(dtype)]
+    exact = float(sum(tensor.double().square().sum() for tensor in tensors))
+    for implementation, tolerance in ((TORCH, 1e-12), (CSRC, 2.0**-22)):
+        total = square_sum(tensors, implementation=implementation)
+        assert total.dtype == torch.float64 and float(total) == pytest.approx(exact, rel=tolerance)
+    assert math.isnan(float(square_sum([torch.tensor([1.0, math.nan])])))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
@@ -95,7 +106,7 @@ def test_torch_knows_the_operations(compiled: Library) -> None:
 
 @pytest.mark.parametrize("implementation", [CSRC, TORCH])
 def test_a_list_without_tensors_is_refused(compiled: Library, implementation: Implementation) -> None:
-    for refused in (norm, not_finite):
+    for refused in (norm, not_finite, square_sum):
         with pytest.raises(ValueError, match="the list has 0 tensors, so no device is known"):
             refused([], implementation=implementation)
     scale_([], [], 2.0, implementation=implementation)

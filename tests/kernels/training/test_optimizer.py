@@ -13,7 +13,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.native.library import Library
-from megatron.kernels.optimizer import AdamW, build_adamw, count_updates
+from megatron.kernels.optimizer import AdamW, build_adamw, can_skip, count_updates, update
 
 BETAS, RATE, EPS, DECAY = (0.9, 0.95), 2.0**-8, 1e-8, 0.1
 SIZES = ((0,), (1,), (5, 7), (3, 12347))
@@ -122,6 +122,65 @@ def test_an_overflow_changes_nothing(compiled: Library) -> None:
     _train(twin, torch.float32, range(2, 3))
     _train(optimizer, torch.float32, range(2, 3), gradient_factor=0.25)
     assert all(torch.equal(one, other) for one, other in zip(ours, twins, strict=True))
+
+
+def _half(parameters: list[torch.nn.Parameter]) -> list[list[torch.Tensor]]:
+    copies = [torch.full_like(parameter, 9.0, dtype=torch.bfloat16) for parameter in parameters]
+    return [copies[:2], copies[2:]]
+
+
+@pytest.mark.parametrize("name", ["csrc", "torch", "sgd"])
+def test_one_update_of_any_optimizer(compiled: Library, name: str) -> None:
+    """Clipped gradients and copies in half precision are as if they had been made by hand."""
+    results = []
+    for by_hand in (False, True):
+        parameters = _parameters()
+        groups, copies, factor = _groups(parameters), _half(parameters), torch.tensor(0.375)
+        if name == "sgd":
+            optimizer: torch.optim.Optimizer = torch.optim.SGD([{"params": each["params"]} for each in groups], lr=RATE)
+        else:
+            optimizer = build_adamw(groups, lr=RATE, betas=BETAS, implementation=Implementation(name))
+        for step in (1, 2):
+            for parameter, gradient in zip(parameters, _gradients(step, torch.float32), strict=True):
+                parameter.grad = gradient * factor if by_hand else gradient
+            if by_hand:
+                optimizer.step()
+            else:
+                optimizer.step = None  # type: ignore[method-assign]  # what replaces it is passed over
+                update(optimizer, gradient_factor=factor, copies=copies)
+        results.append((parameters, copies))
+    (ours, copies), (expected, _) = results
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.equal(one, other)
+    narrow = [copy for group in copies for copy in group]
+    for copy, parameter in zip(narrow, expected, strict=True):
+        assert torch.equal(copy, parameter.detach().bfloat16())
+
+
+@pytest.mark.parametrize("implementation", [Implementation.CSRC, Implementation.TORCH])
+def test_a_flag_keeps_an_update_from_changing_anything(compiled: Library, implementation: Implementation) -> None:
+    ours, twins = _parameters(), _parameters()
+    optimizer, twin = (
+        build_adamw(_groups(some), lr=RATE, betas=BETAS, implementation=implementation) for some in (ours, twins)
+    )
+    assert can_skip(optimizer)
+    for step, is_dropped in ((1, False), (2, True), (3, False)):
+        for parameter, other, gradient in zip(ours, twins, _gradients(step, torch.float32), strict=True):
+            parameter.grad, other.grad = gradient * math.nan if is_dropped else gradient, gradient.clone()
+        copies = _half(ours)
+        update(optimizer, gradient_factor=torch.tensor(1.0), skip=torch.tensor(float(is_dropped)), copies=copies)
+        if not is_dropped:
+            update(twin)
+        for one, other in zip(ours, twins, strict=True):
+            assert torch.equal(one, other)
+            assert all(torch.equal(optimizer.state[one][key], value) for key, value in twin.state[other].items())
+    assert getattr(optimizer, "found_inf", None) is None
+
+
+def test_which_optimizers_know_the_flag() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    assert not can_skip(torch.optim.SGD(parameters, lr=RATE))
+    assert not can_skip(torch.optim.AdamW(parameters, lr=RATE))
 
 
 @pytest.mark.parametrize("order", [("csrc", "torch"), ("torch", "csrc"), ("plain", "csrc")])

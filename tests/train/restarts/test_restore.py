@@ -12,7 +12,7 @@ import pytest
 from megatron.checkpoint import Found, save
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import LoadingConfig
-from megatron.engine.update_gate import UpdateGate
+from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord

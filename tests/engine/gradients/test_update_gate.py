@@ -14,10 +14,19 @@ import pytest
 import torch
 
 from megatron.data.loader import Batch
-from megatron.engine.deepspeed_internals import DirectView
+from megatron.engine.deepspeed_internals import DirectView, mark_parameter
 from megatron.engine.engine import Engine
+from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.update_gate import (
+    LEAST_STEPS,
+    WINDOW_STEPS,
+    RecentSteps,
+    StepFigures,
+    UpdateDecision,
+    UpdateGate,
+)
 from megatron.engine.state import owned_pieces
-from megatron.engine.update_gate import LEAST_STEPS, WINDOW_STEPS, RecentSteps, StepFigures, UpdateDecision, UpdateGate
+from megatron.kernels.optimizer import build_adamw
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
@@ -26,24 +35,35 @@ from tests.engine.engine_runs import BF16, RECIPE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 
-# (tp, pp, dp), then ZeRO stage and further flags of each run
-LAYOUTS: dict[str, tuple[tuple[int, int, int], list[tuple[int, list[str]]]]] = {
-    "tp2": ((2, 1, 1), [(0, []), (1, BF16)]),
-    "dp2": ((1, 1, 2), [(0, []), (1, []), (2, BF16), (3, []), (3, BF16)]),
-    "pp2dp2": ((1, 2, 2), [(0, []), (1, []), (1, BF16)]),
+# (tp, pp, dp), then ZeRO stage, further flags, and whether the device decides, of each run
+Runs = list[tuple[int, list[str], bool]]
+LAYOUTS: dict[str, tuple[tuple[int, int, int], Runs]] = {
+    "tp2": ((2, 1, 1), [(0, [], False), (0, [], True), (1, BF16, False), (1, BF16, True)]),
+    "dp2": (
+        (1, 1, 2),
+        [
+            *((0, [], False), (0, [], True), (1, [], False), (1, BF16, True)),
+            *((2, BF16, False), (3, [], False), (3, BF16, False)),
+        ],
+    ),
+    "pp2dp2": ((1, 2, 2), [(0, [], False), (0, [], True), (1, [], False), (1, BF16, False), (1, BF16, True)]),
 }
 
 
-def bad_steps(rank: int, layout: tuple[int, int, int], runs: list[tuple[int, list[str]]]) -> list[list[Any]]:
+def bad_steps(rank: int, layout: tuple[int, int, int], runs: Runs) -> list[list[Any]]:
     """What each step of each run did: steps in a row, updates so far, whether the state changed, updates announced."""
     found = []
-    for stage, flags in runs:
+    for stage, flags, on_device in runs:
         config = layout_config(RECIPE, layout, stage, flags)
         engine = build_engine(config, open_mesh(config.parallel))
+        assert engine.view.can_skip >= on_device and engine.gate.steps_in_flight == 0
+        if on_device:  # as on a GPU
+            engine.gate = UpdateGate(engine.mesh, spike_deviations=None, allows_overflow=False, on_device=True)
+            engine.view.guard(engine.gate)
         announced: list[int] = []
         has_loss: list[bool] = []
         engine.before_update(lambda announced=announced: announced.append(1))
-        rows = []
+        rows, results = [], []
         for step, spoil in enumerate((_spoil_reduced_gradient, None, _spoil_loss, _spoil_gradient, None, _empty)):
             restore = spoil(engine) if spoil is not None and rank == engine.mesh.world.size - 1 else lambda: None
             before, count = _state(engine), len(announced)
@@ -52,10 +72,13 @@ def bad_steps(rank: int, layout: tuple[int, int, int], runs: list[tuple[int, lis
             result = engine.train_batch(batches, 1e-2)
             restore()
             changed = not all(torch.equal(*pair) for pair in zip(before, _state(engine), strict=True))
-            rows.append((result.bad_in_a_row, engine.update_count, changed, len(announced) > count, result.skipped))
+            assert len(engine._uncounted) == on_device  # the host has not asked for the last step's verdict
+            results.append(result)
+            rows.append((changed, (len(announced) > count) and not on_device, result.skipped))
             has_loss.append(result.loss is not None)
         assert has_loss == [True] * 5 + [False] and engine.evaluate(batches) == (0.0, 0.0)
-        found.append(rows)
+        found.append([(result.bad_in_a_row, *row) for result, row in zip(results, rows, strict=True)])
+        assert engine.update_count == 2 and not engine.gate.has_open_row
     return found
 
 
@@ -115,17 +138,65 @@ def _spoil_reduced_gradient(engine: Engine) -> Any:
 def test_a_step_that_is_bad_on_one_rank_is_applied_on_none(name: str) -> None:
     layout, runs = LAYOUTS[name]
     ranks = run_ranks(bad_steps, math.prod(layout), layout, runs)
-    for (stage, flags), *rows in zip(runs, *ranks, strict=True):
+    for (stage, flags, on_device), *rows in zip(runs, *ranks, strict=True):
         for rank, steps in enumerate(rows):
+            told = not on_device  # before a step that the device drops, the work is done as before any other
             expected = [
-                (1, 0, False, False, False),
-                (0, 1, True, True, False),
-                (1, 1, False, False, False),
-                (2, 1, False, False, False),
-                (0, 2, True, True, False),
-                (0, 2, False, False, False),
+                (1, False, False, False),
+                (0, True, told, False),
+                (1, False, False, False),
+                (2, False, False, False),
+                (0, True, told, False),
+                (0, False, False, False),
             ]
-            assert steps == expected, (stage, flags, rank)
+            assert steps == expected, (stage, flags, on_device, rank)
+
+
+def weighted(rate: float = 1.0) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    """An optimizer that can be told by a flag to change nothing, and its weight."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.full((3,), -1.0)
+    return build_adamw([{"params": [weight], "eps": 1e-8, "weight_decay": 0.0}], lr=rate, betas=(0.9, 0.9)), weight
+
+
+def test_the_device_decides_only_where_nothing_else_matters() -> None:
+    for deviations, allows_overflow in ((3.0, False), (None, True)):
+        gate = UpdateGate(
+            ParallelMesh.single(), spike_deviations=deviations, allows_overflow=allows_overflow, on_device=True
+        )
+        assert gate.steps_in_flight == 0
+
+
+def test_verdicts_of_the_device_come_in_order_when_they_are_asked_for() -> None:
+    gate = UpdateGate(ParallelMesh.single(), spike_deviations=None, allows_overflow=False, on_device=True)
+    assert gate.steps_in_flight == 1
+    optimizer, weight = weighted()
+    verdicts, changed = [], []
+    for loss, norm, tokens in ((2.0, 1.0, 4.0), (math.nan, 1.0, 4.0), (2.0, math.inf, 4.0), (0.0, 0.0, 0.0)):
+        before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+        values = StepFigures(torch.tensor(loss), torch.tensor(norm), torch.tensor(tokens))
+        verdicts.append(gate.expect(lambda values=values: values))
+        assert gate.update(optimizer, torch.tensor(norm)) is True
+        after = [weight.detach(), *optimizer.state[weight].values()]
+        changed.append(len(before) != len(after) or not all(map(torch.equal, before, after)))
+    assert changed == [True, False, False, False]
+    assert verdicts[2].bad_in_a_row == 2  # asked for before the first
+    assert len(gate._pending) == 1  # the last step may still be running
+    assert [verdict.decision for verdict in verdicts] == [
+        *(UpdateDecision.APPLIED, UpdateDecision.NOT_FINITE, UpdateDecision.NOT_FINITE, UpdateDecision.EMPTY)
+    ]
+    assert [verdict.bad_in_a_row for verdict in verdicts] == [0, 1, 2, 0]
+    assert gate.has_open_row and gate.to_json() == {"bad_in_a_row": [2.0]}
+
+
+def test_the_host_decides_before_the_update() -> None:
+    gate = UpdateGate(ParallelMesh.single(), spike_deviations=None, allows_overflow=False)
+    optimizer, weight = weighted()
+    for loss, may in ((2.0, True), (math.nan, False)):
+        before = weight.detach().clone()
+        values = StepFigures(torch.tensor(loss), torch.tensor(1.0), torch.tensor(4.0))
+        gate.expect(lambda values=values: values)
+        assert gate.update(optimizer, None) is may is not torch.equal(weight, before)
 
 
 def filled(count: int) -> RecentSteps:
@@ -166,15 +237,17 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
     """A gate in front of an optimizer, a function that makes a step with a loss and a norm, and the weight."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
+    mark_parameter(weight, is_counted=True)
     gate = UpdateGate(ParallelMesh.single(), spike_deviations=spike_deviations, allows_overflow=allows_overflow)
-    view = DirectView(SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer), lambda: torch.zeros(()))
-    view.guard(gate.may_update, gate.is_left_behind)
+    mesh = ParallelMesh.single()
+    clipping = Clipping(0.0, mesh.model, mesh.device)
+    DirectView(SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer), mesh.gradient, clipping).guard(gate)
 
     def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)
-        gate.expect(lambda: StepFigures(torch.tensor(loss), torch.tensor(norm), torch.tensor(tokens)))
+        verdict = gate.expect(lambda: StepFigures(torch.tensor(loss), torch.tensor(norm), torch.tensor(tokens)))
         optimizer.step()
-        return gate.decision
+        return verdict.decision
 
     return gate, step, weight
 
@@ -186,10 +259,10 @@ def test_spikes_are_dropped_and_forgotten() -> None:
     known = gate.to_json()
     assert step(9.0) is step(9.0) is UpdateDecision.SPIKE
     assert step(math.nan) is UpdateDecision.NOT_FINITE
-    assert gate.bad_in_a_row == 3
+    assert gate.verdict.bad_in_a_row == 3
     assert gate.to_json() == {**known, "bad_in_a_row": [3.0]}
     assert step(2.05) is UpdateDecision.APPLIED
-    assert gate.bad_in_a_row == 0 and float(weight.detach()) == LEAST_STEPS + 1
+    assert gate.verdict.bad_in_a_row == 0 and float(weight.detach()) == LEAST_STEPS + 1
 
 
 def test_a_gate_continues_from_what_it_stored() -> None:
@@ -201,7 +274,7 @@ def test_a_gate_continues_from_what_it_stored() -> None:
     resumed.restore(gate.to_json())
     assert resumed.to_json() == gate.to_json()
     assert step_resumed(9.0) is step(9.0) is UpdateDecision.SPIKE
-    assert resumed.bad_in_a_row == gate.bad_in_a_row == 2
+    assert resumed.verdict.bad_in_a_row == gate.verdict.bad_in_a_row == 2
 
 
 def test_without_a_limit_nothing_is_stored_and_no_spike_dropped() -> None:
@@ -219,17 +292,17 @@ def test_a_step_without_a_counted_token_is_dropped_and_says_nothing_of_the_other
         step(2.0 + 0.1 * (number % 2))
     known = gate.to_json()
     assert step(0.0, 0.0, 0.0) is UpdateDecision.EMPTY
-    assert (gate.is_dropped, gate.is_bad, gate.to_json()) == (True, False, known)
+    assert (gate.verdict.is_dropped, gate.verdict.is_bad, gate.to_json()) == (True, False, known)
     step(9.0)
     step(0.0, 5.0, 0.0)  # routers have losses of their own
-    assert (gate.bad_in_a_row, gate.has_open_row, float(weight.detach())) == (0, True, LEAST_STEPS)
+    assert (gate.verdict.bad_in_a_row, gate.has_open_row, float(weight.detach())) == (0, True, LEAST_STEPS)
     assert step(2.05) is UpdateDecision.APPLIED and not gate.has_open_row
 
 
 def test_an_overflow_in_fp16_is_left_to_the_loss_scaler() -> None:
     gate, step, weight = gated(None, allows_overflow=True)
     assert step(math.inf, math.nan) is UpdateDecision.APPLIED
-    assert (gate.bad_in_a_row, float(weight.detach())) == (0, 1.0)
+    assert (gate.verdict.bad_in_a_row, float(weight.detach())) == (0, 1.0)
 
 
 def test_an_overflow_after_a_spike_is_no_bad_step_and_does_not_end_the_row() -> None:
@@ -239,5 +312,5 @@ def test_an_overflow_after_a_spike_is_no_bad_step_and_does_not_end_the_row() -> 
     seen = []
     for loss in (9.0, math.inf, 9.0, 2.05, math.inf):
         step(loss)
-        seen.append(gate.bad_in_a_row)
+        seen.append(gate.verdict.bad_in_a_row)
     assert seen == [1, 0, 2, 0, 0]

@@ -1,0 +1,275 @@
+"""Decides before each optimizer update whether it is applied, on all ranks alike.
+
+A loss or gradient that is NaN or infinite would spoil weights and moments for good, and one far above the usual sets
+training back. Such a step is dropped as a whole: no weight, moment or count of Adam's changes. A step whose batch has
+no token that counts in the loss has no gradient to learn from, but Adam's moments and the weight decay would still
+change the weights: it is dropped as well, and is not a bad one. DeepSpeed drops some such steps itself, depending on
+the ZeRO stage, and one of its optimizers decides on the ranks of one data-parallel replica only; so the decision is
+taken here.
+
+Source: the idea of skipping steps by the spread of recent ones: allenai/OLMo-core, optim/skip_step_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from megatron.device import HostCopy
+from megatron.kernels.optimizer import update
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_max
+
+WINDOW_STEPS = 128
+LEAST_STEPS = 32
+
+
+class UpdateDecision(Enum):
+    """What becomes of the update of a step."""
+
+    APPLIED = "applied"
+    NOT_FINITE = "loss or gradient norm is not finite"
+    SPIKE = "loss or gradient norm is far above the recent ones"
+    EMPTY = "no token of the batch counts in the loss"
+
+
+class StepFigures(NamedTuple):
+    """What a step is judged by.
+
+    Shapes: each `[]`.
+
+    Attributes:
+        loss: mean loss of the global batch.
+        gradient_norm: the norm of its gradient.
+        token_count: its tokens that count in the loss.
+    """
+
+    loss: torch.Tensor
+    gradient_norm: torch.Tensor
+    token_count: torch.Tensor
+
+
+class RecentSteps:
+    """Loss and gradient norm of the latest steps that were applied."""
+
+    def __init__(self) -> None:
+        self._figures: dict[str, deque[float]] = {
+            name: deque(maxlen=WINDOW_STEPS) for name in ("loss", "gradient_norm")
+        }
+
+    def add(self, loss: float, gradient_norm: float) -> None:
+        """Adds a step."""
+        self._figures["loss"].append(loss)
+        self._figures["gradient_norm"].append(gradient_norm)
+
+    def is_spike(self, loss: float, gradient_norm: float, deviations: float) -> bool:
+        """Whether one of the two is more than this many standard deviations above its mean; False with few steps."""
+        pairs = zip((loss, gradient_norm), self._figures.values(), strict=True)
+        return any(value > _limit(known, deviations) for value, known in pairs)
+
+    def to_json(self) -> dict[str, list[float]]:
+        """The values by name, oldest first."""
+        return {name: list(values) for name, values in self._figures.items()}
+
+    def restore(self, stored: Mapping[str, Sequence[float]]) -> None:
+        """Continues with what `to_json` returned."""
+        for name, values in self._figures.items():
+            values.clear()
+            values.extend(stored.get(name, ()))
+
+
+class StepVerdict:
+    """What became of the update of a step; the first read may wait for the device.
+
+    Args:
+        settle: makes the gate give a verdict, and those before it, their values.
+    """
+
+    def __init__(self, settle: Callable[[StepVerdict], None]) -> None:
+        self._settle = settle
+        self._decision: UpdateDecision | None = None
+        self._bad_steps = 0
+
+    @property
+    def decision(self) -> UpdateDecision | None:
+        """What was decided; None if nothing has been."""
+        if self._decision is None:
+            self._settle(self)
+        return self._decision
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the update was dropped."""
+        return self.decision not in (None, UpdateDecision.APPLIED)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it was dropped because of its loss or gradient."""
+        return self.is_dropped and self._decision is not UpdateDecision.EMPTY
+
+    @property
+    def bad_in_a_row(self) -> int:
+        """How many steps in a row were dropped, this one included; 0 if it was not.
+
+        An overflow in fp16, and a step without a counted token, are not among them, and do not end the row either.
+        """
+        return self._bad_steps if self.is_bad else 0
+
+    def give(self, decision: UpdateDecision, bad_steps: int) -> None:
+        """Sets the values."""
+        self._decision, self._bad_steps = decision, bad_steps
+
+
+class UpdateGate:
+    """Takes the decision on each update, for `OptimizerView.guard`.
+
+    On a GPU the host would have to wait for the gradients in order to decide. Where nothing but the step's own figures
+    matters, the decision is therefore taken on the device, and the host learns of it when it asks for a verdict.
+
+    Args:
+        mesh: all its ranks take the same decision.
+        spike_deviations: standard deviations above the recent mean from which a step is dropped, which is decided on
+            the host; None for no limit.
+        allows_overflow: in fp16 a gradient that is not finite is expected, and the loss scaler's business, on the host.
+        on_device: whether the optimizer can be told by a flag on the device to change nothing.
+    """
+
+    def __init__(
+        self, mesh: ParallelMesh, *, spike_deviations: float | None, allows_overflow: bool, on_device: bool = False
+    ) -> None:
+        self._mesh = mesh
+        self._spike_deviations = spike_deviations
+        self._allows_overflow = allows_overflow
+        self._is_on_device = on_device and spike_deviations is None and not allows_overflow
+        self._recent = RecentSteps()
+        self._figures: Callable[[], StepFigures] | None = None
+        self._pending: deque[tuple[StepVerdict, HostCopy]] = deque()
+        self._bad_steps = 0
+        self._sides = torch.eye(2, dtype=torch.float64, device=mesh.device)
+        self.verdict = StepVerdict(self.settle)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Of how many of the latest steps the host does not know the verdict unless it waits."""
+        return int(self._is_on_device)
+
+    @property
+    def has_open_row(self) -> bool:
+        """Whether no good step has followed the last bad one, so that the weights may be to blame."""
+        self.settle()
+        return self._bad_steps > 0
+
+    def expect(self, figures: Callable[[], StepFigures]) -> StepVerdict:
+        """Begins a step; returns its verdict, which has a decision when the update is over.
+
+        Args:
+            figures: called once, when the gradients of the step are complete. Collective.
+        """
+        self._figures = figures
+        self.verdict = StepVerdict(self.settle)
+        return self.verdict
+
+    def to_json(self) -> dict[str, list[float]]:
+        """What decisions depend on besides the step itself, for a checkpoint; entries that say nothing are left out."""
+        self.settle()
+        stored = {} if self._spike_deviations is None else self._recent.to_json()
+        return {**stored, **({"bad_in_a_row": [float(self._bad_steps)]} if self._bad_steps else {})}
+
+    def restore(self, stored: Mapping[str, Sequence[float]]) -> None:
+        """Continues with what `to_json` returned."""
+        self.settle()
+        self._recent.restore(stored)
+        self._bad_steps = int(sum(stored.get("bad_in_a_row", ())))
+
+    def settle(self, last: StepVerdict | None = None) -> None:
+        """Waits for the decisions that were taken on the device, until that on one step; on all by default."""
+        verdict = None
+        while self._pending and (last is None or verdict is not last):
+            verdict, figures = self._pending.popleft()
+            self._judge(verdict, figures.read().tolist())
+
+    def may_update(self) -> bool:
+        """Whether this rank, which is about to update, may; the first call of a step is collective over all ranks."""
+        self._decide(is_before_update=True)
+        return self.verdict.decision is UpdateDecision.APPLIED
+
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_factor: torch.Tensor | None,
+        copies: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> bool:
+        """Has an optimizer update if all ranks may, see `megatron.kernels.optimizer.update`; once a step, collective
+        over all ranks. Returns whether it was done, or left to the device.
+        """
+        skip = None
+        if self._is_on_device:
+            agreed = self._agreed(is_before_update=True)
+            self._pending.append((self.verdict, HostCopy(agreed)))
+            skip = ((agreed[0] > 0) | (agreed[-1] == 0)).to(torch.float32)  # something is wrong, or no token counts
+        elif not self.may_update():
+            return False
+        update(optimizer, gradient_factor=gradient_factor, skip=skip, copies=copies)
+        return True
+
+    def is_left_behind(self) -> bool:
+        """Whether this rank's optimizer dropped a step that others were about to apply; collective if `may_update` was
+        not called in it: DeepSpeed's optimizer may have dropped the step already, and that on some ranks only.
+        """
+        return self._decide(is_before_update=False)
+
+    def _agreed(self, *, is_before_update: bool) -> torch.Tensor:
+        """Whether a figure of some rank is wrong, whether some rank is about to update, whether one is not, and the
+        largest loss, norm and number of tokens; collective over all ranks.
+
+        Shapes: result `[6]` float64.
+        """
+        figures, self._figures = self._figures, None
+        own = torch.stack(figures()).to(torch.float64)  # type: ignore[misc]
+        is_wrong = (~own.isfinite()).any().to(own).reshape(1)
+        side = self._sides[0 if is_before_update else 1]
+        return all_reduce_max(torch.cat([is_wrong, side, own.nan_to_num(0.0, 0.0, 0.0)]), self._mesh.world)
+
+    def _decide(self, *, is_before_update: bool) -> bool:
+        """Decides, unless that has happened; returns whether others update and this rank does not."""
+        if self._figures is None:
+            return False
+        agreed = self._agreed(is_before_update=is_before_update).tolist()
+        self._judge(self.verdict, agreed)
+        wrong, updating, dropped = map(bool, agreed[:3])
+        overflow = self._allows_overflow and (wrong or dropped)
+        return updating and not overflow and not is_before_update
+
+    def _judge(self, verdict: StepVerdict, agreed: Sequence[float]) -> None:
+        """Gives a step its verdict, the steps in their order."""
+        wrong, _, dropped, loss, norm, tokens = agreed
+        if (wrong or dropped) and self._allows_overflow:
+            verdict.give(UpdateDecision.APPLIED, self._bad_steps)
+            return
+        limit = self._spike_deviations
+        if wrong or dropped:
+            decision = UpdateDecision.NOT_FINITE
+        elif tokens == 0:  # says nothing of the steps before it: bad ones stay in a row
+            verdict.give(UpdateDecision.EMPTY, self._bad_steps)
+            return
+        elif limit is not None and self._recent.is_spike(loss, norm, limit):
+            decision = UpdateDecision.SPIKE
+        else:
+            decision = UpdateDecision.APPLIED
+            self._recent.add(loss, norm)
+        self._bad_steps = 0 if decision is UpdateDecision.APPLIED else self._bad_steps + 1
+        verdict.give(decision, self._bad_steps)
+
+
+def _limit(values: Sequence[float] | deque[float], deviations: float) -> float:
+    """This many sample standard deviations above the mean; infinite with few values, or where all are the same."""
+    if len(values) < LEAST_STEPS:
+        return math.inf
+    mean = math.fsum(values) / len(values)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return mean + deviations * deviation if deviation > 0 else math.inf
