@@ -93,7 +93,7 @@ def _shares_a_fixture_of_its_file(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of reference data beside the checkout."""
+    """The folder of reference data next to the checkout."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the reference data is not there: {SHARED_DATA}")
     return SHARED_DATA

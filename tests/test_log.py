@@ -183,7 +183,7 @@ class Listener:
         return self.shows
 
 
-def test_an_error_is_shown_once_and_its_listeners_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_shown_once_and_its_listeners_are_called(capsys: pytest.CaptureFixture[str]) -> None:
     listener = Listener()
     forget = log.on_failure(listener)
     failure = DataError("the file is empty")
@@ -266,7 +266,7 @@ def test_characters_that_steer_a_terminal_are_escaped(copy: Path, capsys: pytest
     assert json.loads(visible.join('""')) == hostile
 
 
-def test_an_error_that_is_shown_already_is_told_and_not_repeated(
+def test_an_error_that_is_shown_already_is_passed_on_and_not_repeated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []

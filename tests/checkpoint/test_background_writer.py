@@ -1,4 +1,4 @@
-"""Saves beside a running program: what they hold, that one waits for the other, and how their failures are heard."""
+"""Saves in the background: what they hold, that one waits for the other, and how their failures are reported."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_pieces_are_listed_before_training_goes_on(tmp_path: Path) -> None:
         assert outcome_of(writer).failure is None
 
 
-def test_a_failure_is_heard_and_the_next_save_succeeds(tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_failure_is_reported_and_the_next_save_succeeds(tmp_path: Path, disk: SlowDisk) -> None:
     disk.gate.set()
     with BackgroundWriter(tmp_path, MESH, SaveOptions(storage=disk)) as writer:
         disk.failure = OSError(errno.ENOSPC, "No space left on device")
@@ -211,7 +211,7 @@ def test_a_dead_thread_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     writer.wait_for_copy()  # training is not held up by it
 
 
-def test_a_lost_lock_is_heard(tmp_path: Path) -> None:
+def test_a_lost_lock_is_reported(tmp_path: Path) -> None:
     class Lost:
         def check(self) -> None:
             raise CheckpointError("another job has taken over")
@@ -274,7 +274,7 @@ def several_ranks(rank: int, directory: str) -> list[str]:
     return notes
 
 
-def test_ranks_hear_the_same(tmp_path: Path) -> None:
+def test_all_ranks_get_the_same_outcome(tmp_path: Path) -> None:
     results = run_ranks(several_ranks, 3, str(tmp_path))
     for rank, (first, second, *rest) in enumerate(results):
         assert first.startswith("StorageError: " + ("" if rank == 1 else "rank 1: ") + "cannot write ")

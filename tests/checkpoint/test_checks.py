@@ -1,4 +1,4 @@
-"""What nobody vouches for is bounded, well-formed and finite before anything is made of it."""
+"""Untrusted values are bounded, well-formed and finite before anything is made of them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def write_lines(path: Path, texts: list[str]) -> str:
 
 
 def write_numbered_lines(path: Path, texts: list[str]) -> Path:
-    """Writes a jsonl file of these texts, each beside its number under another key."""
+    """Writes a jsonl file of these texts, each with its number under another key."""
     path.write_text("".join(json.dumps({"text": text, "n": index}) + "\n" for index, text in enumerate(texts)))
     return path
 

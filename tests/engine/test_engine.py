@@ -88,7 +88,7 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
 
 
 def groups_of_stages(rank: int) -> list[set[str]]:
-    """The groups of a stage with two kinds of parameters beside one with three."""
+    """The groups of a stage with two kinds of parameters next to one with three."""
     mesh = open_mesh(Layout(1, 2))
     module = small_module()
     module[2].weight.shard_spec = dataclasses.replace(shard_spec_of(module[2].weight), lr_multiplier=0.25)

@@ -52,7 +52,7 @@ def test_the_longest_come_first_and_a_query_beyond_the_budget_has_its_own_batch(
     assert plan_batches(queries_of([3, 11, 5, 4]), 6) == [[1], [2], [3, 0]]
 
 
-def test_long_queries_are_not_padded_where_the_network_minds() -> None:
+def test_long_queries_are_not_padded_where_that_changes_the_network() -> None:
     queries = queries_of([9, 8, 9, 6, 5, 4])
     assert plan_batches(queries, 100) == [[0, 2, 1, 3, 4, 5]]
     assert plan_batches(queries, 100, padded_up_to=5) == [[0, 2], [1], [3, 4, 5]]

@@ -1,4 +1,4 @@
-"""Activations and gated units against their formulas: the reference, and the compiled operation beside it."""
+"""Activations and gated units against their formulas: the reference and the compiled operation."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megatron.kernels.native.library import Library
 SHORT = ("--rounds", "1", "--milliseconds", "1", "--sizes", "6x64", "--threads", "1")
 
 
-def test_every_operation_is_measured_beside_torch(compiled: Library, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_operation_is_measured_and_so_is_torch(compiled: Library, capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels_cpu.main([*SHORT, "--library", str(compiled.folder)]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     cases = [record for record in records if record["figure"] == "ratio_to_torch"]

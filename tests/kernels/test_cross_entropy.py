@@ -1,4 +1,4 @@
-"""Statistics and gradients of rows of logits: the reference against float64, and the compiled operations beside it."""
+"""Statistics and gradients of rows of logits: the reference and the compiled operations against float64."""
 
 from __future__ import annotations
 

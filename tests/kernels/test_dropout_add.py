@@ -1,4 +1,4 @@
-"""Bias, stateless dropout and residual: the reference, and the compiled operation beside it."""
+"""Bias, stateless dropout and residual: the reference and the compiled operation."""
 
 from __future__ import annotations
 

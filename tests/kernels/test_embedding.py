@@ -1,4 +1,4 @@
-"""Lookup of ids in a vocabulary shard and its gradient, compiled beside torch and float64."""
+"""Lookup of ids in a vocabulary shard and its gradient, compiled, compared with torch and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values: the formula in float64, and the compiled operation beside the reference, bit for bit."""
+"""Initial values: the formula in float64, and the compiled operation equal to the reference, bit for bit."""
 
 from __future__ import annotations
 

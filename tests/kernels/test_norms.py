@@ -1,4 +1,4 @@
-"""Norms against their formulas in float64, forward and backward, and the compiled ones beside torch's."""
+"""Norms against their formulas in float64, forward and backward, and the compiled ones against torch's."""
 
 from __future__ import annotations
 

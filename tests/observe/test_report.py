@@ -59,7 +59,7 @@ class Recorder:
 
 
 def progress_at(step: int) -> Progress:
-    """Progress after so many steps of 8 samples of 16 tokens."""
+    """Progress after a number of steps of 8 samples of 16 tokens."""
     return Progress(step, 8 * step, 128 * step)
 
 
@@ -139,7 +139,7 @@ def test_a_failed_save_is_forwarded() -> None:
     assert recorder.told == [("failed_save", 3, 2, "the disk is full", 1)]
 
 
-def test_every_destination_is_told_and_closed_even_if_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_destination_is_notified_and_closed_even_if_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(Recorder):
         name = "the failing one"
 
@@ -261,7 +261,7 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_the_style_is_told_the_epoch_and_the_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_style_gets_the_epoch_and_the_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([0.0, 7.0, 9.0, 11.0, 13.0])
     report = Report(
         report_config(log_interval=2, log_style="jax_lm"),

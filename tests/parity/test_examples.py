@@ -141,7 +141,7 @@ def train_files(
 
 
 class Compared(NamedTuple):
-    """Examples in rows of their own beside the same ones packed: rows, losses, counted tokens, gradients.
+    """Examples in rows of their own and the same ones packed: rows, losses, counted tokens, gradients.
 
     Args:
         difference: the largest difference of a gradient, relative to the largest one of its parameter.

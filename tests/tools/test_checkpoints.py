@@ -49,7 +49,7 @@ def test_a_folder_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert value["checkpoints"][1]["layout"] == {"tp": 2, "pp": 4, "dp": 8}
 
 
-def test_folders_without_checkpoints_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_checkpoints_are_distinguished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoints.main(["list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint\n"
     (tmp_path / "global_step10\x1b[31m").mkdir()
@@ -122,7 +122,7 @@ def test_nothing_is_deleted_for_a_newest_one_that_is_damaged(tmp_path: Path) -> 
     assert steps(tmp_path) == [2, 3]
 
 
-def test_a_failed_deletion_is_told_by_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_deletion_shows_in_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Storage, source: Path, target: Path) -> None:
         raise PermissionError(13, "Permission denied")
 

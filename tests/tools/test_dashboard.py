@@ -19,7 +19,7 @@ from tools.dashboard import list_checkpoints, main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_command_of_the_page_shows_the_runs_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_the_command_of_the_page_shows_the_runs_until_it_is_stopped(tmp_path: Path) -> None:
     write_run(tmp_path / "runs/first", steps=5, control={"save": str(tmp_path)})
     (command,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/dashboard.md").read_text(), flags=re.S)
     assert command == "python tools/dashboard.py runs --port 6007\n"

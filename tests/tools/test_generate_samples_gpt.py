@@ -285,7 +285,7 @@ def test_a_refused_request_leaves_the_older_file(checkpoints: Path, prompt_file:
     assert output.read_text() == "older" and len(list(prompt_file.parent.iterdir())) == 2
 
 
-def test_texts_before_a_failure_are_kept_beside_the_older_file(
+def test_texts_before_a_failure_are_kept_next_to_the_older_file(
     checkpoints: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, partial = prompt_file.with_name("new") / "texts", prompt_file.with_name("new") / "texts.partial"

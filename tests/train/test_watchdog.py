@@ -32,7 +32,7 @@ def test_a_phase_is_progress_and_keeps_the_step() -> None:
     assert after.at_seconds >= before.at_seconds
 
 
-def test_a_process_alone_has_nobody_to_tell() -> None:
+def test_a_single_process_has_no_peers_to_notify() -> None:
     with Watch() as watch:
         assert watch.peers_answer()
         assert not watch.fail(1, "shown by the caller")

@@ -90,7 +90,7 @@ class LayerStack(nn.Module):
         takers = [getattr(module, "takes_sum", False) for module in modules[1:]] + [False]
         self._calls = [
             (module, takes and getattr(module, "leaves_sum", False))
-            for module, takes in zip(modules, takers, strict=True)
+            for module, takes in zip(modules, takers, strict=False)  # a stack may be empty
         ]
 
     def forward(self, inputs: Any, context: StepContext) -> torch.Tensor:

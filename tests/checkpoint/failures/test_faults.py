@@ -20,6 +20,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state, whole_sink
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import DEFAULT_CASES
 
 MESH = ParallelMesh.single()
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -225,12 +226,16 @@ def in_child(work: object) -> int:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "same step"])
-def test_a_kill_at_any_operation_keeps_a_valid_checkpoint(tmp_path: Path, again: bool) -> None:
+def test_a_kill_at_any_operation_keeps_a_valid_checkpoint(
+    tmp_path: Path, again: bool, pytestconfig: pytest.Config
+) -> None:
+    """Every third operation and the last, or all with more --cases; `test_crash_states.py` has the state after each."""
+    stride = 3 if pytestconfig.getoption("--cases") <= DEFAULT_CASES else 1
     # In another process: a fork of the one that runs the tests takes longer than a save.
-    run_ranks(kill_at_every_operation, 1, tmp_path, again)
+    run_ranks(kill_at_operations, 1, tmp_path, again, stride)
 
 
-def kill_at_every_operation(rank: int, folder: Path, again: bool) -> None:
+def kill_at_operations(rank: int, folder: Path, again: bool, stride: int) -> None:
     """Saves, killed at one operation after another, and loads."""
     step = 1 if again else 2
     save_seed(folder / "start", 1, 1)
@@ -238,7 +243,8 @@ def kill_at_every_operation(rank: int, folder: Path, again: bool) -> None:
     counted = FaultyStorage()
     save_seed(folder / "count", step, 2, counted)
     seeds = []
-    for place in range(len(counted.operations)):
+    last = len(counted.operations) - 1
+    for place in sorted({*range(0, last, stride), last}):
         directory = folder / f"kill{place}"
         shutil.copytree(folder / "start", directory)
 

@@ -135,7 +135,7 @@ def test_a_full_disk_is_an_error_with_sizes_and_harms_nothing(tmp_path: Path) ->
     assert place >= 6
 
 
-def test_too_little_room_is_told_with_the_sizes(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_with_the_sizes(tmp_path: Path) -> None:
     source = save_step(tmp_path / "source", 3)
     need_bytes = sum(len(content) for name, content in contents(source).items() if name != "manifest.json")
 

@@ -89,7 +89,7 @@ def test_files_of_others_are_named(tmp_path: Path) -> None:
     assert other_files(summary, Storage()) == ["README"]
 
 
-def test_every_state_is_told(tmp_path: Path) -> None:
+def test_every_state_is_shown(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
         save_step(tmp_path, step, loss=0.5 * step)
     (tmp_path / "iter_0000002" / "manifest.json").write_text("{}")

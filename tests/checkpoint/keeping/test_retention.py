@@ -108,7 +108,9 @@ def test_the_best_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "--keep-best" not in capsys.readouterr().err
 
 
-def test_a_folder_without_validation_losses_is_told_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_validation_losses_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     retention = Retention(KeepRules(1, best=True), Storage())
     for step in (1, 2, 3):
         retention.apply(save_step(tmp_path, step))

@@ -13,7 +13,7 @@ PLAN = DataPlan(sequence_length=16, seed=1234, epoch_rule="bigscience", train=No
 
 
 def make_record(step: int = 4, **changes: Any) -> Record:
-    """The record of a run that trained so many steps of 8 samples of 10 tokens."""
+    """The record of a run that trained a number of steps of 8 samples of 10 tokens."""
     record = Record(
         progress=Progress(step, 8 * step, 80 * step),
         optimizer_updates=step,

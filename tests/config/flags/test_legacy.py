@@ -20,7 +20,7 @@ HEADER = "# name | type | default | status. Made by: python -m tests.config.gold
 
 
 def golden_text() -> str:
-    """The list of all flags as it is kept beside this test."""
+    """The list of all flags as it is kept in the repository."""
     return HEADER + "".join(" | ".join(row) + "\n" for row in flag_table())
 
 

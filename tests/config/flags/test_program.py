@@ -22,7 +22,7 @@ def test_a_program_adds_names() -> None:
     assert parse(words("--log-style short"), program=MINE).report.log_style == "short"
 
 
-def test_a_name_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--log-style mine is not known. Use one of: megatron, short\.") as caught:
         parse(words("--log-style mine --run-files mine"))
     assert "--run-files mine is not known. Use one of: megatron." in str(caught.value)

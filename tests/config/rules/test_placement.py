@@ -77,7 +77,7 @@ def test_what_changes_nothing_is_accepted(text: str) -> None:
     assert small(text).notices == ()
 
 
-def test_sequence_parallelism_beside_recompute_splits_what_is_kept() -> None:
+def test_sequence_parallelism_with_recompute_splits_what_is_kept() -> None:
     words = "--tensor-model-parallel-size 2 --checkpoint-activations"
     assert not small(words).recompute.distributes_saved
     for flag in ("--sequence-parallel", "--partition-activations", "--distribute-checkpointed-activations"):

@@ -27,7 +27,7 @@ DEEPSPEEDAI = without(
 NVIDIA = without(stored(transformer_impl="local"), "glu_activation", "deepspeed", "position_embedding_type")
 
 
-def test_forks_are_told_apart() -> None:
+def test_forks_are_distinguished() -> None:
     assert [fork_of(values) for values in (stored(), DEEPSPEEDAI, NVIDIA)] == ["bigscience", "deepspeedai", "nvidia"]
 
 

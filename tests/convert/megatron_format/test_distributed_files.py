@@ -58,7 +58,7 @@ def state_of(foreign: Foreign, *, stacked: bool, halves: bool) -> dict[str, Any]
 
 
 def write(folder: Path, foreign: Foreign, *, stacked: bool = True, halves: bool = False, common: bool = False) -> Path:
-    """A checkpoint of torch.distributed, with the arguments in it or beside it."""
+    """A checkpoint of torch.distributed, with the arguments in it or next to it."""
     state = state_of(foreign, stacked=stacked, halves=halves)
     if common:
         save({"args": state.pop("args"), "iteration": 3, "checkpoint_version": 3.0}, folder / "common.pt")

@@ -66,7 +66,7 @@ def check_comes_back(written: Written, folder: Path, *, moments: bool) -> None:
 
 
 def write_network(folder: Path, flags: str, *, moments: bool = True, step: int = 4) -> Written:
-    """Saves the checkpoint of a run that trained so many steps of 8 samples of 10 tokens."""
+    """Saves the checkpoint of a run that trained a number of steps of 8 samples of 10 tokens."""
     choice = write_vocabulary(folder, VOCABULARY)
     tokenizer = build_tokenizer(choice)
     files = ["--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file)]

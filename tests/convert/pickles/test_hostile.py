@@ -45,7 +45,7 @@ def test_a_hostile_file_is_refused(name: str, refusals: dict[str, str]) -> None:
     assert re.search(FILES[name][1], refusals[name]), refusals[name]
 
 
-def test_the_user_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_the_user_gets_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     path.write_bytes(CALLS["os_system"][0])
     with pytest.raises(CheckpointError, match=r"file\.pt is refused: the file names os\.system, which is not admitted"):

@@ -1,4 +1,4 @@
-"""Turkish word forms, each beside the form a grammar book gives."""
+"""Turkish word forms, each compared with the form in a grammar book."""
 
 from __future__ import annotations
 

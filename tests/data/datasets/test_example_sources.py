@@ -122,7 +122,7 @@ def test_blends_of_files_and_stores(tmp_path: Path, tokenizer) -> None:
     assert (tmp_path / "index-cache").is_dir()
 
 
-def test_indices_lie_beside_the_data_or_where_they_are_wanted(tmp_path: Path, tokenizer) -> None:
+def test_indices_are_next_to_the_data_or_where_they_are_wanted(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "chat.jsonl", 20)
     build(tokenizer, path, options=PACKED, data_cache_path=str(tmp_path / "elsewhere"))
     names = {found.name.partition("-")[0] for found in (tmp_path / "elsewhere").glob("*.npy")}

@@ -1,4 +1,4 @@
-"""The description beside a pair of token files, and the check that a tokenizer fits it."""
+"""The description next to a pair of token files, and the check that a tokenizer fits it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def old_path(prefix: str, array: str, name: str = "train", samples: int = SAMPLE
 
 
 def write_old(prefix: str, first: int = 0, last: int = len(LENGTHS), seed: int = SEED) -> None:
-    """What upstream would have left beside the corpus."""
+    """What upstream would have left next to the corpus."""
     lengths = IndexedDataset(prefix).lengths
     built = build_indices(lengths, np.arange(first, last), SEQUENCE_LENGTH, SAMPLES, seed)
     for name, array in zip(NAMES, built, strict=True):

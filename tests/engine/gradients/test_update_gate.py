@@ -207,7 +207,7 @@ def filled(count: int) -> RecentSteps:
     return recent
 
 
-def test_a_spike_is_so_many_deviations_above_the_mean() -> None:
+def test_a_spike_is_a_number_of_deviations_above_the_mean() -> None:
     recent, deviation = filled(64), math.sqrt(64 / 63)
     assert not recent.is_spike(2.0 + 2.99 * deviation, 20.0, 3.0)
     assert recent.is_spike(2.0 + 3.01 * deviation, 20.0, 3.0)

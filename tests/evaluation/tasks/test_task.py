@@ -18,7 +18,7 @@ from tests.evaluation.fakes import ByteTokenizer, FakeScorer
 BYTES = ByteTokenizer()
 
 
-def test_files_are_read_under_agreement_and_progress_is_told(tmp_path: Path) -> None:
+def test_files_are_read_under_agreement_and_progress_is_reported(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
     calls: list[str] = []
     seen: list[tuple[int, int]] = []
@@ -53,7 +53,7 @@ def test_a_result_leaves_out_errors_that_are_not_known() -> None:
     assert result.baselines == {"uniform": {"acc": 0.1}} and result.baseline_errors == {"uniform": {}}
 
 
-def test_a_task_has_the_name_it_was_given_and_paths_beside_its_file() -> None:
+def test_a_task_has_the_name_it_was_given_and_paths_relative_to_its_file() -> None:
     task = Lambada(name="mine", data="items.jsonl", train="train.txt", folder=Path("folder"))
     assert task.title == "mine"
     assert (task.path, task.train_path) == (Path("folder/items.jsonl"), Path("folder/train.txt"))

@@ -35,7 +35,7 @@ def run(planned: TextSchedule) -> list[tuple[str, int, int, bool]]:
     return said
 
 
-def test_prompts_are_computed_in_chunks_beside_texts_that_go_on() -> None:
+def test_prompts_are_computed_in_chunks_while_texts_go_on() -> None:
     planned = schedule(text("a", 3), text("long", 24), text("b", 6))
     assert run(planned) == [("a", 0, 3, True), ("b", 0, 6, True)]  # the budget has no room for a chunk of ten more
     assert run(planned) == [("a", 3, 1, True), ("long", 0, 10, False), ("b", 6, 1, True)]

@@ -37,7 +37,7 @@ def answers(loaded: LoadedModel, *requests: Request) -> dict[str, list[Generated
     return found
 
 
-def test_prompts_are_scored_in_chunks_and_in_company(loaded: LoadedModel) -> None:
+def test_prompts_are_scored_in_chunks_and_in_batches(loaded: LoadedModel) -> None:
     long = tuple(number * 7 % 300 for number in range(POSITIONS))
     prompts = {"whole": long, "short": long[3:20], "one": long[:1], "both": long[:140]}
     scored = [

@@ -156,7 +156,7 @@ ANY_SETTINGS = st.builds(
 @settings(max_examples=40)
 @given(st.lists(ANY_SETTINGS, min_size=2, max_size=6), st.integers(0, 10**6))
 def test_what_is_chosen_for_a_row_does_not_depend_on_the_others(rows: list[Sampling], seed: int) -> None:
-    """Over three tokens, with settings of its own in each row, sequences that join later, and other samples beside."""
+    """Over three tokens: each row has settings of its own, sequences join later, and the batch has other samples."""
     draws = torch.Generator().manual_seed(seed)
     scores = torch.randn(3, len(rows), 80, generator=draws) * 4
     together, alone = (

@@ -108,7 +108,7 @@ def test_the_stream_adds_up_to_the_answer_at_once(served: Served) -> None:
         assert len(choice.logprobs.tokens) == 30 and set(choice.logprobs.token_logprobs) == {-0.25}
 
 
-def test_the_parts_of_characters_are_told_apart(served: Served) -> None:
+def test_the_parts_of_characters_are_distinguished(served: Served) -> None:
     """Their texts are all U+FFFD; the keys of the alternatives are their bytes."""
     numbers = range(served.vocab_size)
     broken = [number for number in numbers if served.tokenizer.decode([number]) == "\ufffd"][:3]

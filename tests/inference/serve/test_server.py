@@ -172,7 +172,7 @@ HOSTILE = (
 )
 
 
-def test_a_hostile_template_holds_up_nobody(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_template_delays_no_other_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests are refused one after the other, and meanwhile the server says that it is ready."""
     monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
     template = ChatTemplate("mine.jinja", HOSTILE)

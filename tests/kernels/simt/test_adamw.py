@@ -1,4 +1,4 @@
-"""The CUDA kernel of AdamW, run on a CPU by the emulator, beside float64."""
+"""The CUDA kernel of AdamW, run on a CPU by the emulator, compared with float64."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ VOCABULARY = 5000
 
 
 def _check(run: emulator.Run, dtype: torch.dtype, rows: int, columns: int, valid: int, softcap: float | None) -> None:
-    """Statistics, the gradient of all losses in place, and that of the label beside rows of another alignment."""
+    """Statistics, the gradient of all losses in place, and that of the label in rows of another alignment."""
     generator = torch.Generator().manual_seed(columns)
     logits = (4 * torch.randn(rows, columns, generator=generator)).to(dtype)
     labels = torch.randint(-1, columns + 1, (rows,), generator=generator)

@@ -1,4 +1,4 @@
-"""The CUDA kernels over lists of tensors, run on a CPU by the emulator, beside float64."""
+"""The CUDA kernels over lists of tensors, run on a CPU by the emulator, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the norms, run on a CPU by the emulator, beside their formulas in float64."""
+"""The CUDA kernels of the norms, run on a CPU by the emulator, compared with their formulas in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, scaling and the finite check of lists of tensors, beside float64."""
+"""Norms, scaling and the finite check of lists of tensors, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW compiled, beside torch's and float64; skipping, checkpoints, apex."""
+"""AdamW compiled, compared with torch's and float64; skipping, checkpoints, apex."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_weights_of_every_mode(factor: float) -> None:
         torch.testing.assert_close(routing.weights, weights * factor)
 
 
-def test_large_sigmoids_are_told_apart_by_their_logits() -> None:
+def test_large_sigmoids_are_distinguished_by_their_logits() -> None:
     router = Router(
         tiny_config(hidden_size=4, num_attention_heads=2, num_experts=4, moe_router_score_function="sigmoid"),
         ParallelMesh.single(),

@@ -61,3 +61,9 @@ def test_a_sum_is_normed_or_added_up() -> None:
     assert ResidualSum.of(branch).normed(norm) == (branch, branch)
     assert torch.equal(ResidualSum(branch, residual).total(), residual + branch)
     assert ResidualSum.of(ResidualSum(branch, residual)).residual is residual
+
+
+def test_a_stack_without_layers_hands_on_what_it_gets() -> None:
+    """That of a teacher on the stages of a pipeline that hold none of its layers."""
+    hidden = torch.ones(2, 3)
+    assert LayerStack([])(hidden, StepSettings(seed=SEED).context(torch.arange(2))) is hidden

@@ -35,7 +35,7 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]], end: str = "\n
 
 
 def write_run(folder: Path, steps: int = 200, **config: Mapping[str, Any]) -> Path:
-    """A run folder with a configuration, a log, and metrics of so many steps."""
+    """A run folder with a configuration, a log, and metrics of a number of steps."""
     folder.mkdir(parents=True)
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 1}
     sections = {"optim": {"lr": 1e-3}, "parallel": parallel, "control": {"save": None}, **config}

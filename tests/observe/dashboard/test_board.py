@@ -14,7 +14,7 @@ from megatron.observe.dashboard.table import MetricsTable
 from tests.observe.dashboard.run_folders import step, write_lines, write_run
 
 
-def test_runs_join_and_only_what_changed_is_told(tmp_path: Path) -> None:
+def test_runs_join_and_only_changes_are_reported(tmp_path: Path) -> None:
     first = write_run(tmp_path / "b-first", steps=5)
     board = Board([tmp_path])
     board.search()

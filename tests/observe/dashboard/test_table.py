@@ -83,7 +83,7 @@ def test_many_steps_grow_the_columns() -> None:
     assert np.isfinite(table.column("lm_loss")).all()
 
 
-def test_texts_lists_and_truth_values_are_no_numbers_in_any_company() -> None:
+def test_texts_lists_and_truth_values_are_never_numbers() -> None:
     table = MetricsTable()
     table.add([step(1, lm_loss="5", gradient_norm=[1], z_loss=True)])
     table.add([step(2, lm_loss=1e308, gradient_norm=[2], z_loss=0.5), step(3, lm_loss="7", gradient_norm=True)])

@@ -178,7 +178,7 @@ def test_a_rank_that_is_stopped_in_start_up_is_found_as_early_as_later() -> None
     assert "has not answered for 46 s: it is stopped" in verdict.text
 
 
-def test_without_a_limit_nobody_hangs_but_deaths_are_noticed() -> None:
+def test_without_a_limit_no_rank_counts_as_hanging_but_deaths_are_noticed() -> None:
     rig = Rig(limits=WatchLimits(0, 600))
     assert rig.hub.tick(10_000.0) is None and not rig.hub.is_busy
     rig.die(2, 10_000.0)
@@ -221,7 +221,7 @@ class TestErrors:
         verdict = rig.hub.tick(1.5)
         assert verdict is not None and verdict.text == "bad data"
 
-    def test_nobody_is_waited_for_longer_than_that(self, rig: Rig) -> None:
+    def test_no_rank_is_waited_for_longer_than_that(self, rig: Rig) -> None:
         rig.fail(2, 1.0, 65, "bad data")
         rig.beat(1, 1.2)
         verdict = rig.hub.tick(1.0 + WIND_DOWN_SECONDS)
@@ -257,7 +257,7 @@ class TestErrors:
         verdict = rig.hub.tick(30.0 + WIND_DOWN_SECONDS + LIMITS.answer_seconds)
         assert verdict is not None and (verdict.code, verdict.rank, verdict.silent) == (ExitCode.HANG, 2, (2,))
 
-    def test_if_nobody_hangs_the_text_of_the_collective_is_shown(self, rig: Rig) -> None:
+    def test_if_no_rank_hangs_the_text_of_the_collective_is_shown(self, rig: Rig) -> None:
         rig.hub.note_failure(Failure(ExitCode.REQUEUE, "timed out", True), 30.0)
         rig.fail(1, 30.0, ExitCode.REQUEUE, "timed out")
         assert rig.hub.tick(30.0 + WIND_DOWN_SECONDS) is None
@@ -345,7 +345,7 @@ def test_a_member_that_sends_nonsense_is_dropped_and_breaks_nothing() -> None:
         rig.heard(2)
 
 
-def test_it_says_where_each_rank_was_when_it_was_heard_of(rig: Rig) -> None:
+def test_it_says_where_each_rank_was_at_its_last_message(rig: Rig) -> None:
     rig.beat(1, 3.0, phase="backward", step=6, idle=0.5)
     rig.die(2, 4.0)
     first, second, third = rig.hub.ranks(10.0)

@@ -332,7 +332,7 @@ class Campaign:
 
 
 def run(cases: int, seed: int = 1, only: int | None = None) -> Campaign:
-    """Tries so many damaged directories, or the one of a number."""
+    """Tries a number of damaged directories, or the one with a given number."""
     original, campaign = undamaged(), Campaign()
     names = [*sorted(MUTATIONS), "lock"]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:

@@ -212,7 +212,7 @@ def many(header: dict[str, Any]) -> None:
 
 
 def rows(values: dict[str, Any], count: int) -> None:
-    """The same piece so many times."""
+    """The same piece, repeated."""
     values["pieces"] = values["pieces"][:1] * count
 
 

@@ -67,7 +67,7 @@ def test_a_check_that_is_left_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> 
     assert any("values were loaded that are not those of step 2" in failure for failure in campaign.failures)
 
 
-def test_swapped_files_of_one_size_are_told_apart(original: Tree) -> None:
+def test_swapped_files_of_one_size_are_distinguished(original: Tree) -> None:
     tree = copied(original)
     newer, older = tree[folder_name(NEWER)], tree[folder_name(OLDER)]
     newer[MANIFEST_NAME] = older[MANIFEST_NAME]

@@ -197,7 +197,7 @@ class Disk:
 
 
 def subsets(count: int, draw: Random) -> list[tuple[int, ...]]:
-    """Which of so many changes may have arrived: all, none, a prefix, any subset of few."""
+    """Which of a number of changes may have arrived: all, none, a prefix, any subset of few."""
     every = tuple(range(count))
     if count <= _MOST_FOR_ALL_SUBSETS:
         return [kept for size in range(count, -1, -1) for kept in itertools.combinations(every, size)]
@@ -352,7 +352,7 @@ class Campaign:
 
 
 def run(cases: int, seed: int = 1, orders: int = 10, logs: Sequence[Sequence[Operation]] | None = None) -> Campaign:
-    """Goes through all states, or so many of them, spread over all."""
+    """Goes through all states, or a number of them, spread over all."""
     logs = record() if logs is None else logs
     campaign = Campaign()
     draws = [None, *(Random(f"{seed} {number}") for number in range(orders - 1))]

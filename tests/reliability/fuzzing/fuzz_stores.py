@@ -113,7 +113,7 @@ def read_store(folder: Path, undamaged: Path, draw: Random) -> None:
 
 
 def write_old_index(undamaged: Path) -> None:
-    """The pair of `undamaged` in a folder of its own, and upstream's three index files beside it."""
+    """The pair of `undamaged` in a folder of its own, and upstream's three index files next to it."""
     folder = undamaged / "old"
     folder.mkdir()
     for suffix in ("bin", "idx"):
@@ -126,5 +126,5 @@ def write_old_index(undamaged: Path) -> None:
 
 
 def read_old_index(folder: Path, undamaged: Path, draw: Random) -> None:
-    """Trains beside upstream's index files: they are used when they fit, else the index is built."""
+    """Trains next to upstream's index files: they are used when they fit, else the index is built."""
     train(str(folder / "pair"), folder / "cache", SEQUENCE_LENGTH)

@@ -248,7 +248,7 @@ def _units(tree: Tree, depth: int) -> dict[str, dict[str, bytes]]:
 
 
 def run(folder: Path, cases: int, seed: int, names: Sequence[str] = tuple(TOOLS)) -> Campaign:
-    """Kills each of the tools so many times."""
+    """Kills each of the tools a number of times."""
     campaign, kills = Campaign(), Kills(folder)
     for name in names:
         kills.try_tool(name, cases, random.Random(f"{seed} {name}"), campaign)

@@ -18,7 +18,7 @@ MOST_DIFFERENCE_MB = 20
 
 
 def filled(path: Path, documents: int) -> str:
-    """The address of a store of so many short documents."""
+    """The address of a store with a number of short documents."""
     address = f"sqlite:///{path}"
     writer = open_writer(StoreAddress.of(address), "web")
     writer.begin()

@@ -11,7 +11,7 @@ from tests.helpers.projects.jax_lm_page import PageRun
 pytestmark = pytest.mark.xdist_group("jax-lm-training")  # one worker, so that the page is executed once
 
 
-def test_004_5_torch_beside_jax(jax_lm: PageRun) -> None:
+def test_004_5_torch_compared_with_jax(jax_lm: PageRun) -> None:
     records = [json.loads(line) for line in jax_lm.out.splitlines() if line.startswith('{"benchmark"')]
     figures = {record["figure"]: record["value"] for record in records}
     assert all(record["steps"] == 6 and record["model"] == "tiny" for record in records)

@@ -103,7 +103,7 @@ def test_a_refusal_shows_the_history_and_the_ways_out() -> None:
     assert "20 times in a row" in once and once.count("loss nan") == 10
 
 
-def test_settings_are_told_apart_by_what_a_step_depends_on() -> None:
+def test_settings_are_distinguished_by_what_a_step_depends_on() -> None:
     config: dict[str, dict[str, object]] = {
         "optim": {"lr": 1.0},
         "safety": {"skip_train_iteration_range": [], "log_interval": 1},

@@ -99,7 +99,7 @@ def test_the_first_end_counts_whichever_thread_writes_it(tmp_path: Path) -> None
     assert [line["event"] for line in lines(tmp_path)].count("end") == 1
 
 
-def test_an_end_from_another_thread_is_heard_of_through_the_log(tmp_path: Path) -> None:
+def test_an_end_in_another_thread_arrives_through_the_log(tmp_path: Path) -> None:
     """`log.end_process` leaves by os._exit, past every handler."""
     history = begun(tmp_path)
     history.training_begins(9)

@@ -382,7 +382,7 @@ def test_the_newest_good_checkpoint_of_both_folders_is_taken(
     assert taken() == here / "iter_0000008"
 
 
-def test_copies_do_not_go_beside_their_originals(tmp_path: Path) -> None:
+def test_copies_do_not_go_next_to_their_originals(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", 4)
     (tmp_path / "link").symlink_to(folder)
     for place in (folder, tmp_path / "link"):

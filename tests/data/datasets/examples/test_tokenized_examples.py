@@ -62,7 +62,7 @@ def test_ids_are_made_once_and_again_when_something_changes(write, tokenizer, tm
 
 
 def test_ids_are_made_again_with_another_end_of_document(write, tmp_path):
-    """The file of the tokenizer stays the same: what ends a document is said beside it."""
+    """The file of the tokenizer stays the same: what ends a document is recorded next to it."""
     hugging_face_with(tmp_path, ("<|endoftext|>", "</s>"), "</s>")
     path, found = write(PAIRS[:3]), []
     for end in ("</s>", "<|endoftext|>"):

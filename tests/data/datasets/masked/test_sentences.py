@@ -92,7 +92,7 @@ def test_a_token_of_another_vocabulary_is_located(vocabulary, tmp_path):
         SentenceDataset(file, 0, 3, [Segment(1, SEED, rows)]).read(0)
 
 
-def test_the_map_is_kept_beside_the_data(sentences, vocabulary, tmp_path):
+def test_the_map_is_kept_next_to_the_data(sentences, vocabulary, tmp_path):
     table = opened(sentences, vocabulary, tmp_path).table(0, 40, 30, SEED)
     kept = IndexCache(tmp_path, build=False)
     again = SentenceFile(sentences, LENGTH, MaskedOptions(MaskingConfig()), vocabulary, kept).table(0, 40, 30, SEED)
