@@ -16,7 +16,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 # Where a data flow begins (the line before its list) and the most files it may number.
 WALKS = {
-    "### `--tensor-model-parallel-size` to a split matrix": 10,
+    "### `--tensor-model-parallel-size` to a split matrix": 8,
     "From jsonl to `.bin/.idx`": 8,
     "From `.bin/.idx` to a batch": 8,
     "From a batch to the loss": 8,

@@ -184,7 +184,7 @@ def placement_problems(
     if asked.get("accumulate_allreduce_grads_in_fp32") and precision.fp16:
         yield (
             "--accumulate-allreduce-grads-in-fp32 is refused with --fp16, whose gradients are accumulated in float16. "
-            "Use --bf16, whose are accumulated in float32, or drop the flag."
+            "Use --bf16, which accumulates them in float32, or drop the flag."
         )
 
 

@@ -22,7 +22,7 @@ from megatron.config import ParallelRequest
 from megatron.errors import HangError, LaunchError, PeerLostError
 from megatron.launch.slurm import SlurmJob, find_slurm_job
 from megatron.parallel.launchers import Ranks
-from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
+from megatron.parallel.mesh import ParallelMesh, build_mesh, requested_axes
 from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.rank_start import die_with_deepspeed_runner, die_with_launcher, launched_ranks
@@ -48,8 +48,7 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
         enough GPUs.
     """
     ranks = launched_ranks(parallel.local_rank)
-    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    sizes = standard_axes(ranks.world_size, tp=tp_size, pp=pp_size)
+    sizes = requested_axes(parallel, ranks.world_size)
     if ranks.has_parent_launcher:
         die_with_launcher()
     if ranks.launcher == "deepspeed":

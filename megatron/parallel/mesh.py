@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron.config import ParallelRequest
 from megatron.config.layout import layout_problems
 from megatron.device import Stopwatch
 from megatron.errors import LaunchError
@@ -216,6 +217,11 @@ class ParallelMesh:
     def is_last_stage(self) -> bool:
         """Whether this rank holds the head and sees the loss."""
         return self.pp.rank == self.pp.size - 1
+
+
+def requested_axes(parallel: ParallelRequest, world_size: int) -> tuple[AxisSize, ...]:
+    """The standard axes of the layout that a section of the configuration asks for; raises as `standard_axes`."""
+    return standard_axes(world_size, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size)
 
 
 def standard_axes(

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, LaunchError
-from megatron.launch.launching import check_program, launch
-from megatron.launch.request import LaunchRequest
+from megatron.launch.launching import LaunchRequest, check_program, launch
 from megatron.parallel.processes import born_at
 from tests.config.command_lines import words
 from tests.helpers.machines.fake_ssh import FakeSsh

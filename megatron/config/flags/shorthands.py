@@ -323,7 +323,7 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _always({"add_bias_linear": False}, {"bias_gelu_fusion": False}),
     ),
     Shorthand(
-        _flag("group_query_attention", bool, "--num-query-groups holds, and is 1 if it is not given"),
+        _flag("group_query_attention", bool, "take --num-query-groups, or 1 if it is not given"),
         _always({}, {"num_query_groups": 1}),
     ),
     Shorthand(
@@ -331,7 +331,7 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _always({"position_embedding_type": "rope"}),
     ),
     Shorthand(
-        _flag("no_position_embedding", bool, "no positions, or no others than rotary ones"), _no_position_embedding
+        _flag("no_position_embedding", bool, "no learned positions; rotary positions stay"), _no_position_embedding
     ),
     Shorthand(
         _flag("use_rope_scaling", bool, "--rope-scaling-type llama3, made for a context of 8192"), _use_rope_scaling

@@ -81,7 +81,7 @@ class SavingConfig(ConfigSection):
     )
 
     max_failed_saves: int = flag(
-        3, "saves in a row that the file system may refuse; with the last of them the run ends with code 74", at_least=1
+        3, "consecutive saves that the file system may refuse before the run ends with code 74", at_least=1
     )
     exit_on_failed_save: bool = flag(False, "end the run with code 74 at the first save that the file system refuses")
 

@@ -52,7 +52,7 @@ class SafetyRequest(ConfigSection):
         above=0,
     )
     max_failed_starts: int = flag(
-        3, "ends at the same step without a new checkpoint, after which the run does not start again", at_least=0
+        3, "failures at one step, with no new checkpoint in between, after which the run refuses to start", at_least=0
     )
     resume_skip_poisoned: bool = flag(
         False, "pass over a batch at which --max-failed-starts starts have ended in NaN, instead of refusing to start"

@@ -52,7 +52,7 @@ class RecomputeConfig(ConfigSection):
     )
     sequence_parallel: bool = flag(
         False,
-        "with tensor parallelism, only with --checkpoint-activations: the same as --distribute-saved-activations",
+        "the same as --distribute-saved-activations; with tensor parallelism it needs --checkpoint-activations",
     )
     recompute_granularity: str | None = flag(
         None, "full: the same as --checkpoint-activations; selective: attention only", choices=("full", "selective")

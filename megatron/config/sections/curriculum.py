@@ -37,7 +37,9 @@ class CurriculumFields(ConfigSection):
     )
     curriculum_steps: int | None = flag(None, "steps of the curriculum", at_least=1)
     curriculum_length_step: int = flag(8, "lengths are multiples of this number", at_least=1)
-    curriculum_root_degree: float = flag(2.0, "of --curriculum-schedule fixed_root: 2 is the square root", at_least=1)
+    curriculum_root_degree: float = flag(
+        2.0, "degree of the root of --curriculum-schedule fixed_root; 2 is the square root", at_least=1
+    )
     curriculum_lengths: tuple[int, ...] = flag(
         (), "tokens of a sample in each part of the run, in ascending order", nargs="+", at_least=1
     )

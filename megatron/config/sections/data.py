@@ -92,7 +92,9 @@ class DataConfig(ConfigSection):
         "on-disk format of the token files",
         choices=("lazy", "cached", "mmap", "infer"),
     )
-    num_workers: int = flag(2, "0 reads batches in the training thread, more reads ahead in the background", at_least=0)
+    num_workers: int = flag(
+        2, "0 reads batches in the training thread; any other number reads ahead in the background", at_least=0
+    )
     data_cache_path: str | None = flag(
         None, "folder for cached indices; next to the token files if unset", path=PathUse.FOLDER
     )

@@ -34,7 +34,9 @@ class OptimRequest(CurriculumFields):
     )
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
     train_tokens: int | None = flag(
-        None, "tokens to train: the run ends with the step that reaches them, or earlier by another length", at_least=1
+        None,
+        "tokens to train; the run ends at the step that reaches them, or earlier if another limit does",
+        at_least=1,
     )
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
     use_bnb_optimizer: bool = flag(

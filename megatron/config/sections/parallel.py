@@ -34,7 +34,7 @@ class ParallelRequest(ConfigSection):
         False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
     )
     cpu_optimizer: bool = flag(
-        False, "keep the optimizer's state, and update, in the memory of the host; the GPUs hold weights and gradients"
+        False, "keep and update the optimizer's state in host memory; the GPUs hold weights and gradients"
     )
     pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
     distributed_backend: str | None = flag(

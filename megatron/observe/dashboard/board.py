@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron import log
 from megatron.observe.dashboard.discovery import find_runs
-from megatron.observe.dashboard.run import DashboardRun
+from megatron.observe.dashboard.followed_run import DashboardRun
 
 _POLL_SECONDS = 0.5
 _SEARCH_SECONDS = 3.0

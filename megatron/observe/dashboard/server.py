@@ -25,7 +25,7 @@ from megatron import log
 from megatron.errors import ConfigError
 from megatron.observe.dashboard.board import Board
 from megatron.observe.dashboard.configuration import differences, given
-from megatron.observe.dashboard.run import DashboardRun, View
+from megatron.observe.dashboard.followed_run import DashboardRun, View
 from megatron.observe.dashboard.table import AXES
 
 ADDRESS = "127.0.0.1"

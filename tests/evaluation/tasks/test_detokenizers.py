@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.evaluation.tasks.detokenizers import DETOKENIZERS
+from megatron.evaluation.tasks.perplexity import DETOKENIZERS
 
 WIKITEXT = DETOKENIZERS["wikitext"]
 PTB = DETOKENIZERS["ptb"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.observe.dashboard.board import Board
-from megatron.observe.dashboard.run import DashboardRun, View
+from megatron.observe.dashboard.followed_run import DashboardRun, View
 from megatron.observe.dashboard.table import MetricsTable
 from tests.observe.dashboard.run_folders import step, write_lines, write_run
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.observe.dashboard.board import Board
 from megatron.observe.dashboard.configuration import differences
+from megatron.observe.dashboard.followed_run import DashboardRun, View
 from megatron.observe.dashboard.records import (
     is_shallow,
     layout,
@@ -25,7 +26,6 @@ from megatron.observe.dashboard.records import (
     of_samples,
     whole,
 )
-from megatron.observe.dashboard.run import DashboardRun, View
 from megatron.observe.dashboard.table import AXES
 from tests.observe.dashboard.run_folders import step, write_run
 
@@ -91,7 +91,7 @@ def test_no_line_stops_a_run(random: Random) -> None:
 
 
 def test_a_first_look_survives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.observe.dashboard.run._LONG_FILE_BYTES", 10)
+    monkeypatch.setattr("megatron.observe.dashboard.followed_run._LONG_FILE_BYTES", 10)
     lines = [{**step(at), name: value} for at, value in enumerate(STRANGE, 1) for name in NAMES]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     board = Board([tmp_path])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.observe.dashboard.discovery import RunFolder
-from megatron.observe.dashboard.run import DashboardRun, View
+from megatron.observe.dashboard.followed_run import DashboardRun, View
 from tests.observe.dashboard.run_folders import step, write_lines, write_run
 
 VIEW = View("steps", 100)
@@ -81,7 +81,7 @@ def test_what_is_known_of_a_run_that_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_long_file_shows_a_first_look_until_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.observe.dashboard.run._LONG_FILE_BYTES", 1000)
+    monkeypatch.setattr("megatron.observe.dashboard.followed_run._LONG_FILE_BYTES", 1000)
     run = DashboardRun(1, RunFolder(write_run(tmp_path / "a", steps=6000), "a"))
     run.look()
     first = run.summary()
