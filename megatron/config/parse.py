@@ -27,6 +27,7 @@ from megatron.config.flags.section import (
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.request_rules import (
     checkpoint_problems,
+    compile_problems,
     data_problems,
     foreign_problems,
     length_problems,
@@ -296,6 +297,7 @@ def _build_sections(
         *length_problems(*(sections[name] for name in ("optim", "evaluation", "finetuning"))),
         *data_problems(sections["data"], provenance),
         *checkpoint_problems(*(sections[name] for name in ("loading", "saving", "evaluation", "distillation"))),
+        *compile_problems(*(sections[name] for name in ("kernels", "model", "parallel", "optim"))),
         *placement_problems(values, *(sections[name] for name in ("model", "parallel", "recompute", "precision"))),
         *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),
         *foreign_problems(

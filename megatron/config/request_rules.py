@@ -18,7 +18,7 @@ from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.objective.masking import SENTENCES, MaskingConfig
 from megatron.config.running.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.running.evaluation import EvaluationConfig
-from megatron.config.sections.computation import PrecisionConfig, RecomputeConfig
+from megatron.config.sections.computation import KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import (
     SENTENCEPIECE_TOKENIZERS,
     TOKENIZERS,
@@ -105,6 +105,28 @@ def _epochs_problems(optim: OptimRequest, epochs: int) -> Iterator[str]:
         if value:
             other = "--lr-warmup-fraction or --lr-warmup-samples" if "warmup" in name else "--lr-decay-samples"
             yield f"{name} {value} does not go with --epochs, which counts samples. Use {other}."
+
+
+def compile_problems(
+    kernels: KernelConfig, model: ModelRequest, parallel: ParallelRequest, optim: OptimRequest
+) -> Iterator[str]:
+    """What does not go with --compile, on any machine."""
+    if not kernels.compile:
+        return
+    if parallel.zero_stage == 3:
+        yield (
+            "--compile does not go with --zero-stage 3, whose hooks fetch the weights of each layer inside the block. "
+            "Use --zero-stage 2, or drop --compile."
+        )
+    if model.num_experts > 1:
+        yield (
+            f"--compile does not go with --num-experts {model.num_experts}: the host reads how many tokens an expert "
+            "gets, in the middle of the block. Drop --compile."
+        )
+    if optim.curriculum_learning:
+        yield (
+            "--compile does not go with --curriculum-learning: every length would be compiled anew. Drop one of them."
+        )
 
 
 def data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:

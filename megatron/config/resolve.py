@@ -69,6 +69,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         else list(_skip_notices(optim, request.safety.skip_ranges))
     )
     problems.extend(_hang_timeout_problems(request, machine))
+    problems.extend(_compile_problems(request, machine))
     if problems:
         raise ConfigError(problems)
     same: dict[str, Any] = {field.name: getattr(request, field.name) for field in dataclasses.fields(RunRequest)}
@@ -307,6 +308,17 @@ def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
         )
         return 1, [notice]
     return request.parallel.zero_stage, []
+
+
+def _compile_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
+    """Fused attention of GPUs draws its dropout from a generator that is seeded around the call, inside the block."""
+    dropout, kernels = request.model.attention_dropout, request.kernels
+    if kernels.compile and dropout > 0 and kernels.fused_attention and machine.device_type == "cuda":
+        yield (
+            f"--compile does not go with --attention-dropout {dropout:g} on a GPU, where fused attention draws it from "
+            "a generator that is seeded for each call. Use --attention-dropout 0, or --no-fused-attention, whose "
+            "dropout is a hash."
+        )
 
 
 def _offloading(request: RunRequest, machine: Machine) -> tuple[bool, list[str]]:

@@ -50,7 +50,7 @@ def gated(
         return torch.ops.megatron.activation(x, bias, FUNCTIONS[name], True)  # type: ignore[no-any-return]
     if bias is not None:
         x = x + bias.to(x.dtype).view(2, -1)
-    if name in ("silu", "gelu", "gelu_tanh") and torch.is_grad_enabled():
+    if name in ("silu", "gelu", "gelu_tanh") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Gated.apply(x, name)  # type: ignore[no-any-return]
     gate, up = x.unbind(-2)
     return _activation(gate, name) * up

@@ -19,12 +19,20 @@ class Dropout:
 
     Attributes:
         threshold: the probability in units of 1 / 65536.
-        column_base: what the hashes of columns begin with.
+        column_base: what the hashes of columns begin with; a tensor `[]` int64 in a program of torch.compile, which
+            then serves all sites.
     """
 
     rows: torch.Tensor
     threshold: int
-    column_base: int
+    column_base: int | torch.Tensor
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it belongs to a program of torch.compile, which fuses torch's operations and has no number to give to
+        the compiled ones.
+        """
+        return isinstance(self.column_base, torch.Tensor)
 
     @property
     def scale(self) -> float:
@@ -37,7 +45,8 @@ class Dropout:
         Shapes: result `[..., columns]` bool.
         """
         pairs = (columns + 1) // 2
-        column = mix_64(counters(0, pairs, self.rows.device) ^ signed(self.column_base, 64))  # [columns/2]
+        base = signed(self.column_base, 64) if isinstance(self.column_base, int) else self.column_base
+        column = mix_64(counters(0, pairs, self.rows.device) ^ base)  # [columns/2]
         bits = low_half(self.rows).unsqueeze(-1) ^ low_half(column)  # [..., columns/2] int32
         bits = half_words(mix_32(bits))  # [..., columns or columns + 1]
         whole = self.threshold >= DROPOUT_STEPS
@@ -47,7 +56,9 @@ class Dropout:
 
 def operands(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, int]:
     """What compiled operations take in place of a dropout: rows, threshold and base of the columns' hashes."""
-    return (None, 0, 0) if dropout is None else (dropout.rows, dropout.threshold, signed(dropout.column_base, 64))
+    if dropout is None or not isinstance(dropout.column_base, int):
+        return None, 0, 0
+    return dropout.rows, dropout.threshold, signed(dropout.column_base, 64)
 
 
 def dropout_add(
@@ -67,7 +78,9 @@ def dropout_add(
     Shapes: x and residual `[..., h]`, bias `[h]`; result as x.
     """
     combines = dropout is not None or bias is not None or multiplier != 1  # torch adds two tensors as fast
-    if implementation is Implementation.CSRC and combines and (residual is None or residual.dtype == x.dtype):
+    is_traced = dropout is not None and dropout.is_traced
+    takes_it = implementation is Implementation.CSRC and combines and not is_traced
+    if takes_it and (residual is None or residual.dtype == x.dtype):
         return torch.ops.megatron.dropout_add(x, bias, residual, *operands(dropout), multiplier)  # type: ignore[no-any-return]
     if bias is not None:
         x = x + bias

@@ -60,7 +60,9 @@ def needs_widening(x: torch.Tensor, rows: int = FEWEST_WIDE_ROWS) -> bool:
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is one of text generation that oneDNN computes sooner."""
     return (
-        torch.is_inference_mode_enabled()
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch.is_inference_mode_enabled()
         and x.dtype is weight.dtype is torch.float32
         and x.device.type == "cpu"
         and x.numel() > 0
@@ -108,9 +110,14 @@ def _has_packing() -> bool:
     return has_onednn_product() and has_signature("_reorder_linear_weight", _PACKING)
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_bfloat16_products() -> bool:
     """Whether this machine's CPU multiplies bfloat16 matrices by instructions of its own."""
+    return _asked_for_bfloat16_products()
+
+
+@cache
+def _asked_for_bfloat16_products() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return True  # not measured elsewhere
     checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))

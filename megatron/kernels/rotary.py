@@ -26,6 +26,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
 
     Source: Su et al., "RoFormer", 2021, equation 34.
     """
+    if torch.compiler.is_compiling():
+        return _composed(x, cos, sin, interleaved)
     if torch.is_grad_enabled():
         return _Rotation.apply(x, cos, sin, interleaved)  # type: ignore[no-any-return]
     return _rotated(x, cos, sin, interleaved, 1)
@@ -123,6 +125,17 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved:
     if width < x.shape[-1]:
         result[..., width:] = wide[..., width:]
     return result.to(x.dtype)
+
+
+def _composed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """`rotate` without writing to views, which torch.compile does not trace; it fuses this."""
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
+    width = 2 * cos.shape[-1]
+    first, second = _pairs(wide[..., :width], interleaved)  # [b, a, s, r/2]
+    rotated = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return torch.cat((joined, wide[..., width:]), dim=-1).to(x.dtype) if width < x.shape[-1] else joined.to(x.dtype)
 
 
 def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

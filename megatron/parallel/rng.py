@@ -51,8 +51,23 @@ def draw_weights_(
     return target
 
 
+def hidden_keys(seed: int, layer: int) -> tuple[int, int]:
+    """What the hashes of rows and of columns begin with at a site of `hidden_dropout`; 64 bits, the first signed."""
+    return signed(mix(_STREAM_ROW, seed, layer), 64), mix(_STREAM_CHANNEL, seed, layer)
+
+
+def attention_keys(seed: int, layer: int) -> tuple[int, int]:
+    """What the hashes of rows and of columns begin with in a layer of `attention_dropout`."""
+    return signed(mix(_STREAM_ATTENTION_ROW, seed, layer), 64), mix(_STREAM_KEY, seed, layer)
+
+
 def hidden_dropout(
-    probability: float, *, seed: int, layer: int, sample_ids: torch.Tensor, length: int, first_position: int = 0
+    probability: float,
+    *,
+    keys: tuple[int, int] | torch.Tensor,
+    sample_ids: torch.Tensor,
+    length: int,
+    first_position: int = 0,
 ) -> Dropout | None:
     """Which entries of hidden states `[b, s, h]` are zeroed: a hash of (seed, site, sample, position, channel).
 
@@ -62,20 +77,27 @@ def hidden_dropout(
     Shapes: sample_ids `[b]`; rows of the result `[b, s]`.
 
     Args:
-        layer: the dropout site; unique to each call in a forward pass.
+        keys: `hidden_keys` of the site, which is unique to each call in a forward pass; as a tensor `[2]` int64 in a
+            program of torch.compile, which would otherwise be another one for each site.
         length: s.
         first_position: position of the first entry in its sequence, if the rank holds a later part of it.
     """
     threshold = round(probability * DROPOUT_STEPS)
     if threshold == 0:
         return None
-    states = sample_ids ^ signed(mix(_STREAM_ROW, seed, layer), 64)  # [b]
-    rows = _each(states, first_position, first_position + length)
-    return Dropout(rows, threshold, mix(_STREAM_CHANNEL, seed, layer))
+    of_rows, of_columns = keys
+    rows = _each(sample_ids ^ of_rows, first_position, first_position + length)
+    return Dropout(rows, threshold, of_columns)
 
 
 def attention_dropout(
-    probability: float, *, seed: int, layer: int, sample_ids: torch.Tensor, first_head: int, heads: int, queries: int
+    probability: float,
+    *,
+    keys: tuple[int, int] | torch.Tensor,
+    sample_ids: torch.Tensor,
+    first_head: int,
+    heads: int,
+    queries: int,
 ) -> Dropout | None:
     """Which attention probabilities `[b, a/t, s, k]` are zeroed: a hash of (seed, layer, sample, head, query, key).
 
@@ -84,6 +106,7 @@ def attention_dropout(
     Shapes: sample_ids `[b]`; rows of the result `[b, a/t, s]`.
 
     Args:
+        keys: `attention_keys` of the layer, in the form of those of `hidden_dropout`.
         first_head: global index of the first head that this rank holds.
         heads: number of heads that this rank holds, a/t.
         queries: s.
@@ -91,9 +114,9 @@ def attention_dropout(
     threshold = round(probability * DROPOUT_STEPS)
     if threshold == 0:
         return None
-    states = sample_ids ^ signed(mix(_STREAM_ATTENTION_ROW, seed, layer), 64)  # [b]
-    rows = _each(_each(states, first_head, first_head + heads), 0, queries)
-    return Dropout(rows, threshold, mix(_STREAM_KEY, seed, layer))
+    of_rows, of_columns = keys
+    rows = _each(_each(sample_ids ^ of_rows, first_head, first_head + heads), 0, queries)
+    return Dropout(rows, threshold, of_columns)
 
 
 def attention_seed(seed: int, first_sample: int, layer: int, tp_rank: int) -> int:

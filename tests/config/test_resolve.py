@@ -117,6 +117,14 @@ def test_backend() -> None:
     assert resolved("--distributed-backend gloo", device="cuda").parallel.distributed_backend == "gloo"
 
 
+def test_compiled_blocks_on_a_gpu_have_no_dropout_inside_of_fused_attention() -> None:
+    for text in ("--compile --attention-dropout 0", "--compile --no-fused-attention", "--attention-dropout 0.1"):
+        assert resolved(text, device="cuda").kernels.compile == text.startswith("--compile")
+    assert resolved("--compile --attention-dropout 0.1").kernels.compile
+    with pytest.raises(ConfigError, match=r"--compile does not go with --attention-dropout 0\.1 on a GPU.*--no-fused"):
+        resolved("--compile --attention-dropout 0.1", device="cuda")
+
+
 def test_the_optimizer_leaves_a_gpu_only() -> None:
     here, there = resolved("--cpu-optimizer"), resolved("--cpu-optimizer", device="cuda")
     assert (here.parallel.offloads_optimizer, there.parallel.offloads_optimizer) == (False, True)

@@ -274,6 +274,9 @@ def test_layouts_that_cannot_be_built_are_rejected() -> None:
     nameless = LayerSpec(WORD_EMBEDDINGS, LayerKind.EMBEDDING, LayerCost(0), nn.Identity)
     with pytest.raises(ConfigError, match="layer embedding.word_embeddings is a Identity, which has no weight"):
         LayerStack([nameless, specs[-1]])
+    plain = LayerSpec("decoder.layers.0", LayerKind.BLOCK, LayerCost(0), nn.Identity)
+    with pytest.raises(ConfigError, match="--compile: layer decoder.layers.0 is a Identity, which cannot be compiled"):
+        LayerStack([plain]).compile_blocks(1, torch.device("cpu"), "inductor")
 
 
 def test_bfloat16_runs_and_its_loss_is_close() -> None:

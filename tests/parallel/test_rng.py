@@ -12,7 +12,15 @@ from megatron.kernels.dropout_add import dropout_add
 from megatron.kernels.hashing import mix
 from megatron.kernels.initial_values import Distribution
 from megatron.parallel.mesh import Axis
-from megatron.parallel.rng import attention_dropout, attention_seed, draw_weights_, hidden_dropout, seeded
+from megatron.parallel.rng import (
+    attention_dropout,
+    attention_keys,
+    attention_seed,
+    draw_weights_,
+    hidden_dropout,
+    hidden_keys,
+    seeded,
+)
 from megatron.parallel.shard_spec import Dimension, ShardSpec
 
 
@@ -41,7 +49,9 @@ def _dropped(
     x: torch.Tensor, *, ids: list[int], layer: int = 3, seed: int = 1, probability: float = 0.1
 ) -> torch.Tensor:
     sample_ids = torch.tensor(ids)
-    return dropout_add(x, hidden_dropout(probability, seed=seed, layer=layer, sample_ids=sample_ids, length=x.shape[1]))
+    return dropout_add(
+        x, hidden_dropout(probability, keys=hidden_keys(seed, layer), sample_ids=sample_ids, length=x.shape[1])
+    )
 
 
 def test_mix_is_splitmix64() -> None:
@@ -166,7 +176,7 @@ def test_dropout_does_not_depend_on_the_batch() -> None:
         assert torch.equal(_dropped(x[row : row + 1], ids=[sample])[0], whole[row])
     assert torch.equal(_dropped(x[:, :5], ids=[7, 100, 3, 2**40]), whole[:, :5])
     ids = torch.tensor([7, 100, 3, 2**40])
-    later = hidden_dropout(0.1, seed=1, layer=3, sample_ids=ids, length=x.shape[1] - 5, first_position=5)
+    later = hidden_dropout(0.1, keys=hidden_keys(1, 3), sample_ids=ids, length=x.shape[1] - 5, first_position=5)
     assert torch.equal(dropout_add(x[:, 5:], later), whole[:, 5:])
 
 
@@ -214,7 +224,7 @@ def test_attention_seeds_are_distinct() -> None:
 def test_attention_dropout_is_independent_of_local_heads_and_batch() -> None:
     shape = (3, 8, 40, 33)
     ids = torch.tensor([4, 9, 2])
-    settings = {"seed": 1, "layer": 2, "queries": shape[2]}
+    settings = {"keys": attention_keys(1, 2), "queries": shape[2]}
     whole = dropout_add(
         torch.ones(shape), attention_dropout(0.2, sample_ids=ids, first_head=0, heads=shape[1], **settings)
     )

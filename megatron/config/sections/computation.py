@@ -91,6 +91,8 @@ OPERATIONS = (
 AUTO, CSRC, APEX, TORCH = "auto", "csrc", "apex", "torch"
 IMPLEMENTATIONS = (AUTO, CSRC, APEX, TORCH)
 OF_APEX = ("norm", "optimizer")  # the operations that apex has
+OF_BLOCKS = ("softmax", "norm", "activation", "dropout_add", "rotary")  # those inside of transformer blocks
+INDUCTOR = "inductor"
 
 # The operation that a switch of upstream's turns back to torch, by its field.
 _SWITCHES: Mapping[str, str] = types.MappingProxyType(
@@ -126,14 +128,28 @@ class KernelConfig(ConfigSection):
     bias_swiglu_fusion: bool = flag(True, "bias and gated activation in one operation; off: --kernels activation=torch")
     rope_fusion: bool = flag(True, "rotation of queries and keys in one operation; off: --kernels rotary=torch")
     persist_layer_norm: bool = flag(True, "compiled norms; off: --kernels norm=torch")
+    compile: bool = flag(
+        False,
+        "compile each transformer block as a whole with torch.compile, at its first step; operations inside blocks are "
+        "then torch's, which it fuses, unless --kernels names others. It has not been run on a GPU yet",
+    )
+    compile_backend: str = flag(
+        INDUCTOR,
+        "what --compile makes of a block: a program (inductor), or the same operations one by one (aot_eager), which "
+        "needs no compiler and shows whose fault a difference is",
+        choices=(INDUCTOR, "aot_eager"),
+    )
 
     @property
     def requested(self) -> Mapping[str, str]:
         """The implementation asked for, or `auto`, by operation."""
         wanted = dict.fromkeys(OPERATIONS, AUTO)
+        if self.compile:
+            wanted |= dict.fromkeys(OF_BLOCKS, TORCH)
         for operation, implementation in self._parts():
             for name in (operation,) if operation else OPERATIONS:
-                wanted[name] = implementation if operation or implementation != APEX or name in OF_APEX else AUTO
+                if operation or implementation in (CSRC, TORCH) or (implementation == APEX and name in OF_APEX):
+                    wanted[name] = implementation
         return wanted | {operation: TORCH for field, operation in _SWITCHES.items() if not getattr(self, field)}
 
     def problems(self) -> Iterator[str]:

@@ -103,7 +103,7 @@ def explicit_attention(
         dropout: stateless dropout; the compiled softmax applies it in its own pass.
         drop: any other dropout.
     """
-    if kernels.softmax is Implementation.CSRC:
+    if kernels.softmax is Implementation.CSRC and (dropout is None or not dropout.is_traced):
         return _with_compiled_softmax(query, key, value, scale, drop, dropout, bias, causal, softcap)
     if dropout is not None:
         drop = partial(dropout_add, dropout=dropout, implementation=kernels.dropout_add)

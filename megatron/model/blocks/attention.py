@@ -18,6 +18,7 @@ from megatron.kernels.attention.dense import attention, explicit_attention
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.rotary import rotate_both, rotate_few, split_rotated
+from megatron.model.blocks.dropout import DropoutSite
 from megatron.model.blocks.norm import build_head_norm
 from megatron.model.blocks.position import alibi_slopes, rotation, whole_rotation
 from megatron.model.blocks.query_key_value import QueryKeyValue
@@ -25,7 +26,7 @@ from megatron.model.blocks.score_bias import bounded_plan, cached_bias, score_bi
 from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.rng import attention_dropout, attention_seed, seeded
+from megatron.parallel.rng import attention_dropout, attention_keys, attention_seed, seeded
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
@@ -46,6 +47,7 @@ class SelfAttention(nn.Module):
         heads, size = config.num_attention_heads, config.kv_channels
         self.config, self.layer, self.tp_rank = config, layer, mesh.tp.rank
         self.dropout, self.softcap = config.attention_dropout, config.attention_logit_softcap
+        self.site = DropoutSite(layer, attention_keys)
         self.kernels = mesh.kernels
         self.scale = config.softmax_scale or 1 / math.sqrt(size)
         self.bidirectional = config.bidirectional
@@ -84,7 +86,7 @@ class SelfAttention(nn.Module):
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
             return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
         plan = None
-        if not (self.training and self.dropout):
+        if not ((self.training and self.dropout) or torch.compiler.is_compiling()):
             plan = bounded_plan(
                 context, query, self.window, self.slopes, self.softcap, bidirectional=self.bidirectional
             )
@@ -98,6 +100,18 @@ class SelfAttention(nn.Module):
         else:
             attended = self._attend(query, key, value, plan, bias, context)
         return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
+
+    def prepare(self, hidden: torch.Tensor, context: StepContext) -> None:
+        """Computes what layers share of a micro-batch, which a compiled program only reads.
+
+        Shapes: hidden `[b, s, h]`.
+        """
+        batch, length, _ = hidden.shape
+        if self.is_rotary:
+            rotation(self.config, self.layer, context, length)
+        heads, size = self.linear_qkv.query_dimension.local_size, self.config.kv_channels
+        query = hidden.new_empty(()).expand(batch, heads, length, size)  # for its shape, dtype and device
+        score_bias(context, query, self.window, self.slopes, bidirectional=self.bidirectional)
 
     def _heads(self, hidden: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, with their positions if those are rotary.
@@ -135,12 +149,13 @@ class SelfAttention(nn.Module):
     def _joins_gradients(self, hidden: torch.Tensor) -> bool:
         """Whether the gradients of a projection without rotary positions are joined in one pass with its bias's.
 
-        Not in half precision on a CPU, where torch's operations take two thirds of the time.
+        Not in half precision on a CPU, where torch's operations take two thirds of the time, nor where torch.compile
+        traces.
         """
         is_compiled = not self.is_rotary and self.kernels.rotary is Implementation.CSRC
         is_plain = self.linear_qkv.joins_gradients and not self.config.qk_layernorm
         is_faster = hidden.is_cuda or hidden.dtype is torch.float32
-        return is_compiled and is_plain and is_faster and torch.is_grad_enabled()
+        return is_compiled and is_plain and is_faster and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def _rotated(
         self, query: torch.Tensor, key: torch.Tensor, context: StepContext
@@ -201,8 +216,7 @@ class SelfAttention(nn.Module):
         _, heads, queries, _ = query.shape
         return attention_dropout(
             self.dropout,
-            seed=context.seed,
-            layer=self.layer,
+            keys=self.site.keys(context.seed),
             sample_ids=context.sample_ids.to(query.device),
             first_head=self.tp_rank * heads,
             heads=heads,

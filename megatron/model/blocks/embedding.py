@@ -11,7 +11,7 @@ from megatron.kernels.dropout_add import dropout_add
 from megatron.kernels.embedding import lookup
 from megatron.kernels.products import linear
 from megatron.kernels.softcap import softcapped
-from megatron.model.blocks.dropout import EMBEDDING_SITE, dropout_at
+from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
@@ -175,5 +175,5 @@ class OutputHead(nn.Module):
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:
-    dropout = dropout_at(EMBEDDING_SITE, layer.dropout, hidden, context) if layer.training else None
+    dropout = dropout_at(DropoutSite(EMBEDDING_SITE), layer.dropout, hidden, context) if layer.training else None
     return dropout_add(hidden, dropout, implementation=layer.dropout_kernel)

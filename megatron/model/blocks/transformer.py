@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from megatron.config.architecture.norms import POST, POST_BRANCH, PRE
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import dropout_add
 from megatron.model.blocks.attention import SelfAttention
-from megatron.model.blocks.dropout import EMBEDDING_SITE, dropout_at
+from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.norm import build_norm
@@ -36,7 +37,7 @@ class _Branch(NamedTuple):
 
     layer: nn.Module
     outer_norm: nn.Module | None
-    site: int
+    site: DropoutSite
     bias_joins: bool
 
 
@@ -67,7 +68,8 @@ class TransformerBlock(nn.Module):
         self.dropout_kernel = mesh.kernels.dropout_add
         self.is_parallel = config.parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
-        self.attention_site, self.feed_forward_site = EMBEDDING_SITE + 1 + 2 * index, EMBEDDING_SITE + 2 + 2 * index
+        self.attention_site = DropoutSite(EMBEDDING_SITE + 1 + 2 * index)
+        self.feed_forward_site = DropoutSite(EMBEDDING_SITE + 2 + 2 * index)
         self.norms_residual = placement == POST
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
         self.takes_sum = has_inner
@@ -81,6 +83,7 @@ class TransformerBlock(nn.Module):
         # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
         joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
         self.attention_bias_joins = joins and config.attention_output_bias
+        self._program: Callable[[torch.Tensor, StepContext], torch.Tensor] | None = None
         self.feed_forward_bias_joins = joins and config.mlp_bias and isinstance(self.mlp, FeedForward)
         norms = (self.post_self_attn_layernorm, self.post_mlp_layernorm)
         before_residual = norms if has_outer and not self.norms_residual else (None, None)
@@ -97,23 +100,46 @@ class TransformerBlock(nn.Module):
         Args:
             leaves_sum: whether the result may be a sum that was not computed yet.
         """
-        if (
-            self.training
-            and torch.is_grad_enabled()
-            and context.recompute in (Recompute.BLOCKS, Recompute.SPLIT_BLOCKS)
-        ):
-            return self._recomputed(ResidualSum.of(hidden).total(), context)
-        result = self._run_sum(ResidualSum.of(hidden), context)
+        given = ResidualSum.of(hidden)
+        if self._program is not None and context.caches is None:
+            hidden = given.total()
+            self.self_attention.prepare(hidden, context)
+            return self._as_one(self._program, hidden, context)
+        if self._recomputes(context):
+            return self._as_one(self._run, given.total(), context)
+        result = self._run_sum(given, context)
         return result if leaves_sum and result.residual is not None else result.total()
 
-    def _recomputed(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        if context.recompute is Recompute.BLOCKS:
-            return checkpoint(self._run, hidden, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-        part = scatter_to(hidden, self.tp)
-        return checkpoint(self._run_gathered, part, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+    def _recomputes(self, context: StepContext) -> bool:
+        wants = context.recompute is Recompute.BLOCKS or context.recompute is Recompute.SPLIT_BLOCKS
+        return wants and self.training and torch.is_grad_enabled()
 
-    def _run_gathered(self, part: torch.Tensor, context: StepContext) -> torch.Tensor:
-        return self._run(gather_from(part, self.tp), context)
+    def _as_one(
+        self, run: Callable[[torch.Tensor, StepContext], torch.Tensor], hidden: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
+        """`_run`, or the program made of it, which leaves no sum; recomputed if the context requires it."""
+        if not self._recomputes(context):
+            return run(hidden, context)
+        if context.recompute is Recompute.BLOCKS:
+            return checkpoint(run, hidden, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+        def run_gathered(part: torch.Tensor) -> torch.Tensor:
+            return run(gather_from(part, self.tp), context)
+
+        part = scatter_to(hidden, self.tp)
+        return checkpoint(run_gathered, part, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+    def compile_for(self, seed: int, device: torch.device, backend: str = "inductor") -> None:
+        """Has torch.compile make one program of the block, at its first use with each shape; not for key-value caches.
+
+        Blocks that differ in nothing but their weights share a program.
+
+        Args:
+            seed: seed of dropout.
+        """
+        for site in (self.attention_site, self.feed_forward_site, self.self_attention.site):
+            site.hold_keys(seed, device)
+        self._program = torch.compile(self._run, fullgraph=True, dynamic=False, backend=backend)
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self._run_sum(ResidualSum(hidden), context).total()
@@ -150,7 +176,7 @@ class TransformerBlock(nn.Module):
     def _add(
         self,
         residual: torch.Tensor,
-        site: int,
+        site: DropoutSite,
         context: StepContext,
         branch: torch.Tensor,
         bias: torch.Tensor | None = None,

@@ -22,6 +22,9 @@ from megatron.model.interface.step_context import StepContext
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
+# Programs that torch.compile may make of the code of blocks: for training and evaluation, shapes and kinds of layers.
+MOST_PROGRAMS = 64
+
 
 class LayerKind(Enum):
     """The role of a layer in the network; pipeline stages are split between blocks."""
@@ -106,6 +109,23 @@ class LayerStack(nn.Module):
     def named_layers(self) -> Iterator[tuple[LayerSpec, nn.Module]]:
         """The layers and their specs, in order."""
         yield from self._layers
+
+    def compile_blocks(self, seed: int, device: torch.device, backend: str) -> None:
+        """Has torch.compile make a program of each block, see `TransformerBlock.compile_for`.
+
+        Raises:
+            ConfigError: a block has no such method.
+        """
+        torch._dynamo.config.recompile_limit = max(MOST_PROGRAMS, torch._dynamo.config.recompile_limit)
+        for spec, module in self._layers:
+            if spec.kind is not LayerKind.BLOCK:
+                continue
+            if not hasattr(module, "compile_for"):
+                raise ConfigError(
+                    f"--compile: layer {spec.name} is a {type(module).__name__}, which cannot be compiled. Give it the "
+                    "method compile_for of a TransformerBlock, or drop --compile."
+                )
+            module.compile_for(seed, device, backend)  # type: ignore[operator]
 
     def layer(self, name: str) -> nn.Module:
         """A layer by its global name.

@@ -1,5 +1,8 @@
 """Differentiable collectives for tensor-parallel layers; each is the identity on an axis of size 1.
 
+In a program of torch.compile they are torch's functional collectives, which it can trace, and whose time is not
+measured.
+
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the operators f and g and their conjugates).
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from megatron.parallel.mesh import Axis
 
@@ -39,6 +43,8 @@ def scatter_to(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tensor
 
 
 def _summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(x.contiguous(), "sum", axis.group)  # type: ignore[arg-type]
     total = x.contiguous()
     with axis.timed():
         dist.all_reduce(total, group=axis.group)
@@ -93,6 +99,8 @@ class _ScatterTo(torch.autograd.Function):
 
 def _gathered(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:
     own = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(own, dimension % own.ndim, axis.group)  # type: ignore[arg-type]
     parts = [torch.empty_like(own) for _ in range(axis.size)]
     with axis.timed():
         dist.all_gather(parts, own, group=axis.group)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron import log
+from megatron import device, log
 from megatron.checkpoint.record import Record
 from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
 from megatron.config.running.reporting import UPSTREAMS_STYLE
+from megatron.config.sections.computation import INDUCTOR
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
 from megatron.errors import LaunchError
+from megatron.kernels.choice import is_installed
 from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
 from megatron.model.networks import network_layers
 from megatron.observe.console import size_line, trained_line
@@ -41,7 +45,9 @@ def open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) ->
 
 def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED) -> Engine:
     """The training engine of a resolved configuration."""
-    return Engine(
+    if config.kernels.compile:
+        check_compiler(config.kernels.compile_backend, mesh.device)
+    engine = Engine(
         network_layers(config.model, mesh),
         build_objective(config, mesh),
         config.optim,
@@ -53,6 +59,30 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         config.safety.skip_spikes,
         freezing,
     )
+    if config.kernels.compile:
+        engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
+    return engine
+
+
+def check_compiler(backend: str, target: torch.device) -> None:
+    """Checks that inductor has what it makes programs with, before the first step would fail.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    if backend != INDUCTOR:
+        return
+    name = shlex.split(device.environment("CXX") or "g++")[0]
+    if target.type == "cpu" and shutil.which(name) is None:
+        raise LaunchError(
+            f"--compile needs a C++ compiler, and {name} is not there (CXX names another). Install one, for example "
+            "with `apt-get install g++`, or drop --compile."
+        )
+    if target.type == "cuda" and not is_installed("triton"):
+        raise LaunchError(
+            "--compile needs Triton on a GPU, and it is not installed (it comes with PyTorch for CUDA on Linux). "
+            "Install it, or drop --compile."
+        )
 
 
 def parameter_counts(engine: Engine) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint.record import Progress
-from megatron.config import ModelConfig, ReportConfig, RunConfig, SavingConfig
+from megatron.config import KernelConfig, ModelConfig, ReportConfig, RunConfig, SavingConfig
 from megatron.config.flags.legacy import IGNORING
 from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
@@ -64,7 +64,7 @@ def show_start(
         *layout_rows(mesh.pp.size, mesh.batch.size, mesh.world.size, engine.zero_stage, _memory_bytes(config, engine)),
         *_length_rows(config, progress, mesh.batch.size),
         *([("data", shares_text(shares))] if shares else []),
-        ("kernels", _kernels(mesh)),
+        ("kernels", _kernels(mesh, config.kernels)),
         ("start", f"step {progress.step:,}, " + (f"weights of {config.loading.load}" if is_loaded else "new weights")),
         *_places(config.saving, config.report, folder),
         *([("ignored", f"{ignored} (docs/reference/flags.md says why)")] if ignored else []),
@@ -193,10 +193,11 @@ def _ends(items: Sequence[_Item], most: int) -> list[_Item | None]:
     return list(items) if len(items) <= most else [*items[: most - 2], None, items[-1]]
 
 
-def _kernels(mesh: ParallelMesh) -> str:
-    """Which operations have which implementation; in one word if all have the same."""
+def _kernels(mesh: ParallelMesh, asked: KernelConfig) -> str:
+    """Which operations have which implementation, in one word if all have the same; and what --compile does."""
     used = {implementation.value for implementation in vars(mesh.kernels).values()}
-    return f"{used.pop()} for every operation" if len(used) == 1 else kernels_line(mesh.kernels).partition(": ")[2]
+    line = f"{used.pop()} for every operation" if len(used) == 1 else kernels_line(mesh.kernels).partition(": ")[2]
+    return line + (f"; blocks compiled ({asked.compile_backend})" if asked.compile else "")
 
 
 def _shape(model: ModelConfig, dtype: str) -> str:

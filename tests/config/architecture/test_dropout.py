@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.config.architecture.dropout import DROPOUT_STEPS, dropout_problems
 from megatron.errors import ConfigError
 from megatron.kernels.dropout_add import dropout_add
-from megatron.parallel.rng import hidden_dropout
+from megatron.parallel.rng import hidden_dropout, hidden_keys
 from tests.train.samples import model_config
 
 
@@ -46,6 +46,6 @@ def test_every_suggestion_is_accepted(probability: float) -> None:
 @pytest.mark.parametrize("probability", [0.001, 0.5, 0.999])
 def test_the_share_that_is_dropped_is_the_one_asked_for(probability: float) -> None:
     x = torch.ones(4, 512, 512)
-    out = dropout_add(x, hidden_dropout(probability, seed=3, layer=1, sample_ids=torch.arange(4), length=512))
+    out = dropout_add(x, hidden_dropout(probability, keys=hidden_keys(3, 1), sample_ids=torch.arange(4), length=512))
     assert float((out == 0).float().mean()) == pytest.approx(probability, rel=0.1, abs=3e-4)
     assert float(out.mean()) == pytest.approx(1.0, abs=0.05)

@@ -7,6 +7,8 @@ import pytest
 from megatron.config import DataConfig, EvaluationConfig, FinetuningConfig, LoadingConfig, OptimRequest, SavingConfig
 from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.request_rules import checkpoint_problems, data_problems, length_problems
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
 
 DATA = DataConfig(seq_length=8, data_path=("a",), vocab_file="v", merge_file="m")
 OPTIM = OptimRequest(micro_batch_size=1, train_iters=3, lr=1.0)
@@ -80,3 +82,23 @@ def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> Non
     (problem,) = length_problems(asked, *others)
     assert problem.startswith(sentence)
     assert not list(length_problems(OptimRequest(micro_batch_size=1, lr=1.0), *others))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--zero-stage 3", "--compile does not go with --zero-stage 3, .* Use --zero-stage 2, or drop --compile"),
+        (
+            "--num-experts 4",
+            "--compile does not go with --num-experts 4: the host reads how many tokens an expert gets",
+        ),
+        (
+            "--curriculum-learning --curriculum-min-length 8 --curriculum-steps 2",
+            "--compile does not go with --curriculum-learning: every length would be compiled anew",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled(flags: str, sentence: str) -> None:
+    assert not small(flags).kernels.compile and small("--compile").kernels.compile_backend == "inductor"
+    with pytest.raises(ConfigError, match=sentence):
+        small(f"--compile {flags}")

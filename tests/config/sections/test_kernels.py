@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import KernelConfig
-from megatron.config.sections.computation import AUTO, OPERATIONS
+from megatron.config.sections.computation import AUTO, OF_BLOCKS, OPERATIONS
 from megatron.errors import ConfigError
 
 
@@ -18,6 +18,12 @@ from megatron.errors import ConfigError
         ({"kernels": "apex"}, {"norm": "apex", "optimizer": "apex"}),
         ({"kernels": "norm=apex,rotary=csrc"}, {"norm": "apex", "rotary": "csrc"}),
         ({"masked_softmax_fusion": False, "rope_fusion": False}, {"softmax": "torch", "rotary": "torch"}),
+        ({"compile": True}, dict.fromkeys(OF_BLOCKS, "torch")),
+        (
+            {"compile": True, "kernels": "apex"},
+            {**dict.fromkeys(OF_BLOCKS, "torch"), "norm": "apex", "optimizer": "apex"},
+        ),
+        ({"compile": True, "kernels": "csrc,norm=auto"}, {**dict.fromkeys(OPERATIONS, "csrc"), "norm": "auto"}),
         ({"persist_layer_norm": False, "kernels": "csrc"}, {**dict.fromkeys(OPERATIONS, "csrc"), "norm": "torch"}),
     ],
 )

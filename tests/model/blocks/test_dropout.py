@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import torch
 
-from megatron.model.blocks.dropout import EMBEDDING_SITE, dropout_at
+from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.interface.step_context import StepContext
+from megatron.parallel.rng import attention_keys, hidden_dropout, hidden_keys
 
 
 def test_each_site_has_a_mask_of_its_own_that_goes_by_samples_and_positions() -> None:
     hidden = torch.zeros(2, 8, 16)
     context = StepContext(torch.tensor([3, 4]), seed=7)
-    found = {site: dropout_at(site, 0.25, hidden, context) for site in (EMBEDDING_SITE, 1)}
+    found = {site: dropout_at(DropoutSite(site), 0.25, hidden, context) for site in (EMBEDDING_SITE, 1)}
     masks = {site: dropout.kept(16) for site, dropout in found.items() if dropout is not None}
     assert not torch.equal(masks[EMBEDDING_SITE], masks[1]) and not torch.equal(masks[1][0], masks[1][1])
-    other_sample = dropout_at(1, 0.25, hidden[1:], StepContext(torch.tensor([4]), seed=7))
-    later_part = dropout_at(1, 0.25, hidden[:, 5:], StepContext(torch.tensor([3, 4]), seed=7, position_offset=5))
+    other_sample = dropout_at(DropoutSite(1), 0.25, hidden[1:], StepContext(torch.tensor([4]), seed=7))
+    later_part = dropout_at(
+        DropoutSite(1), 0.25, hidden[:, 5:], StepContext(torch.tensor([3, 4]), seed=7, position_offset=5)
+    )
     assert other_sample is not None and torch.equal(other_sample.kept(16), masks[1][1:])
     assert later_part is not None and torch.equal(later_part.kept(16), masks[1][:, 5:])
-    assert dropout_at(1, 0.0, hidden, context) is None
+    assert dropout_at(DropoutSite(1), 0.0, hidden, context) is None
+
+
+def test_keys_are_tensors_only_in_compiled_programs_and_follow_the_seed() -> None:
+    site, other = DropoutSite(1), DropoutSite(1, attention_keys)
+    assert site.keys(7) == hidden_keys(7, 1) != other.keys(7) == attention_keys(7, 1)
+    site.hold_keys(7, torch.device("cpu"))
+    rows = torch.arange(3)
+
+    def dropped(sample_ids: torch.Tensor, seed: int) -> torch.Tensor:
+        dropout = hidden_dropout(0.5, keys=site.keys(seed), sample_ids=sample_ids, length=4)
+        assert dropout is not None and dropout.is_traced == (seed == 7 and torch.compiler.is_compiling())
+        return dropout.kept(8)
+
+    program = torch.compile(dropped, backend="aot_eager", fullgraph=True, dynamic=False)
+    assert torch.equal(program(rows, 7), dropped(rows, 7))
+    assert torch.equal(program(rows, 8), dropped(rows, 8)) and not torch.equal(dropped(rows, 7), dropped(rows, 8))
+    torch.compiler.reset()

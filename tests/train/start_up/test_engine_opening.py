@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 from megatron.engine.engine import Engine
@@ -13,7 +14,8 @@ from megatron.errors import LaunchError
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.start_up.engine_opening import check_layers
+from megatron.train.start_up import engine_opening
+from megatron.train.start_up.engine_opening import check_compiler, check_layers
 
 
 def engine_with(blocks: int) -> Engine:
@@ -33,3 +35,16 @@ def test_all_layers_are_built() -> None:
 def test_a_missing_layer_is_an_error() -> None:
     with pytest.raises(LaunchError, match="hold 28 transformer layers, not the 30"):
         check_layers(engine_with(28), 30)
+
+
+def test_what_inductor_needs_is_looked_for_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(engine_opening, "is_installed", lambda package: package != "triton")
+    with pytest.raises(LaunchError, match="--compile needs Triton on a GPU, and it is not installed"):
+        check_compiler("inductor", gpu)
+    monkeypatch.setenv("CXX", "nowhere/c++ -O2")
+    with pytest.raises(LaunchError, match=r"--compile needs a C\+\+ compiler, and nowhere/c\+\+ is not there"):
+        check_compiler("inductor", cpu)
+    check_compiler("aot_eager", cpu)
+    monkeypatch.setenv("CXX", "sh")
+    check_compiler("inductor", cpu)

@@ -13,10 +13,10 @@ from tests.helpers.tiny_run import train, write_tiny_corpus
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps on two stages, the third of which was profiled on both."""
+    """The folder of a run of four steps on two stages with compiled blocks, the third of which was profiled on both."""
     folder = tmp_path_factory.mktemp("watched")
     flags = write_tiny_corpus(folder).flags(
-        "--profile",
+        *("--profile", "--compile", "--compile-backend", "aot_eager"),
         run_dir=folder / "run",
         pipeline_model_parallel_size=2,
         micro_batch_size=1,
@@ -49,7 +49,7 @@ def test_the_summary_says_what_was_built(run: Path) -> None:
     ]
     # The first stage has 20,480 + 1,024 parameters of embeddings and 12,704 of a block; 20 bytes each.
     assert lines[2].startswith("layout       2 ranks = 2 pp x 1 dp x 1 tp, ZeRO stage 1; 668 KiB a rank for weights")
-    assert lines[8].startswith("kernels      ")
+    assert lines[8].startswith("kernels      ") and lines[8].endswith("; blocks compiled (aot_eager)")
     assert lines[14] == f"steps 3 to 3 are profiled on rank 0, 1, into {run / 'profile'}"
 
 
