@@ -137,7 +137,7 @@ def _write_gradient(
     block_values: int | None,
 ) -> torch.Tensor:
     """Writes the gradient into `result`, which may be `logits`, and returns it."""
-    result[:, valid:] = 0
+    result[:, valid:].zero_()
     if valid == 0:
         return result
     of_label, of_normalizer, of_uniform = (

@@ -1,0 +1,129 @@
+"""What a CUDA graph of a micro-batch needs of forward, loss and backward: that nothing depends on values but values.
+
+Two micro-batches of other values in the same static inputs must run the same operations, on results of the same sizes,
+with the same memory from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.config import ModelConfig
+from megatron.model.interface.step_context import Recompute, StepSettings
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.networks import SEED, build_gpt, tiny_config
+
+BATCH, LENGTH = 2, 12
+FORMS: dict[str, dict[str, Any]] = {
+    "gpt": {"hidden_dropout": 0.1, "attention_dropout": 0.2},
+    "llama": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "activation_function": "silu",
+        "gated_linear_unit": True, "num_query_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    },
+    "gemma": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "norm_placement": "sandwich",
+        "apply_layernorm_1p": True, "attention_logit_softcap": 5.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    },
+}  # fmt: skip
+# On a CPU the host may look at values, which costs nothing, in lines that a GPU does not reach: the smallest and the
+# largest id, the places of the labels that count, and whether the loss was multiplied.
+READS_ON_A_CPU = {"aten._local_scalar_dense.default": 3, "aten.nonzero.default": 1}
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations of a block of code with the sizes of their results, and the memory that they use but did
+    not allocate.
+
+    Attributes:
+        operations: name, and shape and dtype of each result.
+        outside: addresses of what was there before.
+        constants: names of the operations that bring a number of the host to the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, ...]] = []
+        self.outside: set[int] = set()
+        self.constants: list[str] = []
+        self._made: list[torch.UntypedStorage] = []  # kept, so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs and records one operation."""
+        inputs = list(tensors_in((args, kwargs)))
+        results = func(*args, **(kwargs or {}))
+        outputs = list(tensors_in(results))
+        self.operations.append((str(func), *((tuple(x.shape), x.dtype) for x in outputs)))
+        if func is torch.ops.aten.lift_fresh.default:
+            self.constants.append(str(func))
+        made = {storage.data_ptr() for storage in self._made}
+        self.outside |= {x.untyped_storage().data_ptr() for x in inputs} - made
+        self._made += [x.untyped_storage() for x in outputs]
+        return results
+
+    def count(self, name: str) -> int:
+        """How often an operation ran."""
+        return sum(operation[0] == name for operation in self.operations)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+class MicroBatch:
+    """The static inputs of a network, and one pass over them.
+
+    Args:
+        config: the architecture.
+    """
+
+    def __init__(self, config: ModelConfig, recompute: Recompute) -> None:
+        mesh = ParallelMesh.single()
+        self.stack = build_gpt(config, mesh)
+        self.objective = LanguageModelObjective(mesh.tp, config.vocab_size)
+        self.settings = StepSettings(seed=SEED, factored_logits=True, recompute=recompute)
+        self.tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+        self.labels, self.sample_ids = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens[:, 0])
+        self.weights = torch.ones(BATCH, LENGTH)
+
+    def fill(self, seed: int) -> None:
+        """Writes other values into the inputs, in place."""
+        generator = torch.Generator().manual_seed(seed)
+        for target in (self.tokens, self.labels):
+            target.copy_(torch.randint(0, 101, (BATCH, LENGTH), generator=generator))
+        self.sample_ids.copy_(torch.arange(BATCH) + 10 * seed)
+
+    def loss(self) -> torch.Tensor:
+        """Forward and loss."""
+        context = self.settings.context(self.sample_ids, first_sample=0)
+        outputs = self.stack(self.tokens, context)
+        targets = {"labels": self.labels, "loss_mask": self.weights}
+        return self.objective(outputs, targets, self.weights[0, 0]).loss_sum
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.BLOCKS], ids=lambda value: value.value)
+@pytest.mark.parametrize("form", FORMS)
+def test_other_values_run_the_same_operations_on_the_same_memory(form: str, recompute: Recompute) -> None:
+    batch = MicroBatch(tiny_config(**FORMS[form]), recompute)
+    recorders, losses = [], []
+    for seed in (1, 2, 3):
+        batch.fill(seed)
+        batch.stack.zero_grad(set_to_none=False)
+        with Recorder() as recorder:
+            loss = batch.loss()
+            loss.backward()
+        recorders.append(recorder)
+        losses.append(loss.item())
+    _, first, second = recorders  # the first pass allocates the gradients
+    assert len(set(losses)) == 3 and len(first.operations) > 100
+    assert first.operations == second.operations and first.outside == second.outside
+    assert not first.constants
+    for name, most in READS_ON_A_CPU.items():
+        assert first.count(name) <= most
