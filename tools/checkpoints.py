@@ -204,7 +204,7 @@ def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
 
 def _inspect(flags: InspectFlags) -> int:
     from megatron.checkpoint import verify
-    from megatron.checkpoint.analysis.comparison import compare, comparison_lines
+    from megatron.checkpoint.analysis.differences import compare, comparison_lines
     from megatron.checkpoint.analysis.slices import OpenCheckpoint
     from megatron.checkpoint.analysis.summary import summarize, summary_lines
 

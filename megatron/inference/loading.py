@@ -136,7 +136,7 @@ def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) ->
     """
     choice = TokenizerChoice.of(config.data)
     try:
-        return build_tokenizer(choice if "data.tokenizer_name_or_path" in given else choice.beside(checkpoint))
+        return build_tokenizer(choice if "data.tokenizer_name_or_path" in given else choice.or_copy_next_to(checkpoint))
     except ConfigError as failure:
         recorded = [
             f"--{name.replace('_', '-')} {getattr(config.data, name)}"

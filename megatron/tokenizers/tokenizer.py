@@ -72,7 +72,7 @@ class TokenizerChoice:
         """Copies the four flags out of a larger set."""
         return TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
 
-    def beside(self, checkpoint: Path) -> TokenizerChoice:
+    def or_copy_next_to(self, checkpoint: Path) -> TokenizerChoice:
         """The same choice; if its folder is gone, the copy that an import put next to the checkpoint."""
         recorded, copy = self.tokenizer_name_or_path, checkpoint.parent / TOKENIZER_FOLDER
         if recorded is None or Path(recorded).exists() or not copy.is_dir():

@@ -13,7 +13,7 @@ ALLOWED = {
     "megatron/files/plain.py": "the opener",
     "megatron/checkpoint/storage.py": "refuses links as well",
     "megatron/checkpoint/lock.py": "refuses links as well, and never waits",
-    "megatron/convert/megatron_output/torch_layout.py": "maps a file that it has made",
+    "megatron/convert/megatron_output/torch_output.py": "maps a file that it has made",
     "megatron/corpus/preprocess/merge.py": "opens files that it has made, to write into them",
     "megatron/corpus/stores/inspection.py": "/proc",
     "megatron/corpus/workers/pipes.py": "/proc",

@@ -22,7 +22,7 @@ CONSTANTS = {
     "megatron/data/datasets/examples/tokenized_examples.py": "_FORMAT",
     "megatron/data/order/index_map.py": "_BUILDER_INTERFACE",
     "megatron/kernels/native/library.py": "INTERFACE",
-    "megatron/convert/megatron_output/universal.py": "_FORMAT_VERSION",
+    "megatron/convert/megatron_output/universal_output.py": "_FORMAT_VERSION",
 }
 
 

@@ -126,7 +126,7 @@ def _tokenizer(flags: ExportFlags, config: RunConfig, checkpoint: Path) -> Token
 
     if flags.tokenizer_name_or_path is not None:
         return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=flags.tokenizer_name_or_path)
-    recorded = TokenizerChoice.of(config.data).beside(checkpoint)
+    recorded = TokenizerChoice.of(config.data).or_copy_next_to(checkpoint)
     return replace(
         recorded,
         vocab_file=flags.vocab_file or recorded.vocab_file,

@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.checkpoint.analysis.slices import OpenCheckpoint
     from megatron.convert.megatron_output.output_tensors import OutputRequest
-    from megatron.convert.megatron_output.torch_layout import write_torch_layout
-    from megatron.convert.megatron_output.universal import write_universal
+    from megatron.convert.megatron_output.torch_output import write_torch_layout
+    from megatron.convert.megatron_output.universal_output import write_universal
 
     checkpoint = OpenCheckpoint.newest(Path(flags.load))
     config = RunConfig.from_json(checkpoint.record.config)

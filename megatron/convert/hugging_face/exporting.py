@@ -17,12 +17,7 @@ from megatron.checkpoint.storage import write_text
 from megatron.config import ModelConfig
 from megatron.config.sections.data import DataConfig
 from megatron.convert.hugging_face.importing import unfinished_folder
-from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
-from megatron.convert.hugging_face.reference import check_installed
-from megatron.convert.hugging_face.registry import family_for
-from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values, network_shapes
-from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
-from megatron.convert.hugging_face.tokenizer_files import (
+from megatron.convert.hugging_face.model_tokenizer import (
     adds_special_tokens,
     check_padding,
     check_same_ids,
@@ -31,6 +26,11 @@ from megatron.convert.hugging_face.tokenizer_files import (
     write_generation_config,
     write_tokenizer,
 )
+from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
+from megatron.convert.hugging_face.reference import check_installed
+from megatron.convert.hugging_face.registry import family_for
+from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values, network_shapes
+from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
 from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 from megatron.data.build import data_prefixes
 from megatron.data.datasets.examples.example_files import names_example_files

@@ -14,6 +14,14 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import Storage, write_text
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
+from megatron.convert.hugging_face.model_tokenizer import (
+    check_padding,
+    check_same_ids,
+    copy_tokenizer,
+    name_special_tokens,
+    special_ids,
+    special_tokens_from,
+)
 from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_of
@@ -27,14 +35,6 @@ from megatron.convert.hugging_face.streaming import (
 )
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.tensors import bind
-from megatron.convert.hugging_face.tokenizer_files import (
-    check_padding,
-    check_same_ids,
-    copy_tokenizer,
-    name_special_tokens,
-    special_ids,
-    special_tokens_from,
-)
 from megatron.convert.hugging_face.weight_files import FileTensor, read_json_file, read_weight_files
 from megatron.errors import ConversionError, StorageError
 from megatron.files.replacing import remove_leftovers, temporary_name

@@ -49,7 +49,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     model_type = config.get("model_type")
     for family in FAMILIES:
-        if model_type == family.model_type or model_type in family.other_model_types:
+        if model_type == family.model_type:
             return family
     raise ConversionError(
         f'config.json has "model_type": {json.dumps(model_type)}, which cannot be converted. {known_types()}'

@@ -7,6 +7,7 @@ of its tensors are known; it is not built.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,10 +104,14 @@ def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mappin
         if len(types := {stored[part.theirs].dtype for part in tensor.parts if part.theirs in stored}) > 1
     ]
     problems = [
-        *([f"missing: {_some(missing)}"] if missing else []),
-        *([f"unexpected: {_some(unexpected)}"] if unexpected else []),
-        *([f"of another shape: {_some(wrong)}"] if wrong else []),
-        *([f"of another type: {_some([*kinds, *mixed])}"] if kinds or mixed else []),
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", wrong),
+            ("of another type", [*kinds, *mixed]),
+        )
+        if names
     ]
     if problems:
         raise ConversionError(
@@ -222,7 +227,17 @@ def slices(
 
     A single row of the last dimension is never cut.
     """
-    yield from _slices((), shape, item_bytes, limit_bytes)
+    if not shape:
+        yield (), ()
+        return
+    last = len(shape) - 1
+    cut = next((place for place in range(last) if item_bytes * math.prod(shape[place + 1 :]) <= limit_bytes), last)
+    rest = shape[cut + 1 :]
+    rows = shape[cut] if cut == last > 0 else max(1, limit_bytes // (item_bytes * math.prod(rest)))
+    for fixed in itertools.product(*map(range, shape[:cut])):
+        for first in range(0, shape[cut], rows):
+            end = min(first + rows, shape[cut])
+            yield (*fixed, first, *(0 for _ in rest)), (*(index + 1 for index in fixed), end, *rest)
 
 
 def _ordered(part: BoundPart, low: tuple[int, ...], high: tuple[int, ...]) -> Box:
@@ -262,23 +277,3 @@ def _are_different(one: FileTensor, other: FileTensor, slice_bytes: int) -> bool
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
-
-
-def _slices(
-    fixed: tuple[int, ...], rest: tuple[int, ...], item_bytes: int, limit_bytes: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    row_bytes = item_bytes
-    for size in rest[1:]:
-        row_bytes *= size
-    start = tuple(fixed)
-    stop = tuple(index + 1 for index in fixed)
-    if not rest or row_bytes * rest[0] <= limit_bytes or (len(rest) == 1 and fixed):
-        yield start + (0,) * len(rest), stop + rest
-    elif row_bytes <= limit_bytes or len(rest) == 1:
-        rows = max(1, limit_bytes // row_bytes)
-        for first in range(0, rest[0], rows):
-            last = min(first + rows, rest[0])
-            yield start + (first,) + (0,) * (len(rest) - 1), stop + (last,) + rest[1:]
-    else:
-        for index in range(rest[0]):
-            yield from _slices((*fixed, index), rest[1:], item_bytes, limit_bytes)

@@ -233,7 +233,7 @@ class PlannedTensor:
 
 
 def plan_files(tensors: Sequence[PlannedTensor], largest_bytes: int) -> dict[str, list[PlannedTensor]]:
-    """File names and the tensors of each; a file is at most so large unless it holds a single tensor."""
+    """File names and the tensors of each; a file is at most this large unless it holds a single tensor."""
     groups: list[list[PlannedTensor]] = [[]]
     filled = 0
     for tensor in tensors:

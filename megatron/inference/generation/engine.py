@@ -76,16 +76,6 @@ class GenerationEngine:
         return not (self._schedule.running or self._schedule.waiting or self._cancelled)
 
     @property
-    def running_requests(self) -> int:
-        """Requests that take part in steps."""
-        return len(self._schedule.running)
-
-    @property
-    def waiting_requests(self) -> int:
-        """Requests for which there is no room yet."""
-        return len(self._schedule.waiting)
-
-    @property
     def cache_bytes(self) -> int:
         """Memory that keys and values take on this rank."""
         return sum(text.cache.allocated_bytes for text in self._schedule.running)

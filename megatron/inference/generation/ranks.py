@@ -77,39 +77,16 @@ class Leader:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to be done."""
-        return self._engine.is_idle and not (self._added or self._cancelled)
-
-    @property
-    def running_requests(self) -> int:
-        """Requests that take part in steps."""
-        return self._engine.running_requests
-
-    @property
-    def waiting_requests(self) -> int:
-        """Requests for which there is no room yet."""
-        return self._engine.waiting_requests + len(self._added)
-
-    def check(self, request: Request) -> None:
-        """Checks that the engine can serve a request.
-
-        Raises:
-            ConfigError: it can never be served, or its id is in use.
-        """
-        self._engine.check(request)
-        if any(request.id == other.id for other in self._added):
-            raise ConfigError(f"Request {request.id} is being served already. Use another id.")
-
     def add(self, request: Request) -> None:
         """Takes a request for the next step.
 
         Raises:
-            ConfigError: see `check`.
+            ConfigError: it can never be served, or its id is in use.
         """
         with self._lock:
-            self.check(request)
+            self._engine.check(request)
+            if any(request.id == other.id for other in self._added):
+                raise ConfigError(f"Request {request.id} is being served already. Use another id.")
             self._added.append(request)
 
     def cancel(self, request_id: str) -> None:

@@ -15,8 +15,8 @@ from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.requests.asks import Ask
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served
+from megatron.inference.serve.running.answer_text import AnswerPiece, AnswerText
 from megatron.inference.serve.running.jobs import GenerationJob, Jobs
-from megatron.inference.serve.running.texts import AnswerPiece, AnswerText
 
 END_OF_EVENTS = b"data: [DONE]\n\n"
 

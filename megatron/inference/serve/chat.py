@@ -15,10 +15,10 @@ from megatron.inference.serve.requests.asks import (
     read_generation,
     refuse_rest,
 )
-from megatron.inference.serve.requests.fields import JsonFields, checked_text, kind_of, refuse_field
+from megatron.inference.serve.requests.json_fields import JsonFields, checked_text, kind_of, refuse_field
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.texts import AnswerPiece, TokenRecord
+from megatron.inference.serve.running.answer_text import AnswerPiece, TokenRecord
 from megatron.tokenizers.chat import Message
 
 _MOST_MESSAGES = 4096

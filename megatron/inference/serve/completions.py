@@ -17,10 +17,10 @@ from megatron.inference.serve.requests.asks import (
     refuse_rest,
     token_list,
 )
-from megatron.inference.serve.requests.fields import JsonFields, checked_text
+from megatron.inference.serve.requests.json_fields import JsonFields, checked_text
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.texts import AnswerPiece, TokenRecord
+from megatron.inference.serve.running.answer_text import AnswerPiece, TokenRecord
 
 _USUAL_NEW_TOKENS = 16  # OpenAI's default
 

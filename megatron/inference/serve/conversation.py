@@ -9,8 +9,8 @@ from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served
+from megatron.inference.serve.running.answer_text import AnswerText
 from megatron.inference.serve.running.engine_loop import StepEngine
-from megatron.inference.serve.running.texts import AnswerText
 from megatron.tokenizers.chat import Message
 
 _TOO_LONG = "context_length_exceeded"

@@ -57,39 +57,25 @@ def build_app(service: Service, access: Access) -> ASGIApp:
         from starlette.routing import Route
     except ImportError as failure:
         raise ConfigError("serving needs the starlette package (pip install trident-megatron[serve]).") from failure
-    limits = service.limits
-
-    async def completions(request: Request) -> Reply:
-        return await service.completions(await _json_body(request, limits))
-
-    async def chat(request: Request) -> Reply:
-        return await service.chat(await _json_body(request, limits))
-
-    async def generate(request: Request) -> Reply:
-        return await service.generate(_query(request))
-
-    async def models(request: Request) -> Reply:
-        return service.models()
-
-    async def one_model(request: Request) -> Reply:
-        return service.one_model(request.path_params["name"])
-
-    async def health(request: Request) -> Reply:
-        return service.health()
+    limits, page = service.limits, read_page()
 
     async def unknown(request: Request, failure: Exception) -> Response:
         return _refused(_routing_refusal(request, failure))
 
     sends = _Sender(service, access)
+
+    def route(path: str, name: str, act: Act, method: str = "GET") -> Route:
+        return Route(path, sends.reply_of(name, act), methods=[method])
+
     routes = [
-        Route("/v1/completions", sends.reply_of("completions", completions), methods=["POST"]),
-        Route("/v1/chat/completions", sends.reply_of("chat", chat), methods=["POST"]),
-        Route("/v1/models", sends.reply_of("models", models)),
-        Route("/v1/models/{name:path}", sends.reply_of("models", one_model)),
-        Route("/generate", sends.reply_of("generate", generate)),
-        Route("/health", sends.reply_of("health", health)),
-        Route("/metrics", sends.metrics),
-        Route("/", sends.page),
+        route("/v1/completions", "completions", lambda request: _of_body(service.completions, request, limits), "POST"),
+        route("/v1/chat/completions", "chat", lambda request: _of_body(service.chat, request, limits), "POST"),
+        route("/v1/models", "models", lambda request: _at_once(service.models)),
+        route("/v1/models/{name:path}", "models", lambda request: _at_once(service.one_model, **request.path_params)),
+        route("/generate", "generate", lambda request: service.generate(_query(request))),
+        route("/health", "health", lambda request: _at_once(service.health)),
+        Route("/metrics", sends.page_of(lambda request: _metrics_page(service, request))),
+        Route("/", sends.page_of(lambda request: page)),
     ]
     allowed = ["Authorization", "Content-Type"]
     cors = Middleware(
@@ -108,7 +94,6 @@ class _Sender:
     def __init__(self, service: Service, access: Access) -> None:
         self._service = service
         self._access = access
-        self._page = read_page()
 
     def reply_of(self, name: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint that checks access, acts for as long as the client is there, and sends the reply."""
@@ -118,26 +103,19 @@ class _Sender:
 
         return respond
 
-    async def metrics(self, request: Request) -> Response:
-        """`GET /metrics`."""
+    def page_of(self, find: Callable[[Request], Page]) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that checks access and sends a page."""
         from starlette.responses import Response
 
-        try:
-            self._check(request)
-        except Refusal as refusal:
-            return _refused(refusal)
-        content, media_type = self._service.metrics.exposition(request.headers.get("accept", ""))
-        return Response(content, headers={"Content-Type": media_type, "Cache-Control": "no-store", **_NO_SNIFFING})
+        async def respond(request: Request) -> Response:
+            try:
+                self._check(request)
+            except Refusal as refusal:
+                return _refused(refusal)
+            page = find(request)
+            return Response(page.content, headers={**page.headers, **_NO_SNIFFING})
 
-    async def page(self, request: Request) -> Response:
-        """`GET /`: the chat page."""
-        from starlette.responses import Response
-
-        try:
-            self._check(request)
-        except Refusal as refusal:
-            return _refused(refusal)
-        return Response(self._page.content, headers={**self._page.headers, **_NO_SNIFFING})
+        return respond
 
     def _check(self, request: Request) -> None:
         """Refuses a request that is not allowed, or whose headers are too long (h11 only bounds incomplete ones)."""
@@ -169,6 +147,19 @@ class _Sender:
             return _refused(broken())
         finally:
             metrics.requests.labels(name, str(status)).inc()
+
+
+async def _of_body(act: Callable[[bytes], Awaitable[Reply]], request: Request, limits: ServerLimits) -> Reply:
+    return await act(await _json_body(request, limits))
+
+
+async def _at_once(act: Callable[..., Reply], **values: Any) -> Reply:
+    return act(**values)
+
+
+def _metrics_page(service: Service, request: Request) -> Page:
+    content, media_type = service.metrics.exposition(request.headers.get("accept", ""))
+    return Page(content, {"Content-Type": media_type, "Cache-Control": "no-store"})
 
 
 def _response(reply: Reply, note_disconnect: Callable[[], None]) -> Response:

@@ -5,7 +5,7 @@ program that came with somebody's model, so it runs in a sandbox with a budget (
 becomes a special token (`special_tokens.py`).
 """
 
-from megatron.tokenizers.chat.loading import load_chat_template, tokenizer_folder
 from megatron.tokenizers.chat.template import ASSISTANT, ROLES, SYSTEM, USER, ChatTemplate, Message
+from megatron.tokenizers.chat.template_choice import load_chat_template, tokenizer_folder
 
 __all__ = ["ASSISTANT", "ROLES", "SYSTEM", "USER", "ChatTemplate", "Message", "load_chat_template", "tokenizer_folder"]

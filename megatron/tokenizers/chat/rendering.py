@@ -102,7 +102,7 @@ class TemplateProgram:
         """What the template writes.
 
         Args:
-            now: the time that `strftime_now` tells.
+            now: the time that `strftime_now` shows.
             marks: what is written before and after each `{% generation %}` block.
         """
 

@@ -65,7 +65,7 @@ class RenderJob(NamedTuple):
 
     Args:
         variables: of the template, as JSON knows them.
-        now: the time that `strftime_now` tells.
+        now: the time that `strftime_now` shows.
     """
 
     variables: Mapping[str, Any]
@@ -115,7 +115,7 @@ class BoundedTemplate:
 
         Args:
             variables: as JSON knows them.
-            now: the time that `strftime_now` tells; the clock's if left out.
+            now: the time that `strftime_now` shows; the clock's if left out.
             generation_marks: what is written before and after each `{% generation %}` block.
 
         Raises:

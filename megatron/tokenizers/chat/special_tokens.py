@@ -48,7 +48,7 @@ class SpecialTokens:
 
     Attributes:
         ids: by what the tokens are written as.
-        found: matches any of them, the longest first.
+        pattern: matches any of them, the longest first.
         tails: beginnings that could complete a token, by their first letter.
         heads: ends that could begin a token, by their last letter.
     """
@@ -57,7 +57,7 @@ class SpecialTokens:
         self.tokenizer = tokenizer
         self.ids: Mapping[str, int] = tokenizer.special_ids
         texts = sorted(self.ids, key=len, reverse=True)
-        self.found = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self.pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         parts = [(text[:cut], text[cut:]) for text in texts for cut in range(1, len(text))]
         self.tails = _grouped((tail[0], tail) for _, tail in parts)
         self.heads = _grouped((head[-1], head) for head, _ in parts)
@@ -71,7 +71,7 @@ class SpecialTokens:
         """
         places = sorted({*cuts, len(text)})
         position = 0
-        for match in [*self.found.finditer(text), None]:
+        for match in [*self.pattern.finditer(text), None]:
             first = len(text) if match is None else match.start()
             for cut in (*(place for place in places if position < place < first), first):
                 if position < cut:
@@ -83,12 +83,12 @@ class SpecialTokens:
 
     def first_after(self, text: str, position: int, last: int) -> tuple[int, int] | None:
         """Where the first special token in a part of a text is."""
-        match = self.found.search(text, position, last)
+        match = self.pattern.search(text, position, last)
         return None if match is None else match.span()
 
     def end_at(self, text: str, position: int) -> int:
         """Where the special token that begins at a place ends; the place itself if none does."""
-        match = self.found.match(text, position)
+        match = self.pattern.match(text, position)
         return position if match is None else match.end()
 
     def names(self) -> dict[str, str]:
@@ -136,7 +136,7 @@ class Guard:
 
     def applied(self, content: str) -> str:
         """A text with marks in the special tokens that it spells, whole or in part at its ends."""
-        guarded = self._special.found.sub(lambda match: match[0][:1] + self.mark + match[0][1:], content)
+        guarded = self._special.pattern.sub(lambda match: match[0][:1] + self.mark + match[0][1:], content)
         core = guarded.strip()
         if not core:
             return guarded

@@ -119,7 +119,7 @@ class ChatTemplate:
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Special tokens that end an answer: end-of-document and what the template writes after one."""
         special, _ = self._prepare(tokenizer)
-        matches = filter(None, map(special.found.search, self.stop_texts))
+        matches = filter(None, map(special.pattern.search, self.stop_texts))
         return frozenset([tokenizer.eod_id, *(special.ids[match[0]] for match in matches)])
 
     def standalone(self, tokenizer: Tokenizer) -> str:
@@ -140,7 +140,7 @@ class ChatTemplate:
             written = self._program.render(_variables(_PROBE, tokens, False))
         except MegatronError:
             return begin + self._source
-        if special.found.search(written.rpartition(_SAID)[2]):
+        if special.pattern.search(written.rpartition(_SAID)[2]):
             return begin + self._source
         end = json.dumps(special.names()["eos_token"], ensure_ascii=False)
         is_last = f"messages and messages[-1]['role'] == '{ASSISTANT}' and not add_generation_prompt"
@@ -300,7 +300,7 @@ class _Conversation:
                 return start, ending[1]
         written = self.text(RenderPart(place + 1))
         if start is not None and text.startswith(written) and start < len(written) <= limit:
-            endings = [match.end() for match in self._special.found.finditer(text, start, len(written))]
+            endings = [match.end() for match in self._special.pattern.finditer(text, start, len(written))]
             return start, endings[-1] if endings else len(written)
         raise self._unclear()
 

@@ -20,8 +20,8 @@ from megatron.checkpoint.record import Record
 from megatron.config import RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
 from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
+from megatron.convert.hugging_face.model_tokenizer import check_same_ids, write_chat_template, write_tokenizer
 from megatron.convert.hugging_face.registry import family_for
-from megatron.convert.hugging_face.tokenizer_files import check_same_ids, write_chat_template, write_tokenizer
 from megatron.errors import CheckpointError, ConversionError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import ChatTemplate, load_chat_template

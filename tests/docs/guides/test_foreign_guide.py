@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.checkpoint.analysis.comparison import compare
+from megatron.checkpoint.analysis.differences import compare
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from tests.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
 from tests.helpers.programs import forking_python

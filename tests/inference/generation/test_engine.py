@@ -82,7 +82,7 @@ def test_requests_join_and_leave_between_steps() -> None:
         engine.add(request)
         for token in (*engine.step(), *engine.step()):
             found.setdefault(token.request_id, []).append(token.token)
-    assert engine.waiting_requests and engine.running_requests <= 2
+    assert engine._schedule.waiting and len(engine._schedule.running) <= 2
     for request_id, tokens in steps(engine).items():
         found.setdefault(request_id, []).extend(tokens)
     assert found == expected and engine.is_idle and engine.cache_bytes == 0
@@ -125,7 +125,7 @@ def test_a_request_waits_until_its_whole_text_has_room() -> None:
     for request in mixed_requests(3, new_tokens=4):
         engine.add(request)
     engine.step()
-    assert (engine.running_requests, engine.waiting_requests) == (2, 1)
+    assert (len(engine._schedule.running), len(engine._schedule.waiting)) == (2, 1)
     assert {request_id: len(tokens) for request_id, tokens in steps(engine).items()} == {"0": 3, "1": 3, "2": 4}
 
 

@@ -65,15 +65,13 @@ def led(rank: int, tp: int, pp: int) -> dict[str, Any]:
             leader.add(request)
         with pytest.raises(ConfigError, match="Request 0 is being served already"):
             leader.add(requests[0])
-        assert leader.waiting_requests == 3 and not leader.is_idle
         leader.step()
         leader.cancel("1")
         time.sleep(1.5 * SIGN_OF_LIFE_SECONDS)
         leader.check_ranks()
-        while not leader.is_idle:
+        while not engine.is_idle:
             for token in leader.step():
                 tokens.setdefault(token.request_id, []).append(token.token)
-        assert leader.running_requests == 0
     return tokens
 
 

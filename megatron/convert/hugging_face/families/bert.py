@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import (
+from megatron.convert.hugging_face.table.config_fields import (
     ACTIVATION_NAMES,
     Entries,
     FieldRule,
@@ -22,6 +21,7 @@ from megatron.convert.hugging_face.table.fields import (
     only,
     same,
 )
+from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.tensors import (
     OUR_LAYER,
     MappedPart,

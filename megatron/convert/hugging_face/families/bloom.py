@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.convert.hugging_face.table.config_fields import (
+    Entries,
+    FieldRule,
+    constant,
+    irrelevant,
+    only,
+    same,
+    tied_head,
+)
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import Entries, FieldRule, constant, irrelevant, only, same, tied_head
 from megatron.convert.hugging_face.table.tensors import OUR_LAYER, linear, matrix, norm
 
 _THEIRS = "transformer.h.{layer}."

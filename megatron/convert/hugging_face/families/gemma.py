@@ -19,8 +19,7 @@ from megatron.convert.hugging_face.families.llama import (
     QUERY_KEY_NORM_TENSORS,
     THEIR_LAYER,
 )
-from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import (
+from megatron.convert.hugging_face.table.config_fields import (
     ACTIVATION_NAMES,
     Entries,
     FieldRule,
@@ -32,6 +31,7 @@ from megatron.convert.hugging_face.table.fields import (
     same,
     tied_head,
 )
+from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.rope import read_parameters, rope_fields, write_parameters
 from megatron.convert.hugging_face.table.tensors import OUR_LAYER, TensorMapping, below, norm
 from megatron.convert.hugging_face.table.windows import (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import (
+from megatron.convert.hugging_face.table.config_fields import (
     ACTIVATION_NAMES,
     attention_biases,
     constant,
@@ -12,6 +11,7 @@ from megatron.convert.hugging_face.table.fields import (
     same,
     tied_head,
 )
+from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.convert.hugging_face.table.tensors import OUR_LAYER, linear, matrix, norm
 

@@ -5,8 +5,7 @@ Most later families use the same tensor names, and their tables are built from t
 
 from __future__ import annotations
 
-from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import (
+from megatron.convert.hugging_face.table.config_fields import (
     ACTIVATION_NAMES,
     FieldRule,
     attention_biases,
@@ -17,6 +16,7 @@ from megatron.convert.hugging_face.table.fields import (
     same,
     tied_head,
 )
+from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.convert.hugging_face.table.tensors import (
     OUR_LAYER,

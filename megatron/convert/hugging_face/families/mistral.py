@@ -10,8 +10,8 @@ from megatron.convert.hugging_face.families.llama import (
     SHARED_FIELDS,
     THEIR_LAYER,
 )
+from megatron.convert.hugging_face.table.config_fields import constant, irrelevant, only, same, tied_head
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import constant, irrelevant, only, same, tied_head
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.convert.hugging_face.table.tensors import experts
 from megatron.convert.hugging_face.table.windows import window_of_all_layers

@@ -10,8 +10,8 @@ from megatron.convert.hugging_face.families.llama import (
     SHARED_FIELDS,
     THEIR_LAYER,
 )
+from megatron.convert.hugging_face.table.config_fields import attention_biases, constant, same, tied_head
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import attention_biases, constant, same, tied_head
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.convert.hugging_face.table.tensors import OUR_LAYER, norm
 

@@ -7,8 +7,16 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.families.llama import OUTER_TENSORS, PRE_NORM_TENSORS, SHARED_FIELDS, THEIR_LAYER
+from megatron.convert.hugging_face.table.config_fields import (
+    Entries,
+    FieldRule,
+    constant,
+    irrelevant,
+    only,
+    same,
+    tied_head,
+)
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import Entries, FieldRule, constant, irrelevant, only, same, tied_head
 from megatron.convert.hugging_face.table.rope import merged_parameters, read_parameters, rope_fields
 from megatron.convert.hugging_face.table.tensors import OUR_LAYER, gate_and_up, linear, separate_query_key_value
 from megatron.convert.hugging_face.table.windows import window_of_all_layers

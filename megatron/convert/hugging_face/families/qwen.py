@@ -12,8 +12,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.families.llama import LLAMA, QUERY_KEY_NORM_TENSORS, SHARED_FIELDS, THEIR_LAYER
-from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.fields import (
+from megatron.convert.hugging_face.table.config_fields import (
     Entries,
     FieldRule,
     attention_biases,
@@ -24,6 +23,7 @@ from megatron.convert.hugging_face.table.fields import (
     same,
     tied_head,
 )
+from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.convert.hugging_face.table.tensors import experts
 from megatron.convert.hugging_face.table.windows import shortest, switched_window

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
 from megatron.config.sections.model import idle_fields
-from megatron.convert.hugging_face.table.fields import Entries, FieldRule, read_fields, write_fields
+from megatron.convert.hugging_face.table.config_fields import Entries, FieldRule, read_fields, write_fields
 from megatron.convert.hugging_face.table.tensors import TensorMapping
 from megatron.errors import ConfigError, ConversionError
 
@@ -40,7 +40,6 @@ class Family:
         optional_prefix: what the names in `tensors` begin with and some published files leave out.
         head: the name of the output matrix; files of models whose head is tied may hold a copy of the embedding there.
         embedding: the name of the embedding.
-        other_model_types: further values of `model_type` that mean the same.
         text_field: in models that also take other inputs than text, the field whose object describes the network;
             such a family is only read.
         older_endings: endings of the names of tensors in older files, and what they are now.
@@ -60,7 +59,6 @@ class Family:
     optional_prefix: str = ""
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
-    other_model_types: tuple[str, ...] = ()
     text_field: str = ""
     older_endings: tuple[tuple[str, str], ...] = ()
     copies: tuple[tuple[str, str], ...] = ()

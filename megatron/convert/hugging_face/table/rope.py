@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.table.fields import Entries, FieldRule
+from megatron.convert.hugging_face.table.config_fields import Entries, FieldRule
 
 _NAMES = {
     "default": "none",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.table.fields import Entries, FieldRule
+from megatron.convert.hugging_face.table.config_fields import Entries, FieldRule
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 

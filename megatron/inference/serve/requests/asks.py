@@ -11,7 +11,7 @@ from typing import Any
 from megatron.errors import ConfigError, printable
 from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.requests.fields import JsonFields, checked_text, refuse_field
+from megatron.inference.serve.requests.json_fields import JsonFields, checked_text, refuse_field
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, invalid
 from megatron.inference.serve.requests.served import Served

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.config import ModelConfig
+from megatron.convert.hugging_face.table.config_fields import constant, read_fields, write_fields
 from megatron.convert.hugging_face.table.family import essential_fields
-from megatron.convert.hugging_face.table.fields import constant, read_fields, write_fields
 from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.errors import ConversionError
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.requests import asks
 from megatron.inference.serve.requests.asks import Ask
-from megatron.inference.serve.requests.fields import JsonFields
+from megatron.inference.serve.requests.json_fields import JsonFields
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.inference.serve.requests.fields import JsonFields, checked_text, kind_of, read_object
+from megatron.inference.serve.requests.json_fields import JsonFields, checked_text, kind_of, read_object
 from megatron.inference.serve.requests.refusals import Refusal
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.analysis.comparison import TensorDifference, compare, comparison_lines
+from megatron.checkpoint.analysis.differences import TensorDifference, compare, comparison_lines
 from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.made.fake_pieces import SHAPES, make_state
 from tests.helpers.networks import tiny_config

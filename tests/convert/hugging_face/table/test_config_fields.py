@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.convert.hugging_face.table.fields import (
+from megatron.convert.hugging_face.table.config_fields import (
     Entries,
     FieldRule,
     constant,

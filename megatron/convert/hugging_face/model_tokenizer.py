@@ -130,7 +130,7 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path,
 
 
 def write_chat_template(folder: Path, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Has the written tokenizer carry a chat template, and tell the special tokens that it writes from text.
+    """Gives the written tokenizer a chat template, whose special tokens it then distinguishes from text.
 
     Raises:
         StorageError: a file cannot be written.

@@ -14,7 +14,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from megatron.checkpoint import read_tensors
 from megatron.convert.megatron_format.names import parameter_name
 from megatron.convert.megatron_output.output_tensors import OurTensors
-from megatron.convert.megatron_output.universal import write_universal
+from megatron.convert.megatron_output.universal_output import write_universal
 from megatron.errors import ConversionError
 from tests.convert.megatron_output.loaded_by_deepspeed import STEPS, Case, load_with_deepspeed
 from tests.convert.megatron_output.networks import BLOOM, GPT2, LLAMA, ROTARY, check_comes_back, write_network

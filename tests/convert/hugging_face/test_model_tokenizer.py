@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.tokenizer_files import (
+from megatron.convert.hugging_face.model_tokenizer import (
     adds_special_tokens,
     check_padding,
     check_same_ids,
@@ -20,6 +19,7 @@ from megatron.convert.hugging_face.tokenizer_files import (
     write_generation_config,
     write_tokenizer,
 )
+from megatron.convert.hugging_face.registry import family_of
 from megatron.errors import ConversionError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.convert.tiny_encoders import write_roberta_tokenizer, write_wordpiece_tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.inference.generation import GeneratedToken
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.texts import AnswerPiece, AnswerText
+from megatron.inference.serve.running.answer_text import AnswerPiece, AnswerText
 
 
 def pushed(served: Served, ids: Sequence[int], finish: str, stop_texts: Sequence[str] = ()) -> list[AnswerPiece]:
