@@ -97,7 +97,7 @@ def _network_words(checkpoints: Path, trained_layers: int) -> list[str]:
     if found is None:
         raise CheckpointError(f"there is no checkpoint in {checkpoints} (--model). Give the folder of a run.")
     config = RunConfig.from_json(found.record["config"])
-    model, choice = config.model, TokenizerChoice.of(config.data).beside(found.path)
+    model, choice = config.model, TokenizerChoice.of(config.data).or_copy_next_to(found.path)
     if trained_layers >= model.num_layers:
         raise ConfigError(
             f"--layers {trained_layers} of the {model.num_layers} layers of {found.path} leaves nothing to freeze. "

@@ -31,7 +31,7 @@ import numpy as np
 
 from megatron.checkpoint.checks import LARGEST_BYTES, check_extent, parse_bounded
 from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, check_complete, key_problem
-from megatron.checkpoint.storage import Storage, opened, read_range, read_tail
+from megatron.checkpoint.storage import DISK, Storage, opened, read_range, read_tail
 from megatron.errors import CheckpointError, DamagedError, MegatronError, StorageError, printable
 from megatron.parallel.pieces import PieceKey
 
@@ -141,7 +141,7 @@ def record_text(record: Mapping[str, Any]) -> str:
     return text
 
 
-def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest | None = None) -> Manifest:
+def read_manifest(folder: Path, storage: Storage = DISK, known: Manifest | None = None) -> Manifest:
     """Reads and checks the manifest of one checkpoint folder; tensor files are not opened.
 
     Args:
@@ -153,7 +153,6 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
         StorageError: the system refused for a reason that has nothing to do with the file.
     """
     path = folder / MANIFEST_NAME
-    storage = storage or Storage()
     if storage.exists(folder) and not storage.exists(path):
         raise DamagedError(
             f"{folder} has no {MANIFEST_NAME}: it is not complete, or another program wrote it (then convert it first)."

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron import log
 from megatron.checkpoint.manifest import folder_name, folder_step, read_manifest
 from megatron.checkpoint.reader import check_files
-from megatron.checkpoint.storage import Storage, cannot_write, write_file
+from megatron.checkpoint.storage import DISK, Storage, cannot_write, write_file
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -149,7 +149,7 @@ def sweep(directory: Path, storage: Storage) -> None:
     _remove_dead_links(directory, storage)
 
 
-def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage | None = None) -> None:
+def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage = DISK) -> None:
     """Sweeps the directory of a run that starts and holds its lock; collective.
 
     Each save sweeps too, but a run that has nothing left to save would leave what its predecessor left.
@@ -157,7 +157,7 @@ def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage | None 
 
     def work() -> None:
         try:
-            sweep(directory, storage or Storage())
+            sweep(directory, storage)
         except OSError as failure:
             log.warning(f"could not clean up {directory}: {failure}. It does no harm.")
 

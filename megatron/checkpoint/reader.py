@@ -23,7 +23,7 @@ from megatron.checkpoint.checks import LENGTH_BYTES, HeaderEntry, first_not_fini
 from megatron.checkpoint.layout import Catalogue, Copies, Integers, StoredPiece, plan_piece, whole
 from megatron.checkpoint.manifest import Manifest, StoredFile, read_manifest, unreadable
 from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
-from megatron.checkpoint.storage import Storage, read_range
+from megatron.checkpoint.storage import DISK, Storage, read_range
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.pieces import Kind, PieceKey
 
@@ -81,7 +81,7 @@ class CheckpointReader:
         folder: Path,
         manifest: Manifest,
         wanted: Wanted,
-        storage: Storage | None = None,
+        storage: Storage = DISK,
         catalogue: Catalogue | None = None,
         *,
         finite: bool = True,
@@ -89,7 +89,7 @@ class CheckpointReader:
         self._folder = folder
         self._finite = finite
         self._manifest = manifest
-        self._storage = storage or Storage()
+        self._storage = storage
         catalogue = catalogue or Catalogue.of(manifest.pieces)
         self._wanted = [self._plan(key, accept, catalogue) for key, accept in wanted]
         self._wanted.sort(key=lambda piece: piece.place)
@@ -317,13 +317,12 @@ def verified_chunks(folder: Path, manifest: Manifest, number: int, storage: Stor
             yield content
 
 
-def verify(folder: Path, storage: Storage | None = None) -> Manifest:
+def verify(folder: Path, storage: Storage = DISK) -> Manifest:
     """Reads every byte of a checkpoint folder and compares all digests, of chunks and of files.
 
     Raises:
         DamagedError: something differs from the manifest.
     """
-    storage = storage or Storage()
     manifest = read_manifest(folder, storage)
     check_files(folder, manifest, storage)
     for number, stored in enumerate(manifest.files):
@@ -343,7 +342,7 @@ def read_pieces(
     keys: Sequence[PieceKey],
     catalogue: Catalogue | None = None,
     *,
-    storage: Storage | None = None,
+    storage: Storage = DISK,
     finite: bool = True,
 ) -> list[torch.Tensor]:
     """The verified values of pieces, all in memory at once; arguments as of `CheckpointReader`.
@@ -368,7 +367,7 @@ def read_tensors(
     kind: Kind = "weight",
     *,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-    storage: Storage | None = None,
+    storage: Storage = DISK,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Builds whole tensors of one checkpoint folder, one at a time, each verified before it is given out.
 
@@ -380,7 +379,6 @@ def read_tensors(
     Raises:
         CheckpointError: a tensor is not in the checkpoint, does not have the wanted shape, or is damaged.
     """
-    storage = storage or Storage()
     manifest = read_manifest(path, storage)
     check_files(path, manifest, storage)
     catalogue = Catalogue.of(manifest.pieces)

@@ -18,7 +18,7 @@ from megatron.checkpoint.layout import Catalogue
 from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, folder_step, read_manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files
-from megatron.checkpoint.storage import Storage, read_head
+from megatron.checkpoint.storage import DISK, Storage, read_head
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.parallel.agreement import is_same_on_all, run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -60,7 +60,7 @@ class Found:
     manifest: Manifest | None = field(default=None, compare=False, repr=False)
 
 
-def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
+def find(directory: Path, *, storage: Storage = DISK) -> list[Candidate]:
     """The checkpoint folders in a directory, newest first; none when it is absent or holds nothing of the kind.
 
     A directory that is a checkpoint folder itself is its own only candidate. The file
@@ -73,7 +73,6 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
         StorageError: the directory cannot be listed.
     """
     directory = Path(directory)
-    storage = storage or Storage()
     try:
         names = storage.names(directory)
     except FileNotFoundError:
@@ -113,7 +112,7 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     return []
 
 
-def folder_of_step(directory: Path, step: int, *, storage: Storage | None = None) -> Path:
+def folder_of_step(directory: Path, step: int, *, storage: Storage = DISK) -> Path:
     """The folder of the checkpoint of one step.
 
     Raises:
@@ -137,7 +136,7 @@ def load(
     *,
     known: Manifest | None = None,
     check: Check | None = None,
-    storage: Storage | None = None,
+    storage: Storage = DISK,
     announce: Announce = log.line,
 ) -> dict[str, Any]:
     """Reads this rank's wanted pieces from one checkpoint folder and returns its record; collective over the mesh.
@@ -155,7 +154,6 @@ def load(
         CheckpointError: the checkpoint does not hold what is wanted; an older one would not help.
         StorageError: the system refused for a reason that has nothing to do with the checkpoint.
     """
-    storage = storage or Storage()
     prepared = run_on_all(mesh, lambda: _prepare(path, wanted, known, check, mesh.control.rank == 0, storage))
     manifest = prepared.manifest
     if not is_same_on_all(mesh, bytes.fromhex(manifest.digest)):
@@ -174,7 +172,7 @@ def load_newest(
     known: Found | None = None,
     check: Check | None = None,
     also: Sequence[Path] = (),
-    storage: Storage | None = None,
+    storage: Storage = DISK,
     announce: Announce = log.line,
 ) -> Found | None:
     """Loads the newest checkpoint that verifies on every rank; collective over the whole mesh.
@@ -196,7 +194,7 @@ def load_newest(
     def attempt(path: Path) -> Found:
         return Found(load(path, wanted(), mesh, known=parsed, check=check, storage=storage, announce=announce), path)
 
-    return _newest((Path(directory), *also), attempt, mesh, storage or Storage(), known=known)
+    return _newest((Path(directory), *also), attempt, mesh, storage, known=known)
 
 
 def newest_record(
@@ -205,7 +203,7 @@ def newest_record(
     *,
     check: Check | None = None,
     also: Sequence[Path] = (),
-    storage: Storage | None = None,
+    storage: Storage = DISK,
 ) -> Found | None:
     """The newest checkpoint whose manifest and file sizes are good; reads no tensors; collective over the whole mesh.
 
@@ -215,7 +213,6 @@ def newest_record(
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
     """
-    storage = storage or Storage()
 
     def look(path: Path) -> Found:
         parsed: list[Manifest] = []

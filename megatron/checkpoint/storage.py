@@ -117,6 +117,9 @@ class Storage:
         return len(content)
 
 
+DISK = Storage()
+
+
 @contextlib.contextmanager
 def opened(storage: Storage, path: Path) -> Iterator[tuple[int, int]]:
     """Opens a plain file for reading and closes it again; yields (handle, size in bytes)."""
@@ -183,14 +186,13 @@ def writing(storage: Storage, path: Path, need_bytes: int, flag: str = "--save")
         raise cannot_write(storage, path, need_bytes, failure, flag) from failure
 
 
-def write_text(path: Path, text: str, storage: Storage | None = None) -> None:
+def write_text(path: Path, text: str, storage: Storage = DISK) -> None:
     """Writes a new file of UTF-8 text and waits until it is on the disk.
 
     Raises:
         StorageError: the file system refused.
     """
     content = text.encode()
-    storage = storage or Storage()
     with writing(storage, path, len(content)) as handle:
         append(storage, handle, memoryview(content))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import SLICE_BYTES, OpenCheckpoint, batches_of, slices_of
+from megatron.checkpoint.analysis.slices import OpenCheckpoint, batches
 from megatron.checkpoint.keeping.copying import point_to_newest
 from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
@@ -19,7 +19,7 @@ from megatron.checkpoint.record import Record
 from megatron.checkpoint.recovery import find
 from megatron.checkpoint.saving import write_snapshot
 from megatron.checkpoint.snapshot import Snapshot
-from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage import DISK
 from megatron.config.resume import architecture_differences
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
@@ -34,7 +34,7 @@ class WeightedCheckpoint:
     coefficient: float = 1.0
 
 
-def average(shares: Sequence[WeightedCheckpoint], directory: Path, *, slice_bytes: int = SLICE_BYTES) -> Path:
+def average(shares: Sequence[WeightedCheckpoint], directory: Path) -> Path:
     """Writes the mean of the weights as a checkpoint in a directory and returns its folder.
 
     fp32 masters are averaged where they are stored, sums are made in float64, and the mean is stored in float32. The
@@ -50,21 +50,21 @@ def average(shares: Sequence[WeightedCheckpoint], directory: Path, *, slice_byte
         _check_fits(shares[0].checkpoint, share.checkpoint)
     mesh = ParallelMesh.single()
     with CheckpointLock(directory, mesh):
-        return _write_mean(shares, directory, slice_bytes, mesh)
+        return _write_mean(shares, directory, mesh)
 
 
-def _write_mean(shares: Sequence[WeightedCheckpoint], directory: Path, slice_bytes: int, mesh: ParallelMesh) -> Path:
+def _write_mean(shares: Sequence[WeightedCheckpoint], directory: Path, mesh: ParallelMesh) -> Path:
     """Writes the mean into a folder that no run uses."""
     present = find(directory)
     if present:  # perhaps by the same command, which was killed before it had finished the folder
         sweep_at_start(directory, mesh)
-        point_to_newest(directory, secrets.token_hex(8), Storage())
+        point_to_newest(directory, secrets.token_hex(8), DISK)
         raise CheckpointError(
             f"{directory} holds checkpoints already ({present[0].path.name}), and nothing is overwritten. Give --save "
             "another folder."
         )
     newest = max((share.checkpoint for share in shares), key=lambda checkpoint: checkpoint.manifest.step)
-    pieces = AveragedPieces(tuple(shares), slice_bytes)
+    pieces = AveragedPieces(tuple(shares))
     record = {**_weights_only(newest.record).to_json(), "averaged": _origin(shares)}
     return write_snapshot(directory, newest.manifest.step, pieces.snapshot(), record, mesh)
 
@@ -74,15 +74,14 @@ class AveragedPieces:
     """The mean as pieces for the checkpoint writer, computed slice by slice when they are asked for."""
 
     shares: tuple[WeightedCheckpoint, ...]
-    slice_bytes: int = SLICE_BYTES
 
     def snapshot(self) -> Snapshot:
         """What the checkpoint writer needs: the list of pieces, and their values."""
-        return Snapshot(tuple((key, "F32") for key in self._keys()), self)
+        return Snapshot(tuple((key, "F32") for batch in self._batches() for key in batch), self)
 
     def __iter__(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
         total = sum(share.coefficient for share in self.shares)
-        for batch in batches_of(self._keys(), self.slice_bytes):
+        for batch in self._batches():
             sums = [torch.zeros(key.numel, dtype=torch.float64) for key in batch]
             for share in self.shares:
                 for mean, values in zip(sums, share.checkpoint.read(batch), strict=True):
@@ -90,9 +89,9 @@ class AveragedPieces:
             for key, mean in zip(batch, sums, strict=True):
                 yield key, mean.float()
 
-    def _keys(self) -> Iterator[PieceKey]:
-        for name, tensor in self.shares[0].checkpoint.tensors().items():
-            yield from slices_of(name, "weight", tensor.shape, self.slice_bytes)
+    def _batches(self) -> Iterator[list[PieceKey]]:
+        tensors = self.shares[0].checkpoint.tensors()
+        return batches((name, "weight", tensor.shape) for name, tensor in tensors.items())
 
 
 def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import SLICE_BYTES, CheckpointTensor, OpenCheckpoint, batches_of, slices_of
+from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint, batches
 from megatron.checkpoint.analysis.summary import chosen_tensors, flat_config, heading, shape_text, table, value_text
 from megatron.checkpoint.layout import is_regrouped
 from megatron.parallel.pieces import Kind
@@ -128,7 +128,6 @@ def compare(
     patterns: Sequence[str] = (),
     *,
     with_moments: bool = False,
-    slice_bytes: int = SLICE_BYTES,
 ) -> Comparison:
     """Compares two checkpoints, of whatever layouts, in constant memory.
 
@@ -146,13 +145,10 @@ def compare(
     both = [name for name in ours if name in theirs]
     fitting = [name for name in both if is_regrouped(ours[name].shape, theirs[name].shape)]
     by_tensor: dict[tuple[str, Kind], TensorDifference] = {}
-    keys = (
-        key
-        for name in fitting
-        for kind in _kinds(ours[name], theirs[name], with_moments)
-        for key in slices_of(name, kind, ours[name].shape, slice_bytes)
+    read = (
+        (name, kind, ours[name].shape) for name in fitting for kind in _kinds(ours[name], theirs[name], with_moments)
     )
-    for batch in batches_of(keys, slice_bytes):
+    for batch in batches(read):
         for key, one, other in zip(batch, first.read(batch), second.read(batch), strict=True):
             by_tensor.setdefault((key.name, key.kind), TensorDifference(key.name, key.kind)).add(one, other)
     return Comparison(

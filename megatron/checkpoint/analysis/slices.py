@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,24 +87,21 @@ class OpenCheckpoint:
         return read_pieces(self.folder, self.manifest, keys, self.catalogue, finite=False)
 
 
-def slices_of(name: str, kind: Kind, shape: tuple[int, ...], slice_bytes: int = SLICE_BYTES) -> Iterator[PieceKey]:
-    """Flat ranges of at most this many bytes in float32 that make up a tensor, in order."""
-    tensor = whole(name, kind, shape)
-    most = max(1, slice_bytes // ITEM_BYTES["F32"])
-    for first in range(0, tensor.numel, most):
-        yield tensor.narrowed(first, min(first + most, tensor.numel))
+def batches(tensors: Iterable[tuple[str, Kind, tuple[int, ...]]]) -> Iterator[list[PieceKey]]:
+    """Flat ranges that make up tensors (name, kind, shape), in order, in lists that may be in memory at once.
 
-
-def batches_of(keys: Iterable[PieceKey], batch_bytes: int = SLICE_BYTES) -> Iterator[list[PieceKey]]:
-    """Consecutive pieces of at most this many bytes in float32 together, so that small tensors are read at once."""
+    A range has at most `SLICE_BYTES` in float32, and so has a list together, so that small tensors are read at once.
+    """
+    most = max(1, SLICE_BYTES // ITEM_BYTES["F32"])
     batch: list[PieceKey] = []
     filled = 0
-    for key in keys:
-        size = key.numel * ITEM_BYTES["F32"]
-        if batch and filled + size > batch_bytes:
-            yield batch
-            batch, filled = [], 0
-        batch.append(key)
-        filled += size
+    for tensor in itertools.starmap(whole, tensors):
+        for first in range(0, tensor.numel, most):
+            key = tensor.narrowed(first, min(first + most, tensor.numel))
+            if batch and filled + key.numel > most:
+                yield batch
+                batch, filled = [], 0
+            batch.append(key)
+            filled += key.numel
     if batch:
         yield batch

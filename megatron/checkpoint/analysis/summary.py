@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import SLICE_BYTES, CheckpointTensor, OpenCheckpoint, batches_of, slices_of
+from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint, batches
 from megatron.checkpoint.manifest import ITEM_BYTES
 from megatron.config.run import in_current_sections
 from megatron.errors import CheckpointError
@@ -153,7 +153,6 @@ def summarize(
     *,
     with_values: bool = True,
     with_moments: bool = False,
-    slice_bytes: int = SLICE_BYTES,
 ) -> CheckpointSummary:
     """Describes a checkpoint.
 
@@ -168,13 +167,12 @@ def summarize(
     """
     chosen = chosen_tensors(checkpoint, patterns)
     figures: dict[str, dict[Kind, ValueFigures]] = {name: {} for name in chosen}
-    keys = (
-        key
-        for tensor in chosen.values()
+    read = (
+        (tensor.name, kind, tensor.shape)
+        for tensor in (chosen.values() if with_values else ())
         for kind in (tensor.kinds if with_moments else (tensor.weight_kind,))
-        for key in slices_of(tensor.name, kind, tensor.shape, slice_bytes)
     )
-    for batch in batches_of(keys if with_values else (), slice_bytes):
+    for batch in batches(read):
         for key, values in zip(batch, checkpoint.read(batch), strict=True):
             figures[key.name].setdefault(key.kind, ValueFigures()).add(values)
     return CheckpointSummary(checkpoint, [TensorSummary(chosen[name], figures[name]) for name in sorted(chosen)])

@@ -20,7 +20,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
 from megatron.checkpoint.reader import check_files, verified_chunks
-from megatron.checkpoint.storage import Storage, append, cannot_write, write_file, writing
+from megatron.checkpoint.storage import DISK, Storage, append, cannot_write, write_file, writing
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -33,7 +33,7 @@ def copy_checkpoint(
     *,
     flag: str,
     replaces: bool = False,
-    storage: Storage | None = None,
+    storage: Storage = DISK,
     beat: Callable[[], None] = lambda: None,
 ) -> Path | None:
     """Copies the checkpoint folder `source` into a directory; collective over the whole mesh.
@@ -53,7 +53,6 @@ def copy_checkpoint(
         CheckpointError: another checkpoint of that step is there.
         StorageError: the file system refused; what was in the directory is untouched.
     """
-    storage = storage or Storage()
     manifest = run_on_all(mesh, lambda: read_manifest(source, storage))
     run = run_on_first(mesh, lambda: secrets.token_hex(8))
     copy = _Copy(source, directory, manifest, run, flag, storage, beat)

@@ -29,7 +29,7 @@ from megatron.convert.hugging_face.model_tokenizer import (
 from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_for
-from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values, network_shapes
+from megatron.convert.hugging_face.streaming import CheckpointSource, exported_values, network_shapes
 from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
 from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 from megatron.data.build import data_prefixes
@@ -60,7 +60,6 @@ class ExportRequest:
         origin: the family that the weights were imported from; empty if they were not.
         chat_template: the chat template that the model was tuned with; None if it was not.
         proof_layers: how many layers the proof compares; None for all.
-        slice_bytes: how much is in memory at a time.
     """
 
     checkpoint: Path
@@ -72,7 +71,6 @@ class ExportRequest:
     largest_file_bytes: int = LARGEST_FILE_BYTES
     model_type: str | None = None
     proof_layers: int | None = None
-    slice_bytes: int = SLICE_BYTES
     origin: str = ""
     chat_template: ChatTemplate | None = None
 
@@ -116,7 +114,7 @@ def export_model(request: ExportRequest) -> Path:
         log.info(f"exporting {request.checkpoint} as {family.model_type}: {len(planned)} tensors")
 
         def values(tensor: PlannedTensor) -> Any:
-            return exported_values(source, parts[tensor.name], TORCH_TYPES[tensor.dtype], request.slice_bytes)
+            return exported_values(source, parts[tensor.name], TORCH_TYPES[tensor.dtype])
 
         write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
         rounded: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]

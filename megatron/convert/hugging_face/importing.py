@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron import log
 from megatron.checkpoint import write_snapshot
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.storage import Storage, write_text
+from megatron.checkpoint.storage import DISK, write_text
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
 from megatron.convert.hugging_face.model_tokenizer import (
@@ -26,7 +26,6 @@ from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logit
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.streaming import (
-    SLICE_BYTES,
     ImportedPieces,
     check_weights,
     network_shapes,
@@ -53,14 +52,12 @@ class ModelImportRequest:
         tokenizer: a folder with another tokenizer than the directory's.
         has_tokenizer: whether there is one; without one the weights are imported by themselves.
         proof_layers: how many layers the proof compares; None for all.
-        slice_bytes: how much is in memory at a time.
     """
 
     source: Path
     target: Path
     tokenizer: Path | None = None
     proof_layers: int | None = None
-    slice_bytes: int = SLICE_BYTES
     has_tokenizer: bool = True
 
 
@@ -80,7 +77,7 @@ def import_model(request: ModelImportRequest) -> Path:
     model = family.read_config(config)
     stored = with_table_names(family, read_weight_files(source))
     is_tied = not model.untie_embeddings_and_output_weights
-    stored = without_copies(family, stored, is_tied=is_tied, slice_bytes=request.slice_bytes)
+    stored = without_copies(family, stored, is_tied=is_tied)
     model = family.with_heads(model, stored)
     tensors = bind(family.tensors, network_shapes(model))
     check_weights(family, tensors, stored)
@@ -94,7 +91,7 @@ def import_model(request: ModelImportRequest) -> Path:
         dtype, kind = _main_dtype(stored), family.model_type
         record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, kind)
         expected = expected_logits(Side(family, source, model, tokenizer, request.proof_layers))
-        pieces = ImportedPieces(tensors, stored, request.slice_bytes)
+        pieces = ImportedPieces(tensors, stored)
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
         saved = write_snapshot(temporary, 0, pieces.snapshot(), record.to_json(), ParallelMesh.single())
         proof = prove(expected, saved, read_manifest(saved))
@@ -126,27 +123,26 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
         ConversionError: the target exists.
         StorageError: the file system refused.
     """
-    storage = Storage()
-    if storage.exists(target):
+    if DISK.exists(target):
         raise ConversionError(f"{target} exists already, and nothing is overwritten. Remove it or name another folder.")
     target = target.absolute()
     for leftover in remove_leftovers(target):
         log.info(f"removed {leftover}, which a killed run left unfinished")
     temporary = temporary_name(target)
     try:
-        storage.make_directories(target.parent)
-        storage.make_directory(temporary)
+        DISK.make_directories(target.parent)
+        DISK.make_directory(temporary)
     except OSError as failure:
         raise StorageError(f"cannot make the folder {temporary}: {failure.strerror or failure}.") from failure
     try:
         yield temporary
-        storage.sync_directory(temporary)
-        storage.rename(temporary, target)
-        storage.sync_directory(target.parent)
+        DISK.sync_directory(temporary)
+        DISK.rename(temporary, target)
+        DISK.sync_directory(target.parent)
     except OSError as failure:
         raise StorageError(f"cannot finish {target}: {failure.strerror or failure}. Nothing was written.") from failure
     finally:
-        storage.remove_tree(temporary)
+        DISK.remove_tree(temporary)
 
 
 def _check_vocabulary(tokens: int, rows: int, folder: Path, request: ModelImportRequest) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint.storage import Storage, cannot_write, write_text
+from megatron.checkpoint.storage import DISK, cannot_write, write_text
 from megatron.config.sections.data import WORDPIECE_TOKENIZERS
 from megatron.convert.hugging_face.proof_batches import REAL_TEXTS
 from megatron.convert.hugging_face.reference import (
@@ -331,11 +331,10 @@ def _special_token(number: int, text: str) -> dict[str, Any]:
 
 
 def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
-    storage = Storage()
     for name in names:
         if (source / name).is_file():
             try:
                 shutil.copyfile(source / name, target / name)
             except OSError as failure:
                 size_bytes = (source / name).stat().st_size
-                raise cannot_write(storage, target / name, size_bytes, failure) from failure
+                raise cannot_write(DISK, target / name, size_bytes, failure) from failure

@@ -31,7 +31,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
 from megatron.parallel.shard_spec import shard_spec_of
 
-SLICE_BYTES = 64 * 2**20
+SLICE_BYTES = 64 * 2**20  # of a tensor in memory at a time
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -42,7 +42,6 @@ class ImportedPieces:
 
     tensors: Sequence[BoundTensor]
     stored: Mapping[str, FileTensor]
-    slice_bytes: int = SLICE_BYTES
 
     def snapshot(self) -> Snapshot:
         """What the checkpoint writer needs: the list of pieces, and their values."""
@@ -58,7 +57,7 @@ class ImportedPieces:
         dtype = self.stored[tensor.parts[0].theirs].dtype
         done = 0
         origin = (0,) * len(tensor.shape)
-        for start, stop in slices(tensor.shape, ITEM_BYTES[dtype], self.slice_bytes):
+        for start, stop in slices(tensor.shape, ITEM_BYTES[dtype], SLICE_BYTES):
             numel = math.prod(high - low for low, high in zip(start, stop, strict=True))
             key = PieceKey(tensor.ours, "weight", tensor.shape, origin, tensor.shape, done, done + numel)
             yield key, dtype, (start, stop)
@@ -131,9 +130,7 @@ def with_table_names(family: Family, stored: Mapping[str, FileTensor]) -> dict[s
     return {name if name == family.head else prefix + name: tensor for name, tensor in renamed.items()}
 
 
-def without_copies(
-    family: Family, stored: Mapping[str, FileTensor], *, is_tied: bool, slice_bytes: int = SLICE_BYTES
-) -> dict[str, FileTensor]:
+def without_copies(family: Family, stored: Mapping[str, FileTensor], *, is_tied: bool) -> dict[str, FileTensor]:
     """The stored tensors without those that some files hold twice: the head of a model with a tied one, and the
     family's copies.
 
@@ -143,7 +140,7 @@ def without_copies(
     pairs = [*([(family.head, family.embedding)] if is_tied else []), *family.copies]
     copies = {copy for copy, original in pairs if copy in stored and original in stored}
     for copy, original in pairs:
-        if copy in copies and _are_different(stored[copy], stored[original], slice_bytes):
+        if copy in copies and _are_different(stored[copy], stored[original]):
             if copy == family.head:
                 raise ConversionError(
                     f"config.json says tie_word_embeddings true, but {copy} is not {original}. Versions of "
@@ -195,7 +192,6 @@ def exported_values(
     source: CheckpointSource,
     parts: Sequence[tuple[BoundTensor, BoundPart]],
     dtype: torch.dtype,
-    slice_bytes: int = SLICE_BYTES,
 ) -> Iterator[torch.Tensor]:
     """The values of one of their tensors from its first to its last, as contiguous slices.
 
@@ -207,7 +203,7 @@ def exported_values(
         yield torch.zeros((first.first_row, *first.row_shape), dtype=dtype)
     for tensor, part in parts:
         inverse = _inverse(part.order)
-        for start, stop in slices(part.ordered_shape, 4, slice_bytes):
+        for start, stop in slices(part.ordered_shape, 4, SLICE_BYTES):
             low = tuple(part.start[own] + start[inverse[own]] for own in range(len(inverse)))
             high = tuple(part.start[own] + stop[inverse[own]] for own in range(len(inverse)))
             values = source.read(tensor.ours, tensor.shape, (low, high))
@@ -260,7 +256,7 @@ def _newer(name: str, endings: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _are_different(one: FileTensor, other: FileTensor, slice_bytes: int) -> bool:
+def _are_different(one: FileTensor, other: FileTensor) -> bool:
     """Whether two stored tensors differ anywhere."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
@@ -270,7 +266,7 @@ def _are_different(one: FileTensor, other: FileTensor, slice_bytes: int) -> bool
         not torch.equal(
             one.read_box(part, start, stop).view(torch.uint8), other.read_box(part, start, stop).view(torch.uint8)
         )
-        for start, stop in slices(one.shape, ITEM_BYTES[one.dtype], slice_bytes)
+        for start, stop in slices(one.shape, ITEM_BYTES[one.dtype], SLICE_BYTES)
     )
 
 

@@ -19,7 +19,7 @@ from megatron.checkpoint.layout import shared_copies, whole
 from megatron.checkpoint.manifest import ITEM_BYTES
 from megatron.checkpoint.saving import safetensors_header
 from megatron.checkpoint.snapshot import TORCH_TYPES
-from megatron.checkpoint.storage import Storage, append, opened, read_range, write_text, writing
+from megatron.checkpoint.storage import DISK, Storage, append, opened, read_range, write_text, writing
 from megatron.convert.hugging_face.table.tensors import BoundPart
 from megatron.errors import ConversionError
 from megatron.files.plain import parse_json, read_plain_json
@@ -66,14 +66,13 @@ class FileTensor:
         copies = shared_copies(whole(self.name, "weight", part.ordered_shape), wanted)
         values = torch.empty(math.prod(box), dtype=TORCH_TYPES[self.dtype])
         target = values.view(torch.uint8).numpy().data
-        storage = Storage()
         try:
-            with opened(storage, self.path.resolve()) as (handle, _):
+            with opened(DISK, self.path.resolve()) as (handle, _):
                 for source, destination, length in zip(
                     copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
                 ):
                     place = target[destination * item_bytes : (destination + length) * item_bytes]
-                    read_range(storage, handle, place, first_bytes + source * item_bytes)
+                    read_range(DISK, handle, place, first_bytes + source * item_bytes)
         except OSError as failure:
             raise ConversionError(f"cannot read tensor {self.name} from {self.path}: {failure}.") from failure
         return values.view(box)
@@ -113,16 +112,15 @@ def read_header(path: Path) -> list[FileTensor]:
     Raises:
         ConversionError: the file is missing or is not one.
     """
-    storage = Storage()
     try:
-        with opened(storage, path.resolve()) as (handle, size_bytes):  # a hub cache holds links
+        with opened(DISK, path.resolve()) as (handle, size_bytes):  # a hub cache holds links
             begin = bytearray(8)
-            read_range(storage, handle, memoryview(begin), 0)
+            read_range(DISK, handle, memoryview(begin), 0)
             header_bytes = int.from_bytes(begin, "little")
             if not 2 <= header_bytes <= min(_LARGEST_HEADER_BYTES, size_bytes - 8):
                 raise _damaged(path, f"its header would have {header_bytes} bytes, and the file has {size_bytes}")
             text = bytearray(header_bytes)
-            read_range(storage, handle, memoryview(text), 8)
+            read_range(DISK, handle, memoryview(text), 8)
     except OSError as failure:
         raise ConversionError(
             f"cannot read {path}: {failure.strerror or failure}. Download the model again, all of its files."
@@ -251,7 +249,7 @@ def write_files(
     folder: Path,
     files: Mapping[str, Sequence[PlannedTensor]],
     values: Callable[[PlannedTensor], Iterable[torch.Tensor]],
-    storage: Storage | None = None,
+    storage: Storage = DISK,
 ) -> None:
     """Writes the files, and the index where there are several.
 
@@ -261,7 +259,6 @@ def write_files(
     Raises:
         StorageError: the file system refused.
     """
-    storage = storage or Storage()
     for name, tensors in files.items():
         _write_file(folder / name, tensors, values, storage)
     if len(files) > 1:
@@ -273,7 +270,7 @@ def write_files(
         write_json(folder / INDEX_FILE, index, storage)
 
 
-def write_json(path: Path, value: object, storage: Storage | None = None) -> None:
+def write_json(path: Path, value: object, storage: Storage = DISK) -> None:
     """Writes a JSON file as Hugging Face's libraries do.
 
     Raises:

@@ -19,7 +19,7 @@ import torch
 
 from megatron import log
 from megatron.checkpoint.manifest import folder_name
-from megatron.checkpoint.storage import Storage, cannot_write, write_text
+from megatron.checkpoint.storage import DISK, cannot_write, write_text
 from megatron.convert.hugging_face.importing import unfinished_folder
 from megatron.convert.megatron_format.arguments import scheduler_state, stored_arguments
 from megatron.convert.megatron_format.names import CLASSIC, StagedTensor, stage_tensors
@@ -161,7 +161,6 @@ class _MappedTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._storage = Storage()
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -174,9 +173,9 @@ class _MappedTensors:
             flat = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
         except RuntimeError as failure:
             cause = OSError(str(failure).splitlines()[0])
-            raise cannot_write(self._storage, path, numel * dtype.itemsize, cause) from failure
+            raise cannot_write(DISK, path, numel * dtype.itemsize, cause) from failure
         return flat.view(values.shape).copy_(values)
 
     def close(self) -> None:
         """Removes the files; tensors that are still used keep their values."""
-        self._storage.remove_tree(self._folder)
+        DISK.remove_tree(self._folder)

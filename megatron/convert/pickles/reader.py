@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.manifest import unreadable
-from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.checkpoint.storage import DISK, opened, read_range
 from megatron.convert.pickles.unpickler import NAMESPACES
 from megatron.errors import CheckpointError
 
@@ -71,10 +71,9 @@ class ForeignTensor:
         """
         values = torch.empty(last - first, dtype=self.dtype)
         place = self.begin_bytes + (self.offset + first) * self.dtype.itemsize
-        storage = Storage()
         try:
-            with opened(storage, self.path) as (handle, _):
-                read_range(storage, handle, values.view(torch.uint8).numpy().data, place)
+            with opened(DISK, self.path) as (handle, _):
+                read_range(DISK, handle, values.view(torch.uint8).numpy().data, place)
         except OSError as failure:
             raise unreadable(self.path, failure) from failure
         return values
@@ -167,7 +166,7 @@ def outcomes(wanted: Sequence[Wanted], limits: PickleLimits) -> list[dict[str, A
         for path, bounds in wanted:
             if path not in handles:
                 try:
-                    handles[path] = closing.enter_context(opened(Storage(), path))
+                    handles[path] = closing.enter_context(opened(DISK, path))
                 except OSError as failure:
                     raise unreadable(path, failure) from failure
             handle, size_bytes = handles[path]

@@ -11,7 +11,7 @@ from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.keeping.retention import KeepRules, Retention
 from megatron.checkpoint.publish import link_checkpoint
 from megatron.checkpoint.record import Progress, Record
-from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage import DISK
 from megatron.config import SavingConfig
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError, LaunchError, StorageError
@@ -33,7 +33,7 @@ class Keeping(Part):
         self._retention: Retention | None = None
         self._secondary_retention: Retention | None = None
         self._saving = saving
-        self._storage = Storage()
+        self._storage = DISK
         self._beat = beat
 
     @classmethod

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import read_record, read_tensors
+from megatron.checkpoint.analysis import slices
 from megatron.checkpoint.analysis.average import WeightedCheckpoint, average
 from megatron.checkpoint.record import Record
 from megatron.errors import CheckpointError
@@ -18,13 +19,14 @@ from tests.checkpoint.made.fake_pieces import SHAPES, make_state
 from tests.helpers.networks import tiny_config
 
 
-def test_the_mean_is_weighted_and_of_any_layout(tmp_path: Path) -> None:
+def test_the_mean_is_weighted_and_of_any_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", 28)
     states = [make_state(seed=seed) for seed in (1, 2, 3)]
     opened = [save_checkpoint(tmp_path / str(seed), state, seed, seed=seed) for seed, state in enumerate(states)]
     shares = [
         WeightedCheckpoint(checkpoint, number) for checkpoint, number in zip(opened, (1.0, 3.0, 4.0), strict=True)
     ]
-    made = average(shares, tmp_path / "mean", slice_bytes=28)
+    made = average(shares, tmp_path / "mean")
     found = dict(read_tensors(made))
     for name in SHAPES:
         one, two, three = (state[name, "master"].double() for state in states)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.analysis import slices
 from megatron.checkpoint.analysis.differences import TensorDifference, compare, comparison_lines
 from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.made.fake_pieces import SHAPES, make_state
@@ -18,23 +19,25 @@ from tests.helpers.networks import tiny_config
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
-def test_equal_tensors_in_other_pieces_are_equal(tmp_path: Path) -> None:
+def test_equal_tensors_in_other_pieces_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", 28)
     first, second = (save_checkpoint(tmp_path / str(seed), make_state(), seed=seed) for seed in (1, 2))
-    comparison = compare(first, second, with_moments=True, slice_bytes=28)
+    comparison = compare(first, second, with_moments=True)
     assert comparison.holds_same_tensors
     assert len(comparison.differences) == 3 * len(SHAPES)
     assert [change.field for change in comparison.config] == ["saving.save"]
     assert list(comparison_lines(comparison))[-1] == "EQUAL: all 12 tensors, bit for bit"
 
 
-def test_differences_are_measured(tmp_path: Path) -> None:
+def test_differences_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", 28)
     state = make_state()
     first = save_checkpoint(tmp_path / "a", state, step=4)
     state[FC2, "master"][2, 3] += 0.25
     state["scale", "exp_avg"] += 1
     model = dataclasses.replace(tiny_config(), num_layers=3)
     second = save_checkpoint(tmp_path / "b", state, step=5, model=model)
-    comparison = compare(first, second, slice_bytes=28)
+    comparison = compare(first, second)
     (apart,) = [entry for entry in comparison.differences if entry.different]
     values = state[FC2, "master"].double()
     assert (apart.name, apart.kind, apart.elements, apart.different) == (FC2, "weight", 120, 1)

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.analysis.slices import OpenCheckpoint, batches_of, slices_of
+from megatron.checkpoint.analysis import slices
+from megatron.checkpoint.analysis.slices import OpenCheckpoint, batches
 from megatron.errors import CheckpointError, DamagedError
 from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.made.fake_pieces import make_state
 
 
-def test_slices_make_up_every_tensor(tmp_path: Path) -> None:
+def test_slices_make_up_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", 28)
     state = make_state()
     checkpoint = save_checkpoint(tmp_path, state)
     tensors = checkpoint.tensors()
@@ -21,16 +23,19 @@ def test_slices_make_up_every_tensor(tmp_path: Path) -> None:
     for (name, kind), expected in state.items():
         assert tensors[name].shape == tuple(expected.shape)
         assert tensors[name].weight_kind == "master"
-        slices = list(slices_of(name, kind, tensors[name].shape, slice_bytes=28))
-        assert all(key.numel <= 7 for key in slices)
-        assert torch.equal(torch.cat(checkpoint.read(slices)), expected.flatten())
+        keys = [key for batch in batches([(name, kind, tensors[name].shape)]) for key in batch]
+        assert all(key.numel <= 7 for key in keys)
+        assert torch.equal(torch.cat(checkpoint.read(keys)), expected.flatten())
 
 
-def test_small_slices_share_a_batch() -> None:
-    keys = [key for name in "ab" for key in slices_of(name, "weight", (5,), slice_bytes=12)]
-    assert [key.numel for key in keys] == [3, 2, 3, 2]
-    assert [[key.numel for key in batch] for batch in batches_of(keys, 20)] == [[3, 2], [3, 2]]
-    assert [len(batch) for batch in batches_of(keys, 4)] == [1, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(12, [[3], [2], [3], [2]]), (20, [[5], [5]]), (40, [[5, 5]]), (28, [[5], [5]]), (1, 10 * [[1]])],
+)
+def test_small_slices_share_a_batch(size: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", size)
+    read = batches((name, "weight", (5,)) for name in "ab")
+    assert [[key.numel for key in batch] for batch in read] == expected
 
 
 def test_the_newest_checkpoint_is_opened(tmp_path: Path) -> None:
@@ -50,4 +55,5 @@ def test_damaged_bytes_are_an_error(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(DamagedError, match=r"pieces_00000.safetensors is damaged between bytes"):
         for tensor in checkpoint.tensors().values():
-            checkpoint.read([key for kind in tensor.kinds for key in slices_of(tensor.name, kind, tensor.shape)])
+            for batch in batches((tensor.name, kind, tensor.shape) for kind in tensor.kinds):
+                checkpoint.read(batch)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.analysis import slices
 from megatron.checkpoint.analysis.summary import ValueFigures, summarize, summary_lines
 from megatron.errors import CheckpointError
 from tests.checkpoint.analysis.stored import save_checkpoint
@@ -16,10 +17,11 @@ from tests.checkpoint.made.fake_pieces import make_state
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
-def test_figures_do_not_depend_on_the_slices(tmp_path: Path) -> None:
+def test_figures_do_not_depend_on_the_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "SLICE_BYTES", 36)
     state = make_state()
     checkpoint = save_checkpoint(tmp_path, state)
-    summary = summarize(checkpoint, with_moments=True, slice_bytes=36)
+    summary = summarize(checkpoint, with_moments=True)
     for entry in summary.tensors:
         for kind, figures in entry.figures.items():
             values = state[entry.tensor.name, kind].double()

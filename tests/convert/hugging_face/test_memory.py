@@ -11,6 +11,7 @@ import pytest
 from megatron.checkpoint import write_snapshot
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.snapshot import TORCH_TYPES
+from megatron.convert.hugging_face import streaming
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.streaming import (
     CheckpointSource,
@@ -46,8 +47,9 @@ def convert_both_ways(rank: int, source: str, folder: str) -> tuple[int, int]:
     tensors = bind(family.tensors, network_shapes(family.read_config(config)))
     stored = read_weight_files(Path(source))
     check_weights(family, tensors, stored)
+    streaming.SLICE_BYTES = SLICE_BYTES  # of this process
     before = held_bytes()
-    pieces = ImportedPieces(tensors, stored, SLICE_BYTES)
+    pieces = ImportedPieces(tensors, stored)
     checkpoint = write_snapshot(Path(folder), 0, pieces.snapshot(), {}, ParallelMesh.single())
     between = held_bytes()
     weights, parts = CheckpointSource(checkpoint, read_manifest(checkpoint)), parts_by_tensor(tensors)
@@ -55,7 +57,7 @@ def convert_both_ways(rank: int, source: str, folder: str) -> tuple[int, int]:
     write_files(
         Path(folder),
         plan_files(planned, 10**12),
-        lambda tensor: exported_values(weights, parts[tensor.name], TORCH_TYPES[tensor.dtype], SLICE_BYTES),
+        lambda tensor: exported_values(weights, parts[tensor.name], TORCH_TYPES[tensor.dtype]),
     )
     return between - before, held_bytes() - between
 

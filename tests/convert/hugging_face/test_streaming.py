@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.manifest import read_manifest
+from megatron.convert.hugging_face import streaming
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.streaming import (
     CheckpointSource,
@@ -38,11 +39,12 @@ def opened(folder: Path) -> tuple[list[BoundTensor], dict[str, FileTensor]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "mixtral"])
-def test_small_slices_give_the_same_values(tiny_model: TinyModel, name: str) -> None:
+def test_small_slices_give_the_same_values(tiny_model: TinyModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, stored = opened(tiny_model(name))
     whole = {key.name: values for key, values in ImportedPieces(tensors, stored)}
+    monkeypatch.setattr(streaming, "SLICE_BYTES", 600)
     cut: dict[str, list[torch.Tensor]] = {}
-    for key, values in (pieces := ImportedPieces(tensors, stored, slice_bytes=600)):
+    for key, values in (pieces := ImportedPieces(tensors, stored)):
         assert key.numel == len(values) and 4 * key.numel <= max(600, 4 * key.shape[-1])
         cut.setdefault(key.name, []).append(values)
     assert {name: torch.cat(parts).tolist() for name, parts in cut.items()} == {
@@ -120,12 +122,12 @@ def test_a_tied_head_is_accepted_if_it_is_the_embedding(tiny_model: TinyModel, t
     embedding = load_file(folder / SINGLE_FILE)["transformer.wte.weight"]
     with_copy = changed(folder, tmp_path / "copy", lambda stored: {**stored, "lm_head.weight": embedding.clone()})
     stored = read_weight_files(with_copy)
-    assert without_copies(family, stored, is_tied=True, slice_bytes=500).keys() == stored.keys() - {"lm_head.weight"}
+    assert without_copies(family, stored, is_tied=True).keys() == stored.keys() - {"lm_head.weight"}
     other = embedding.clone()
     other[-1, -1] += 1
     with_other = changed(folder, tmp_path / "other", lambda stored: {**stored, "lm_head.weight": other})
     with pytest.raises(ConversionError, match='lm_head.weight is not transformer.wte.weight.*"tie_word_embeddings"'):
-        without_copies(family, read_weight_files(with_other), is_tied=True, slice_bytes=500)
+        without_copies(family, read_weight_files(with_other), is_tied=True)
 
 
 def test_older_names_and_second_copies_of_encoders(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_tools_leave_a_copy_alone_that_is_being_made(
     """They would remove its temporary folder, as that of a save that died."""
     source, copies, storage = save_state(tmp_path / "run", 4), tmp_path / "copies", StoppedStorage()
     save_state(copies, 2)
-    monkeypatch.setattr(keeping, "Storage", lambda: storage)
+    monkeypatch.setattr(keeping, "DISK", storage)
     made = keeping.Keeping(SavingConfig(save_secondary=str(copies)), lambda: None)
     copying = threading.Thread(target=made.after_save, args=(source, MESH))
     copying.start()
