@@ -10,7 +10,7 @@ import pytest
 
 from megatron.checkpoint import SaveOptions, save, verify
 from megatron.checkpoint.keeping.copying import copy_checkpoint
-from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage import DISK, Storage
 from megatron.config import ParallelRequest
 from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.joining import open_mesh
@@ -24,7 +24,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def copy(source: Path, directory: Path, *, replaces: bool = False, storage: Storage | None = None) -> Path | None:
+def copy(source: Path, directory: Path, *, replaces: bool = False, storage: Storage = DISK) -> Path | None:
     return copy_checkpoint(source, directory, MESH, flag="--save-secondary", replaces=replaces, storage=storage)
 
 
