@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from enum import Enum
 
 from megatron.config import ModelConfig
@@ -25,17 +26,30 @@ from megatron.parallel.shard_spec import ShardSpec
 
 
 class ParameterRole(Enum):
-    """What a parameter does in the network; of a router are all outputs that the logits' multiplier does not reach.
+    """What a parameter does in the network; of a router are all outputs that the logits' multiplier does not reach."""
 
-    Values: the end of the module's global name, for the matrices that are known by it.
-    """
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    ROUTER = "router"
+    RESIDUAL_OUTPUT = "residual output"
+    HIDDEN = "hidden"
+    VECTOR = "vector"
 
-    EMBEDDING = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
-    HEAD = ("output_layer",)
-    ROUTER = ("router", "binary_head", "coefficient")
-    RESIDUAL_OUTPUT = ("linear_proj", "linear_fc2")
-    HIDDEN = ()
-    VECTOR = None
+
+# The matrices that are known by the end of their module's global name.
+_ROLES = types.MappingProxyType(
+    {
+        "word_embeddings": ParameterRole.EMBEDDING,
+        "position_embeddings": ParameterRole.EMBEDDING,
+        "tokentype_embeddings": ParameterRole.EMBEDDING,
+        "output_layer": ParameterRole.HEAD,
+        "router": ParameterRole.ROUTER,
+        "binary_head": ParameterRole.ROUTER,
+        "coefficient": ParameterRole.ROUTER,
+        "linear_proj": ParameterRole.RESIDUAL_OUTPUT,
+        "linear_fc2": ParameterRole.RESIDUAL_OUTPUT,
+    }
+)
 
 
 def role_of(global_name: str, spec: ShardSpec) -> ParameterRole:
@@ -43,7 +57,7 @@ def role_of(global_name: str, spec: ShardSpec) -> ParameterRole:
     if not spec.is_matrix:
         return ParameterRole.VECTOR
     module = global_name.rpartition(".")[0].rpartition(".")[2]
-    return next((role for role in ParameterRole if role.value and module in role.value), ParameterRole.HIDDEN)
+    return _ROLES.get(module, ParameterRole.HIDDEN)
 
 
 def place_initial_values(config: ModelConfig, global_name: str, spec: ShardSpec) -> ShardSpec:
