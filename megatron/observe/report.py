@@ -19,13 +19,13 @@ from megatron.config.schedule import planned_iterations
 from megatron.engine.totals import StepResult
 from megatron.errors import StorageError
 from megatron.observe.console import LineStyle, Moment, task_lines
+from megatron.observe.destinations.destination import Destination, Safeguard
+from megatron.observe.destinations.tensorboard import TensorBoard, check_tensorboard
+from megatron.observe.destinations.weights_and_biases import WeightsAndBiases, check_wandb
 from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits, mean_of, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.run_directory import RunDirectory
-from megatron.observe.safeguard import Destination, Safeguard
 from megatron.observe.speed import Workload
-from megatron.observe.tensorboard import TensorBoard, check_tensorboard
-from megatron.observe.weights_and_biases import WeightsAndBiases, check_wandb
 from megatron.secret_text import masked_values
 
 
@@ -283,7 +283,7 @@ def open_destinations(
     down while nobody is there to leave out the flag.
 
     Args:
-        control: whether to write TensorBoard and W&B, and an alternative path of the metrics file.
+        config: whether to write TensorBoard and W&B, and an alternative path of the metrics file.
         workload: sizes for the rates per replica.
         run_directory: the folder of the run, where `metrics.jsonl` goes.
         is_resume: whether the run continues from a checkpoint.

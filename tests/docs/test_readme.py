@@ -173,6 +173,7 @@ def test_readme_is_short_and_begins_with_a_text_of_ones_own() -> None:
         "train_on_text.py",
         "tools/runs/plot_run.py",
         "tools/serve.py",
+        "tools/dashboard.py",
     ]
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+\.png)\)", text)
     assert pictures == ["docs/quickstart_loss.png", "docs/images/chat.png"]

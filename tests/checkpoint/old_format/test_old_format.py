@@ -36,7 +36,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked fixture: `corpus/` and a checkpoint directory per case."""
     folder = tmp_path_factory.mktemp("old_format")
     with tarfile.open(FOLDER / "runs.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+        # before Python 3.11.4 there are no filters
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return folder
 
 

@@ -6,7 +6,7 @@ from examples.gpt2_all_in import log_style
 from megatron.checkpoint.record import Progress
 from megatron.config import ReportConfig
 from megatron.observe.console import Moment
-from megatron.observe.tensorboard import evaluation_scalars, step_scalars
+from megatron.observe.destinations.tensorboard import evaluation_scalars, step_scalars
 from tests.train.samples import WORKLOAD, metrics
 
 

@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(
     schedule = {"train_iters": 4000, "lr_decay_iters": 100, "lr_warmup_fraction": None, "eval_iters": 0}
     words = corpus.flags(*GPT, "--kernels", "csrc", folder=tmp_path, split="100,0,0", **schedule)
     with _start(words, device) as process:
-        _wait_for_step(tmp_path / "run", 6, process)
+        _wait_for_step(tmp_path, 6, process)
         process.kill()
     before = tiny_run.losses(tmp_path)
     last_saved = max(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("iter_*"))
@@ -116,9 +116,13 @@ def test_a_killed_run_goes_on_with_the_same_losses(
         assert after[step] == pytest.approx(before[step], rel=1e-6 if device == "cpu" else 1e-4)
 
 
-def _wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+def _wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Waits until a run has recorded a step and, as it saves in the background, published a checkpoint."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (run / "metrics.jsonl").exists() or max(read_steps(run), default=0) < step:
+    record, checkpoints = folder / "run" / "metrics.jsonl", folder / "checkpoints"
+    while (
+        not record.exists() or max(read_steps(record.parent), default=0) < step or not any(checkpoints.glob("iter_*"))
+    ):
         ended = process.poll() is not None
         if ended or time.monotonic() > deadline:
             process.kill()

@@ -1,4 +1,4 @@
-"""Keeps a destination's failure from ending the run, and says what the destination lacks.
+"""What a destination of metrics is; a `Safeguard` keeps its failure from ending the run, and says what it lacks.
 
 What only records may fail: on a full disk, training goes on and saves. A file that takes each record at once is tried
 again at every record; a destination that writes in the background is off after its first failure, until the run is

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.checkpoint.record import Progress
+from megatron.observe.destinations.tensorboard import TensorBoard, evaluation_scalars, step_scalars
 from megatron.observe.metrics import RoutingFigures, SourceLoss
-from megatron.observe.tensorboard import TensorBoard, evaluation_scalars, step_scalars
 from tests.train.samples import WORKLOAD, Measured, metrics, report_config
 
 AXES = ("", " vs samples", " vs tokens")

@@ -11,9 +11,9 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import StorageError
+from megatron.observe.destinations.destination import Safeguard
+from megatron.observe.destinations.tensorboard import TensorBoard
 from megatron.observe.metrics import StepMetrics, TaskOutcome
-from megatron.observe.safeguard import Safeguard
-from megatron.observe.tensorboard import TensorBoard
 from tests.train.samples import WORKLOAD, Measured, metrics, report_config
 
 

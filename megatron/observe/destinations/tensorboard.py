@@ -24,7 +24,7 @@ class TensorBoard:
 
     Args:
         directory: folder of the events file (--tensorboard-dir).
-        control: which optional tags to write, how often, and how many events may be queued.
+        config: which optional tags to write, how often, and how many events may be queued.
         workload: provides the number of replicas, for rates per replica.
         loss_tags: further tags of the training and the validation loss.
 
