@@ -26,6 +26,7 @@ from megatron.config import ConfigSection, ModelConfig, OptimConfig, flag, parse
 from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind, LayerStack
+from megatron.model.interface.residual_sum import ResidualSum
 from megatron.model.interface.step_context import StepSettings
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.mesh import ParallelMesh
@@ -78,7 +79,9 @@ def coordinates(width: int, flags: CheckFlags, *, use_mup: bool) -> Mapping[str,
     objective = LanguageModelObjective(mesh.tp, _VOCABULARY)
     sizes: dict[str, list[float]] = {HIDDEN: [], LOGITS: []}
     last = [layer for spec, layer in stack.named_layers() if spec.kind is LayerKind.BLOCK][-1]
-    last.register_forward_hook(lambda module, inputs, output: sizes[HIDDEN].append(output.abs().mean().item()))
+    last.register_forward_hook(
+        lambda module, inputs, output: sizes[HIDDEN].append(ResidualSum.of(output).total().abs().mean().item())
+    )
     tokens = torch.randint(_VOCABULARY, (_BATCH, _LENGTH + 1), generator=torch.Generator().manual_seed(flags.seed))
     targets = {"labels": tokens[:, 1:], "loss_mask": torch.ones(_BATCH, _LENGTH)}
     for step in range(flags.steps + 1):

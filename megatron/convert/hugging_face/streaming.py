@@ -221,10 +221,10 @@ def slices(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Boxes (start, stop) of at most this many bytes that make up a tensor, each a range of its elements, in order.
 
-    A single row of the last dimension is never cut.
+    A single row of the last dimension is never cut; a tensor without elements is one box.
     """
-    if not shape:
-        yield (), ()
+    if not shape or 0 in shape:
+        yield (0,) * len(shape), shape
         return
     last = len(shape) - 1
     cut = next((place for place in range(last) if item_bytes * math.prod(shape[place + 1 :]) <= limit_bytes), last)

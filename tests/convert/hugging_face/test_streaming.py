@@ -177,6 +177,11 @@ def test_slices_are_consecutive_and_small(shape: tuple[int, ...], limit_bytes: i
     assert done == math.prod(shape)
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (128, 0), (0, 2**50, 2**50)])
+def test_a_tensor_without_elements_and_a_scalar_are_one_slice(shape: tuple[int, ...]) -> None:
+    assert list(slices(shape, 2, 100)) == [((0,) * len(shape), shape)]
+
+
 def test_shapes_are_logical_and_nothing_is_allocated() -> None:
     config = dataclasses.replace(tiny_config(), hidden_size=2**20, kv_channels=2**18)  # 8 TB a block
     shapes = network_shapes(config)

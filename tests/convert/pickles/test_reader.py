@@ -114,7 +114,8 @@ def test_objects_of_foreign_classes_are_stand_ins(tmp_path: Path, monkeypatch: p
     torch.save({"kind": Kind.THIRD, "keyed": {Kind.THIRD: 1}}, path)
     found = read_pickle(path)
     kind = found["kind"]
-    assert isinstance(kind, ForeignObject) and kind.name == "megatron.enums.Kind" and kind.arguments == (3,)
+    assert isinstance(kind, ForeignObject) and kind.name == "megatron.enums.Kind"
+    assert kind.arguments in ((3,), ("THIRD",))  # Python 3.11.0 to 3.11.3 pickles the name of a member, not its value
     assert kind.fields() == {}
     assert isinstance(found["keyed"], ForeignTable) and found["keyed"].pairs[0][1] == 1
 
