@@ -176,6 +176,8 @@ def _base(config: RunConfig) -> dict[str, Any]:
     if precision.bf16:
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        if stage == 1 and not parallel.offloads_optimizer:
+            settings["communication_data_type"] = "fp32"  # else the sums in fp32 are rounded before ranks add them
     if precision.fp16:
         settings["fp16"] = {
             "enabled": True,

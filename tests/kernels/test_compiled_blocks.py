@@ -12,7 +12,6 @@ import torch
 from megatron.kernels.choice import TORCH_KERNELS, Implementation
 from megatron.kernels.native.library import Library
 from megatron.model.blocks.transformer import TransformerBlock
-from megatron.model.interface.network import MOST_PROGRAMS
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, tiny_config
@@ -89,18 +88,18 @@ def test_documents_and_windows() -> None:
     torch.compiler.reset()
 
 
-def test_many_shapes_and_caches() -> None:
+def test_what_is_scored_or_generated_compiles_nothing() -> None:
     stack = build_gpt(tiny_config(hidden_dropout=0.0, attention_dropout=0.0)).eval()
     tokens, settings = torch.arange(12)[None], StepSettings(seed=SEED)
-    lengths = range(1, 12)
     with torch.no_grad():
-        expected = [stack(tokens[:, :length], settings.context(torch.arange(1))) for length in lengths]
+        expected = [stack(tokens[:, :length], settings.context(torch.arange(1))) for length in (5, 12)]
         stack.compile_blocks(SEED, torch.device("cpu"), "aot_eager")
         torch._dynamo.utils.counters.clear()
-        for length, logits in zip(lengths, expected, strict=True):
-            torch.testing.assert_close(stack(tokens[:, :length], settings.context(torch.arange(1))), logits)
-        assert 8 < programs() == len(lengths) < MOST_PROGRAMS
+        for length, logits in zip((5, 12), expected, strict=True):
+            assert torch.equal(stack(tokens[:, :length], settings.context(torch.arange(1))), logits)
         cached = stack(tokens[:, :5], settings.context(torch.arange(1), caches=stack.new_caches(8)))
-        torch.testing.assert_close(cached, expected[4])
-    assert programs() == len(lengths)
+        torch.testing.assert_close(cached, expected[0])
+    assert programs() == 0
+    torch.testing.assert_close(stack.train()(tokens, settings.context(torch.arange(1))), expected[1])
+    assert programs() == 1
     torch.compiler.reset()

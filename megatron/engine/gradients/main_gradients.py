@@ -11,10 +11,11 @@ from torch import nn
 class MainGradients:
     """Flat fp32 buffers in which the gradients of a rank's parameters add up, one micro-batch after the other.
 
-    A micro-batch takes a fixed number of operations on the device, however many parameters there are.
+    A micro-batch takes a fixed number of calls, however many parameters there are; torch copies the gradients of the
+    first in one launch, and adds those of later ones, in bf16 to fp32, in one each.
 
     Args:
-        buffers: one for each group of parameters; what follows the last parameter is padding and stays zero.
+        buffers: one for each group of parameters; what follows the last parameter is padding and not counted.
         groups: the parameters, each group in the order in which they lie in its buffer.
         is_counted: whether this rank counts a parameter in the gradient norm.
 

@@ -101,7 +101,7 @@ class TransformerBlock(nn.Module):
             leaves_sum: whether the result may be a sum that was not computed yet.
         """
         given = ResidualSum.of(hidden)
-        if self._program is not None and context.caches is None:
+        if self._program is not None and self.training:  # what is scored or generated has any length
             hidden = given.total()
             self.self_attention.prepare(hidden, context)
             return self._as_one(self._program, hidden, context)
@@ -130,7 +130,7 @@ class TransformerBlock(nn.Module):
         return checkpoint(run_gathered, part, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def compile_for(self, seed: int, device: torch.device, backend: str = "inductor") -> None:
-        """Has torch.compile make one program of the block, at its first use with each shape; not for key-value caches.
+        """Has torch.compile make one program of the block for training, at its first use with each shape.
 
         Blocks that differ in nothing but their weights share a program.
 
