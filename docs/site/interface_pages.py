@@ -46,9 +46,11 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Reading and writing `.bin/.idx` files, the order of samples, and the batches of a rank.",
         (
             "megatron.data.formats.indexed",
+            "megatron.data.formats.indexed_writer",
             "megatron.data.order.plan",
             "megatron.data.loader",
             "megatron.tokenizers.tokenizer",
+            "megatron.tokenizers.library",
         ),
     ),
     "checkpoint": (

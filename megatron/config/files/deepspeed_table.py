@@ -174,7 +174,7 @@ _TOP = (
     _refused("sequence_parallel_size", _LAYOUT, off=1),
     _refused("data_parallel_size", _LAYOUT),
     _refused("mesh_device", _LAYOUT),
-    _refused("compile", _COMPILE),
+    _refused("compile", "blocks are compiled with --compile"),
     _refused("graph_harvesting", f"{_COMPILE}; {_REMOVED}"),
     _refused("nebula", f"{_CHECKPOINTS}; {_REMOVED}"),
     _refused("datastates_ckpt", _CHECKPOINTS),

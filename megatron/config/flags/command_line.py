@@ -387,6 +387,7 @@ def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
 # Names of nanoGPT, the Hugging Face Trainer, litgpt, torchtitan and of everyday speech; by the flag that is meant.
 _NAMES: Mapping[str, str] = types.MappingProxyType(
     {
+        "--compile": "torch-compile",
         "--lr": "learning-rate max-lr peak-lr",
         "--train-iters": "max-steps max-iters num-steps num-iterations num-train-steps iterations iters steps",
         "--epochs": "num-train-epochs max-epochs num-epochs n-epochs",

@@ -219,15 +219,11 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(
-        f"megatron/train/{name}.py"
-        for name in ("build", "checkpoints", "engine_opening", "objectives", "part", "run", "run_data")
-    ),
+    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "part", "run", "run_data")),
     "megatron/train/preflight/",
     "megatron/train/restarts/restore.py",
     "megatron/train/start_up/",
     "megatron/engine/ds_config.py",
-    "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
     "megatron/train/parts/distillation.py",  # likewise
     "megatron/train/parts/start_record.py",
