@@ -30,11 +30,25 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
-    if x.dtype is torch.bfloat16 and needs_widening(x, x.numel() // max(1, x.shape[-1])):
+    if x.dtype is torch.bfloat16 and needs_widening(x, _rows(x)):
         return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
     if weight.is_mkldnn or (not torch.is_grad_enabled() and _is_for_onednn(x, weight)):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
+
+
+def input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of `linear`'s input. Shapes: gradient `[..., o]`, weight `[o, i]`; result `[..., i]`."""
+    if gradient.dtype is torch.bfloat16 and needs_widening(gradient, _rows(gradient)):
+        return (gradient.float() @ weight.float()).to(gradient.dtype)
+    return gradient @ weight
+
+
+def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of `linear`'s weight. Shapes: x `[..., i]`, gradient `[..., o]`; result `[o, i]`."""
+    if x.dtype is torch.bfloat16 and needs_widening(x, _rows(x)):
+        x, gradient = x.float(), gradient.float()
+    return (gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -45,6 +59,11 @@ def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not needs_widening(a, a.shape[1]):
         return torch.bmm(a, b)
     return _WideProduct.apply(a, b)  # type: ignore[no-any-return]
+
+
+def _rows(x: torch.Tensor) -> int:
+    """Of a tensor as a matrix."""
+    return x.numel() // max(1, x.shape[-1])
 
 
 def needs_widening(x: torch.Tensor, rows: int = FEWEST_WIDE_ROWS) -> bool:

@@ -14,10 +14,10 @@ from torch import nn
 from megatron.errors import DataError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.embedding import lookup
-from megatron.kernels.products import linear
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
+from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
 
 # What a layer does with its product and its bias instead of adding them: a fused operation of the caller. That runs
 # inside the layer, since ZeRO-3 holds the bias only there.
@@ -32,6 +32,9 @@ class ColumnParallelLinear(nn.Module):
     Args:
         outputs: the logical output dimensions, one of which is split over `axis`; a fused query-key-value layer has
             (heads, 3, head size), a gated unit (2, inner).
+
+    Attributes:
+        queue: takes the weight gradients that a pipeline schedule computes later; None where none does.
 
     Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
         output dimensions merged.
@@ -51,6 +54,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = axis
+        self.queue: WeightGradientQueue | None = None
         weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
         self.bias: nn.Parameter | None = None
@@ -61,11 +65,16 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Applies the layer; with `finish`, returns `finish(product, bias)`."""
         x = copy_to(x, self.axis)
-        return linear(x, self.weight, self.bias) if finish is None else finish(linear(x, self.weight), self.bias)
+        if finish is None:
+            return deferrable_linear(x, self.weight, self.bias, self.queue)
+        return finish(deferrable_linear(x, self.weight, None, self.queue), self.bias)
 
 
 class RowParallelLinear(nn.Module):
     """`y = x W^T + b` with the inputs split: the ranks' partial products are summed, then the replicated bias is added.
+
+    Attributes:
+        queue: as in `ColumnParallelLinear`.
 
     Shapes: x `[..., input/t]`; result `[..., output]` replicated; weight `[output, input/t]`, bias `[output]`.
 
@@ -84,6 +93,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = axis
+        self.queue: WeightGradientQueue | None = None
         dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
         weight = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
@@ -94,8 +104,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Applies the layer; with `finish`, returns `finish(product, bias)`."""
         if self.axis.size == 1 and finish is None:
-            return linear(x, self.weight, self.bias)
-        y = reduce_from(linear(x, self.weight), self.axis)
+            return deferrable_linear(x, self.weight, self.bias, self.queue)
+        y = reduce_from(deferrable_linear(x, self.weight, None, self.queue), self.axis)
         if finish is not None:
             return finish(y, self.bias)
         return y if self.bias is None else y + self.bias

@@ -1,0 +1,91 @@
+"""Matrix products whose weight gradients may wait, as zero-bubble pipeline schedules want.
+
+The gradient of the input is what the previous stage waits for; that of the weight is needed at the end of the step. A
+schedule that computes the two apart opens the queue of its layers around a backward pass, which then leaves the latter
+to whoever calls what the queue collected.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.products import input_gradient, linear, weight_gradient
+
+Work = Callable[[], None]
+
+
+class WeightGradientQueue:
+    """Collects the weight gradients that a backward pass leaves for later."""
+
+    def __init__(self) -> None:
+        self._collected: list[Work] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether weight gradients are left for later."""
+        return self._collected is not None
+
+    def open(self) -> None:
+        """Leaves the weight gradients of the backward pass that begins to the queue."""
+        self._collected = []
+
+    def add(self, work: Work) -> None:
+        """Takes what computes the gradients of one layer; the queue is open."""
+        if self._collected is None:
+            raise RuntimeError("the queue of weight gradients is closed")
+        self._collected.append(work)
+
+    def close(self) -> list[Work]:
+        """What was collected: calling each once adds the gradients to `.grad`, as the backward pass would have."""
+        collected, self._collected = self._collected, None
+        return collected or []
+
+
+def deferrable_linear(
+    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, queue: WeightGradientQueue | None
+) -> torch.Tensor:
+    """`x W^T + b`, whose backward pass leaves the gradients of weight and bias to the queue while that is open.
+
+    Shapes: as `megatron.kernels.products.linear`.
+    """
+    if queue is None or not torch.is_grad_enabled():
+        return linear(x, weight, bias)
+    return _DeferrableLinear.apply(x, weight, bias, queue)  # type: ignore[no-any-return]
+
+
+class _DeferrableLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, queue):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        # Recomputation replaces saved tensors by detached ones, which take no gradient.
+        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+
+        def of_parameters() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            of_weight = weight_gradient(x, gradient, weight.dtype) if needs_weight else None
+            of_bias = gradient.flatten(0, -2).sum(0).to(bias.dtype) if needs_bias else None
+            return of_weight, of_bias
+
+        of_x = input_gradient(gradient, weight) if needs_x else None
+        if not ctx.queue.is_open:
+            return of_x, *of_parameters(), None
+
+        def later() -> None:
+            for parameter, value in zip((weight, bias), of_parameters(), strict=True):
+                if value is not None:
+                    parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+
+        ctx.queue.add(later)
+        return of_x, None, None, None
