@@ -39,7 +39,7 @@ from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.order.plan import DataPlan
 from megatron.inference.generation import GenerationEngine, Request
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack

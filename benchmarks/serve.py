@@ -32,7 +32,7 @@ from megatron import log
 from megatron.config import ConfigSection, Machine, TokenizerFacts, flag, parse, parse_flags, resolve
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.inference.generation import GenerationEngine, Request
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.access import Access
 from megatron.inference.serve.network import listen

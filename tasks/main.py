@@ -27,7 +27,7 @@ from megatron.config.program_flags import parse_over
 
 if TYPE_CHECKING:
     from megatron.evaluation.tasks.task import TaskResult
-    from megatron.inference.loading import LoadedModel
+    from megatron.inference.loaded_model import LoadedModel
 
 _WIKITEXT, _LAMBADA = "WIKITEXT103", "LAMBADA"
 _CLASSIFICATION = (
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program on the command line's flags."""
     request = parse_over(TaskFlags, sys.argv[1:] if argv is None else argv, "main.py", description=__doc__ or "")
 
-    from megatron.inference.loading import open_checkpoint
+    from megatron.inference.loaded_model import open_checkpoint
     from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(request.layout)

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(request: ToolRequest[ChatFlags], mesh: ParallelMesh) -> None:
     from megatron.inference.generation import GenerationEngine, follow, lead
-    from megatron.inference.loading import open_checkpoint
+    from megatron.inference.loaded_model import open_checkpoint
 
     engine = GenerationEngine(open_checkpoint(request.own.load, request.given, mesh), max_sequences=1)
     if mesh.world.rank != 0:

@@ -26,7 +26,7 @@ from megatron.errors import ConfigError, MegatronError
 
 if TYPE_CHECKING:
     from megatron.evaluation.tasks.task import Task, TaskOptions
-    from megatron.inference.loading import LoadedModel
+    from megatron.inference.loaded_model import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
 
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = _tasks(flags)
 
     from megatron.files.replacing import check_writable
-    from megatron.inference.loading import open_checkpoint
+    from megatron.inference.loaded_model import open_checkpoint
     from megatron.parallel.agreement import run_on_first
     from megatron.parallel.joining import close_mesh, open_mesh
 

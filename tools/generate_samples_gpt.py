@@ -34,7 +34,7 @@ from megatron.files.typed_lines import read_line
 if TYPE_CHECKING:
     from megatron.inference.beams import Beam
     from megatron.inference.generation import Completion, Request
-    from megatron.inference.loading import LoadedModel
+    from megatron.inference.loaded_model import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
 
 _USUAL_NEW_TOKENS = 1024
@@ -233,7 +233,7 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
     Raises:
         CheckpointError, ConfigError: see `open_checkpoint`; or there are more processes than one model copy needs.
     """
-    from megatron.inference.loading import open_checkpoint
+    from megatron.inference.loaded_model import open_checkpoint
 
     if mesh.model.size < mesh.world.size:
         raise ConfigError(

@@ -24,7 +24,7 @@ from megatron.config.program_flags import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
 
 if TYPE_CHECKING:
-    from megatron.inference.loading import LoadedModel
+    from megatron.inference.loaded_model import LoadedModel
     from megatron.inference.serve.access import Access
     from megatron.inference.serve.requests.limits import ServerLimits
     from megatron.inference.serve.server import Server
@@ -141,7 +141,7 @@ def _follow(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
 
 
 def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:
-    from megatron.inference.loading import open_checkpoint
+    from megatron.inference.loaded_model import open_checkpoint
 
     return open_checkpoint(request.own.load, request.given, mesh)
 

@@ -15,7 +15,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "megatron.config.parse",
             "megatron.config.resolve",
-            "megatron.config.run",
+            "megatron.config.run_config",
             "megatron.config.flags.fields",
             "megatron.config.schedule",
         ),
@@ -77,9 +77,9 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Generation and evaluation",
         "Loading a checkpoint, generating from it and scoring texts with it, from Python.",
         (
-            "megatron.inference.loading",
+            "megatron.inference.loaded_model",
             "megatron.inference.scorer",
-            "megatron.inference.generation.engine",
+            "megatron.inference.generation.generation_engine",
             "megatron.inference.generation.request",
             "megatron.inference.sampling.settings",
             "megatron.evaluation.statistics",

@@ -16,16 +16,16 @@ from megatron.config.objective.masking import MaskingConfig
 from megatron.config.parse import parse
 from megatron.config.resolve import Machine, TokenizerFacts, resolve, resolve_epochs
 from megatron.config.resume import check_resume
-from megatron.config.run import RunConfig, RunRequest
-from megatron.config.running.checkpoints import LoadingConfig, SavingConfig
-from megatron.config.running.evaluation import EvaluationConfig
-from megatron.config.running.reporting import ReportConfig, WatchingConfig
-from megatron.config.running.safety import SafetyConfig, SafetyRequest, StoppingConfig
+from megatron.config.run_config import RunConfig, RunRequest
+from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.sections.computation import KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
+from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.reporting import ReportConfig, WatchingConfig
+from megatron.config.sections.safety import SafetyConfig, SafetyRequest, StoppingConfig
 
 __all__ = [
     "NO_PROGRAM",

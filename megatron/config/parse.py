@@ -35,7 +35,16 @@ from megatron.config.request_rules import (
     masking_notices,
     placement_problems,
 )
-from megatron.config.run import DEFAULT, FILE, FORMER_SECTIONS, GIVEN, PRESET, RunRequest, cross_problems, sections_of
+from megatron.config.run_config import (
+    DEFAULT,
+    FILE,
+    FORMER_SECTIONS,
+    GIVEN,
+    PRESET,
+    RunRequest,
+    cross_problems,
+    sections_of,
+)
 from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest

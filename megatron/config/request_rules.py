@@ -16,8 +16,7 @@ from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.objective.masking import SENTENCES, MaskingConfig
-from megatron.config.running.checkpoints import LoadingConfig, SavingConfig
-from megatron.config.running.evaluation import EvaluationConfig
+from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.sections.computation import KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import (
     SENTENCEPIECE_TOKENIZERS,
@@ -26,6 +25,7 @@ from megatron.config.sections.data import (
     DataConfig,
     DocumentConfig,
 )
+from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.model import ModelRequest
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
 from megatron.config.request_rules import divides_experts, expert_parts
-from megatron.config.run import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
-from megatron.config.running.safety import SafetyConfig
+from megatron.config.run_config import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
 from megatron.config.schedule import planned_iterations, ranges_at_the_end, schedule
 from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.safety import SafetyConfig
 from megatron.config.world import batch_sizes, fit_layout, world_problems
 from megatron.errors import ConfigError
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config.running.evaluation import EvaluationConfig
+from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.optim import OptimConfig
 
 # The share of the way from the lowest rate to the peak that is left after a share of the decay.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron.config.layout import divisors, layout_problems, nearest_layouts
-from megatron.config.run import RunRequest
+from megatron.config.run_config import RunRequest
 from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
 

@@ -20,7 +20,7 @@ from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember, So
 from megatron.data.order.resumed_plan import resumed_plan
 from megatron.data.order.splits import fraction_range, split_boundaries
 from megatron.data.sources.source import DataRequest, Source, SourceUse, check_examples
-from megatron.data.sources.source_kinds import source_facts, source_of
+from megatron.data.sources.source_kinds import open_source, source_facts
 from megatron.errors import ConfigError, DataError, MegatronError, joined
 from megatron.secret_text import masked
 
@@ -145,7 +145,7 @@ def data_prefixes(data: DataConfig) -> list[str]:
 
 def token_file_prefixes(data: DataConfig) -> list[str]:
     """The same with both token files of each source of pairs."""
-    return [part for prefix in data_prefixes(data) for part in source_of(prefix).token_files]
+    return [part for prefix in data_prefixes(data) for part in open_source(prefix).token_files]
 
 
 def check_sources(data: DataConfig, use: SourceUse) -> None:
@@ -157,7 +157,7 @@ def check_sources(data: DataConfig, use: SourceUse) -> None:
     failures: list[MegatronError] = []
     for prefix in data_prefixes(data):
         try:
-            source_of(prefix).check(use)
+            open_source(prefix).check(use)
         except MegatronError as failure:
             failures.append(failure)
         except OSError as failure:
@@ -271,7 +271,7 @@ class DataSources:
 
     def __getitem__(self, prefix: str) -> Source:
         if prefix not in self._sources:
-            source, examples = source_of(prefix, self.request), self.request.examples
+            source, examples = open_source(prefix, self.request), self.request.examples
             use = SourceUse(None, needed_by=examples.needed_by, excluded_by=examples.excluded_by)
             check_examples(prefix, source.holds_examples, use)
             self._sources[prefix] = self._sources[masked(prefix)] = source

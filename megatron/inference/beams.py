@@ -15,7 +15,7 @@ import torch
 from megatron.config.sampling_flags import LARGEST_LENGTH_PENALTY, MOST_BEAMS, BeamFlags
 from megatron.errors import ConfigError, NumericsError, printable
 from megatron.inference.forward import Forward, decide_on_all
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.model.interface.step_context import StepSettings
 
 EarlyStopping = Literal["false", "true", "never"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.errors import NumericsError
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.model.gpt import whole_logits
 from megatron.model.interface.network import LayerKind
 from megatron.model.interface.step_context import StepContext

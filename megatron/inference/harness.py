@@ -17,7 +17,7 @@ from typing import Any
 from megatron.errors import ConfigError, DataError, printable
 from megatron.evaluation.scoring import Progress, Query
 from megatron.inference.generation.completion import LoadedCompleter
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh

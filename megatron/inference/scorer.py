@@ -10,7 +10,7 @@ from megatron import device
 from megatron.evaluation.batches import Answers, NetworkScorer, QueryBatch, plan_batches
 from megatron.evaluation.scoring import Progress, Query, Score
 from megatron.inference.forward import Forward
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.model.interface.step_context import StepSettings
 from megatron.objective.scoring import score_targets
 from megatron.parallel.messages import all_reduce_sum

@@ -68,7 +68,7 @@ class Bar(Protocol):
 
 
 @dataclass(frozen=True)
-class Outputs:
+class ReportOutputs:
     """Where the events of a run go on this rank.
 
     Attributes:
@@ -106,7 +106,7 @@ class Report:
         config: ReportConfig,
         optim: OptimConfig,
         workload: Workload,
-        outputs: Outputs,
+        outputs: ReportOutputs,
         *,
         samples_per_epoch: int | None = None,
         pace: Pace | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import profiler
 
 from megatron import device, log
-from megatron.config.running.reporting import WatchingConfig
+from megatron.config.sections.reporting import WatchingConfig
 from megatron.errors import ConfigError
 
 FOLDER = "profile"

@@ -20,10 +20,10 @@ _BYTES = 256
 # Fields that change no id: of a pre-tokenizer the offsets, of a model what is only drawn in its own training.
 _WITHOUT_EFFECT = frozenset({"trim_offsets", "vocab", "merges", "unk_id"})
 
-Parts = Mapping[str, Sequence[str]]
+TokenizerParts = Mapping[str, Sequence[str]]
 
 
-def parts_of(description: Mapping[str, Any], added: tuple[Sequence[int], Sequence[int]]) -> Parts:
+def parts_of(description: Mapping[str, Any], added: tuple[Sequence[int], Sequence[int]]) -> TokenizerParts:
     """The parts of a `tokenizer.json`, each as its entries.
 
     How it finds its special tokens inside of a text is not among them: the types of Megatron take them for text.
@@ -65,7 +65,7 @@ def parts_of(description: Mapping[str, Any], added: tuple[Sequence[int], Sequenc
     }
 
 
-def summaries(parts: Parts) -> dict[str, str]:
+def summaries(parts: TokenizerParts) -> dict[str, str]:
     """What is stored of the parts: of each the number of its entries, a digest, and two sums of checksums.
 
     The sums tell which entry it is if only one differs: with the checksums c of n entries they are the sums of c[i] and
@@ -79,7 +79,7 @@ def summaries(parts: Parts) -> dict[str, str]:
     return by_name
 
 
-def differences(then: Mapping[str, str], now: Mapping[str, str], parts: Parts) -> Iterator[str]:
+def differences(then: Mapping[str, str], now: Mapping[str, str], parts: TokenizerParts) -> Iterator[str]:
     """In words, what two tokenizers do differently.
 
     Args:

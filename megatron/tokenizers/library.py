@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron import log
 from megatron.errors import ConfigError
-from megatron.tokenizers.behaviour import Parts, parts_of, summaries
+from megatron.tokenizers.behaviour import TokenizerParts, parts_of, summaries
 from megatron.tokenizers.encoders.fast_encoder import FastEncoder, added_ids, fast_encoder
 from megatron.tokenizers.encoders.long_text import can_cut_before_spaces
 from megatron.tokenizers.tokenizer_files import sha256
@@ -99,7 +99,7 @@ class Tokenizer:
         facts: TokenizerProperties,
         reference: ReferenceLibrary,
         fast: Encoder | None,
-        parts: Callable[[], Parts],
+        parts: Callable[[], TokenizerParts],
         added: tuple[list[int], list[int]] = ([], []),
     ) -> None:
         self.name = facts.name
@@ -118,7 +118,7 @@ class Tokenizer:
         return sha256(self._facts.identity())
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> TokenizerParts:
         """What decides its ids, entry by entry; built again at each call, since it is large."""
         return self._parts()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.errors import ConfigError, DataError, MegatronError, printable
-from megatron.tokenizers.behaviour import Parts, differences
+from megatron.tokenizers.behaviour import TokenizerParts, differences
 from megatron.tokenizers.library import Tokenizer
 
 NO_TOKENIZER = "none"  # the name in the record of weights that were imported without one
@@ -76,7 +76,7 @@ class TokenizerRecord:
     def differences(self, tokenizer: TokenizerRecord | Tokenizer) -> str:
         """What a tokenizer does differently, in words; empty where the record does not tell."""
         other = _record_of(tokenizer)
-        parts: Parts = {} if isinstance(tokenizer, TokenizerRecord) else tokenizer.parts
+        parts: TokenizerParts = {} if isinstance(tokenizer, TokenizerRecord) else tokenizer.parts
         texts: list[str] = []
         if self.behaviour and other.behaviour and self.fingerprint != other.fingerprint:
             texts += differences(self.behaviour, other.behaviour, parts)

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron import log
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.behaviour import VOCABULARY, Parts
+from megatron.tokenizers.behaviour import VOCABULARY, TokenizerParts
 from megatron.tokenizers.encoders.fast_encoder import FastEncoder, agreeing_encoder, hard_texts
 from megatron.tokenizers.library import Ids, Lengths, Tokenizer, TokenizerProperties, surround
 from megatron.tokenizers.sentencepiece_model import (
@@ -77,7 +77,7 @@ def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: st
     )
 
 
-def _parts(processor: Any, model_sha256: str, prefix: Sequence[int], added_tokens: Sequence[str]) -> Parts:
+def _parts(processor: Any, model_sha256: str, prefix: Sequence[int], added_tokens: Sequence[str]) -> TokenizerParts:
     """See `behaviour.parts_of`; how the model cuts texts is not taken apart."""
     return {
         "algorithm": [f"sentencepiece {model_sha256}"],

@@ -107,7 +107,7 @@ class Part:
         """
 
 
-class Parts(Part):
+class PartSequence(Part):
     """The parts of one run, each called in its turn."""
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:

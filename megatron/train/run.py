@@ -20,7 +20,7 @@ from megatron.train.stop import Stopping
 
 if TYPE_CHECKING:  # their methods are given the run
     from megatron.train.checkpoints import Saves
-    from megatron.train.part import Parts
+    from megatron.train.part import PartSequence
     from megatron.train.validation import Evaluator
 
 
@@ -36,7 +36,7 @@ class Run:
     evaluator: Evaluator
     saves: Saves
     stopping: Stopping
-    parts: Parts
+    parts: PartSequence
     progress: Progress
 
     @property

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
     """Opens the checkpoint, runs the tasks, and writes and prints what rank 0 found."""
     from megatron.inference.harness import harness_model, run_harness
-    from megatron.inference.loading import open_checkpoint
+    from megatron.inference.loaded_model import open_checkpoint
     from megatron.parallel.agreement import run_on_first
 
     flags, given = request.own, dict(request.given)

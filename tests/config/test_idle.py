@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron.config import Machine, TokenizerFacts, check_resume, resolve
-from megatron.config.run import RunConfig
+from megatron.config.run_config import RunConfig
 from megatron.config.sections.model import idle_fields
 from megatron.errors import ConfigError
 from tests.config.command_lines import small

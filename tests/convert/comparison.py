@@ -18,7 +18,7 @@ from megatron.config import LossConfig, ModelConfig, RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from megatron.inference.generation import Request, generate_all
-from megatron.inference.loading import LoadedModel, load_weights
+from megatron.inference.loaded_model import LoadedModel, load_weights
 from megatron.inference.sampling import Sampling
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import pretrain_bert
 from megatron.config import ModelConfig, parse
 from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-from megatron.inference.loading import load_weights
+from megatron.inference.loaded_model import load_weights
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.model.networks import network_layers

@@ -11,7 +11,7 @@ import torch
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
-from megatron.inference.loading import load_weights
+from megatron.inference.loaded_model import load_weights
 from megatron.model.gpt import gpt_layers, whole_logits
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings

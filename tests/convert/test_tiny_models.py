@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig
-from megatron.inference.loading import load_weights
+from megatron.inference.loaded_model import load_weights
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
 from tests.convert.comparison import MESH, logits_of, relative, run_config

@@ -11,7 +11,7 @@ import torch
 
 from megatron.config import LossConfig
 from megatron.inference.generation import Completion, Request
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.architectures import build, config_of

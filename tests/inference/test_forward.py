@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.inference.forward import Forward
-from megatron.inference.loading import open_checkpoint
+from megatron.inference.loaded_model import open_checkpoint
 from megatron.model.gpt import whole_logits
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.joining import open_mesh

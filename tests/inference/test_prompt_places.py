@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import EvaluationConfig
 from megatron.inference.generation.completion import LoadedCompleter
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.serve.requests.served import served_model
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_prompt

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron.errors import DataError
 from megatron.evaluation.scoring import Query, Score
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.scorer import LoadedScorer
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.joining import open_mesh

@@ -7,7 +7,7 @@ import yaml
 
 from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
 from megatron.config.files.flag_files import preset_names, preset_path
-from megatron.config.run import frozen
+from megatron.config.run_config import frozen
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh

@@ -18,7 +18,7 @@ from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits
 from megatron.observe.metrics_file import read_records, read_steps
-from megatron.observe.report import Outputs, Pace, Report, check_packages, open_destinations
+from megatron.observe.report import Pace, Report, ReportOutputs, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.styles import megatron
 from tests.train.samples import WORKLOAD, Measured, Outcome, optim_config, report_config
@@ -69,7 +69,7 @@ def test_lines_come_at_the_log_interval_and_hold_the_mean(capsys: pytest.Capture
         report_config(log_interval=2),
         optim_config(train_iters=5),
         WORKLOAD,
-        Outputs(megatron, [recorder]),
+        ReportOutputs(megatron, [recorder]),
         arguments={"lr": 1.0},
     )
     report.started(Progress())
@@ -87,7 +87,7 @@ def test_lines_come_at_the_log_interval_and_hold_the_mean(capsys: pytest.Capture
 
 
 def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(report_config(), optim_config(train_samples=80), WORKLOAD, Outputs(megatron))
+    report = Report(report_config(), optim_config(train_samples=80), WORKLOAD, ReportOutputs(megatron))
     report.started(Progress(step=4, consumed_samples=16))
     report.step(Progress(5, 24, 384), Outcome(), 0.1, 0.5)
     assert capsys.readouterr().out.startswith(" iteration        5/      12 | consumed samples:           24 |")
@@ -96,7 +96,7 @@ def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.Captur
 def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]) -> None:
     for shows in (False, True):
         report = Report(
-            report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron), shows_loss_scale=shows
+            report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron), shows_loss_scale=shows
         )
         report.step(progress_at(1), Outcome(loss_scale=2.0), 0.1, 0.5)
     without, with_scale = capsys.readouterr().out.splitlines()
@@ -106,7 +106,7 @@ def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]
 
 def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
     report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
     assert (
         "valid loss at iteration 2 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
@@ -117,7 +117,7 @@ def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str])
 
 def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder, task = Recorder(), Measured()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
     report.task(progress_at(2), "iteration 2", task)
     assert "task cloze at iteration 2 | acc: 0.2500 +- 0.1250 | ppl: 7.5000 | items: 12 |" in capsys.readouterr().out
     assert recorder.told == [("task", 2, task)]
@@ -125,7 +125,7 @@ def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureF
 
 def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
     batch = {"step": 3, "first_sample": 16, "last_sample": 23}
     report.passed(Progress(2, 24), batch, 1)
     assert "passed over the batch of iteration 3 (samples 16 to 23)" in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.Cap
 
 def test_a_failed_save_is_forwarded() -> None:
     recorder = Recorder()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [recorder]))
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
     report.failed_save(progress_at(3), 2, "the disk is full", 1)
     assert recorder.told == [("failed_save", 3, 2, "the disk is full", 1)]
 
@@ -150,7 +150,8 @@ def test_every_destination_is_notified_and_closed_even_if_one_fails(capsys: pyte
             raise SystemExit(3)
 
     recorder = Recorder()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, Outputs(megatron, [Failing(), recorder]))
+    outputs = ReportOutputs(megatron, [Failing(), recorder])
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, outputs)
     report.step(progress_at(1), Outcome(loss=1.0), 0.1, 0.5)
     report.close()
     assert [call[0] for call in recorder.told] == ["step", "interval", "close"]
@@ -163,7 +164,7 @@ def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
         config,
         optim_config(train_iters=5),
         WORKLOAD,
-        Outputs(megatron, open_destinations(config, WORKLOAD, RunDirectory(tmp_path))),
+        ReportOutputs(megatron, open_destinations(config, WORKLOAD, RunDirectory(tmp_path))),
         arguments={"seed": 1},
     )
     report.started(Progress())
@@ -241,7 +242,7 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
     config = report_config(log_interval=2, wandb_project="toys", wandb_exp_name="first", wandb_entity="team")
     destinations = open_destinations(config, WORKLOAD, RunDirectory(tmp_path))
     report = Report(
-        config, optim_config(train_iters=4), WORKLOAD, Outputs(megatron, destinations), arguments={"seed": 1}
+        config, optim_config(train_iters=4), WORKLOAD, ReportOutputs(megatron, destinations), arguments={"seed": 1}
     )
     report.started(Progress())
     for step in (1, 2):
@@ -267,7 +268,7 @@ def test_the_style_gets_the_epoch_and_the_remaining_time(capsys: pytest.CaptureF
         report_config(log_interval=2, log_style="jax_lm"),
         optim_config(train_iters=6),
         WORKLOAD,
-        Outputs(jax_lm),
+        ReportOutputs(jax_lm),
         samples_per_epoch=16,
         pace=Pace(lambda: next(times)),
     )
@@ -290,7 +291,7 @@ def test_a_bar_takes_the_place_of_the_lines_of_steps(capsys: pytest.CaptureFixtu
         report_config(log_interval=2),
         optim_config(train_iters=4),
         WORKLOAD,
-        Outputs(megatron, bar=bar, hides_lines=True),
+        ReportOutputs(megatron, bar=bar, hides_lines=True),
         pace=Pace(lambda: next(times)),
     )
     log.copy_to(tmp_path / "log.txt")

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
-from megatron.config.run import sections_of
+from megatron.config.run_config import sections_of
 from megatron.data.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
 from megatron.errors import PeerLostError
@@ -20,7 +20,7 @@ from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import open_run
-from megatron.train.part import Parts
+from megatron.train.part import PartSequence
 from megatron.train.run import Run
 from megatron.train.run_data import RunData
 from megatron.train.start_up import environment
@@ -52,7 +52,7 @@ def run_of(text: str = "", *, train: Any = None, progress: Progress | None = Non
     plan: Any = SimpleNamespace(train=None)
     tokenizer: Any = SimpleNamespace(eod_id=999)
     data = RunData(config, mesh, tokenizer, SplitDatasets(train, {"valid": "v"}, {"test": "t"}), plan)
-    rules, parts = Stopping(nothing, mesh), Parts()
+    rules, parts = Stopping(nothing, mesh), PartSequence()
     return Run(config, mesh, nothing, data, nothing, Evaluator(), nothing, rules, parts, progress or Progress())
 
 

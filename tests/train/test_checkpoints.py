@@ -19,7 +19,7 @@ from megatron.observe.styles import megatron
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
 from megatron.train.checkpoints import Saves, run_record
-from megatron.train.part import Part, Parts
+from megatron.train.part import Part, PartSequence
 from megatron.train.restarts.identity import RunIdentity
 from tests.checkpoint.made.records import PLAN
 
@@ -107,7 +107,7 @@ def run_at(step: int, *, rank: int = 0, writer: Any = None, **saving: Any) -> An
         ),
         evaluator=SimpleNamespace(validation_loss=lambda at: 2.25 if at == step else None),
         report=SimpleNamespace(style=megatron, failed_save=lambda progress, *words: told.append(words)),
-        parts=Parts([Remembering(told)]),
+        parts=PartSequence([Remembering(told)]),
         told=told,
     )
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.config.running.safety import SafetyConfig
+from megatron.config.sections.safety import SafetyConfig
 from megatron.device import Elapsed
 from megatron.engine.deepspeed_setup import TRANSFER
 from megatron.errors import DataError, ExitCode, NumericsError
 from megatron.observe.metrics import Waits
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train.loop import run_to_end
-from megatron.train.part import Part, Parts
+from megatron.train.part import Part, PartSequence
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Stopping, StopVerdict
 from tests.train.samples import Outcome, optim_config, run_config
@@ -61,7 +61,7 @@ class FakeRun:
             train_batch=self._train, expect_length=lambda length: None, gate=self.gate, update_count=0
         )
         self.next_length = 10
-        self.parts = Parts([Noting(self.events)])
+        self.parts = PartSequence([Noting(self.events)])
         self.evaluator = SimpleNamespace(
             evaluate=self._evaluate, has_validated=lambda step: step == self.validated_step
         )

@@ -18,7 +18,7 @@ from megatron.config.parse import parse
 from megatron.errors import DataError, ExitCode
 from megatron.train.build import open_run
 from megatron.train.loop import run_to_end
-from megatron.train.part import Part, Parts, PartSetup
+from megatron.train.part import Part, PartSequence, PartSetup
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
@@ -127,14 +127,14 @@ def test_every_part_is_closed_with_what_ends_the_run() -> None:
             events.append((self.name, str(error)))
 
     run: Any = None
-    with pytest.raises(DataError), Parts(map(Closing, "abcd")).open(run):
+    with pytest.raises(DataError), PartSequence(map(Closing, "abcd")).open(run):
         events.append("open")
     assert events == [("c", "no data"), ("b", "no data"), ("a", "no data")]
 
 
 def test_a_part_needs_no_method() -> None:
     nothing: Any = None
-    parts = Parts([Part(), Part()])
+    parts = PartSequence([Part(), Part()])
     parts.restore(nothing, Progress(), None)
     with parts.open(nothing):
         for event in (parts.before_step, parts.before_save, parts.trained):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.config.running.safety import SafetyConfig
+from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import DataError, ExitCode, NumericsError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train.steps import StepReports, TrainedStep, check_numbers

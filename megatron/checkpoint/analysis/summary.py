@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint, batches
 from megatron.checkpoint.manifest import ITEM_BYTES
-from megatron.config.run import in_current_sections
+from megatron.config.run_config import in_current_sections
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind
 

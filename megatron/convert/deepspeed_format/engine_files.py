@@ -21,8 +21,8 @@ import torch
 from megatron.convert.megatron_format.arguments import gate_is_last, model_config, training_flags, training_state
 from megatron.convert.megatron_format.foreign_model import (
     ForeignModel,
-    Parts,
     RankPart,
+    StoredParts,
     TrainingState,
     collect,
     count_of,
@@ -77,7 +77,7 @@ def open_engine_folder(folder: Path, choices: Choices) -> ForeignModel:
     shards = read_shards(folder, {rank: shapes_of(content) for rank, content in files.ranks.items()})
     listed: Listed = [(rank % ranks, name, kind, part) for rank, name, kind, part in shards.tensors]
     exact = collect(listed, ranks, is_tied=tied, path=folder)
-    parts: Parts = {**collect(_weights(files), ranks, is_tied=tied, path=folder), **exact}
+    parts: StoredParts = {**collect(_weights(files), ranks, is_tied=tied, path=folder), **exact}
     has_moments = any(kind == "exp_avg" for _, kind in exact)
     state = TrainingState(flags=training_flags(stored))
     if has_moments:

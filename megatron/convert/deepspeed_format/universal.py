@@ -14,7 +14,7 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.convert.megatron_format.arguments import gate_is_last, model_config, training_state
-from megatron.convert.megatron_format.foreign_model import ForeignModel, Parts, RankPart, collect, count_of
+from megatron.convert.megatron_format.foreign_model import ForeignModel, RankPart, StoredParts, collect, count_of
 from megatron.convert.megatron_format.sharding_rules import StoredRowOrder
 from megatron.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
 from megatron.convert.pickles.reader import ForeignTensor, read_pickles
@@ -74,12 +74,12 @@ def _whole(content: Any, path: Path) -> RankPart:
     return RankPart.of(tensor)
 
 
-def _as_first_version(parts: Parts, model: ModelConfig, ranks: int, notes: list[str]) -> Parts:
+def _as_first_version(parts: StoredParts, model: ModelConfig, ranks: int, notes: list[str]) -> StoredParts:
     """Undoes what bigscience's converter does by joining every tensor along its rows.
 
     Positions come once for each rank, and gated matrices hold both halves of one rank after both halves of another.
     """
-    divided: Parts = {}
+    divided: StoredParts = {}
     for (name, kind), (part,) in parts.items():
         if name == "embedding.position_embeddings.weight" and part.shape[0] == ranks * model.max_position_embeddings:
             divided[name, kind] = (_rows(part, 0, model.max_position_embeddings),)

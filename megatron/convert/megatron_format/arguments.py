@@ -16,7 +16,7 @@ from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM, RMS_NORM
 from megatron.config.architecture.positions import ALIBI, LEARNED, NO_POSITIONS, ROPE
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
-from megatron.config.run import fields_of
+from megatron.config.run_config import fields_of
 from megatron.convert.megatron_format.foreign_model import TrainingState
 from megatron.convert.megatron_format.names import BIGSCIENCE, CORE, DEEPSPEEDAI
 from megatron.convert.pickles.reader import ForeignObject

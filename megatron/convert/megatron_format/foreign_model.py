@@ -38,7 +38,7 @@ class RankPart:
         return cls(tensor.shape, tensor.dtype, tensor.read)
 
 
-Parts = dict[tuple[str, Kind], tuple[RankPart, ...]]
+StoredParts = dict[tuple[str, Kind], tuple[RankPart, ...]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ForeignModel:
     path: Path
     model: ModelConfig
     order: StoredRowOrder
-    parts: Parts
+    parts: StoredParts
     state: TrainingState = field(default_factory=TrainingState)
     notes: tuple[str, ...] = ()
 
@@ -134,7 +134,7 @@ def _expected_shape(rule: ShardingRule, parts: Sequence[RankPart]) -> tuple[int,
     return rule.stored_shape(len(parts), rows)
 
 
-def collect(stored: Iterable[tuple[int, str, Kind, RankPart]], ranks: int, *, is_tied: bool, path: Path) -> Parts:
+def collect(stored: Iterable[tuple[int, str, Kind, RankPart]], ranks: int, *, is_tied: bool, path: Path) -> StoredParts:
     """Sorts tensors by our names.
 
     Args:

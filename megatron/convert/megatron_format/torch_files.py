@@ -19,8 +19,8 @@ from typing import Any
 from megatron.convert.megatron_format.arguments import gate_is_last, model_config, training_flags, training_state
 from megatron.convert.megatron_format.foreign_model import (
     ForeignModel,
-    Parts,
     RankPart,
+    StoredParts,
     TrainingState,
     collect,
     count_of,
@@ -217,7 +217,7 @@ def _weights(file: RankFile) -> Iterator[tuple[int, str, Kind, RankPart]]:
 
 def _moments(
     files: list[RankFile], offsets: Mapping[tuple[int, int], int], ranks: int, is_tied: bool, folder: Path
-) -> tuple[Parts, int | None, tuple[str, ...]]:
+) -> tuple[StoredParts, int | None, tuple[str, ...]]:
     """The fp32 weights and moments, Adam's count of updates, and why there are none."""
     listed, updates = [], None
     for file in files:

@@ -1,4 +1,4 @@
-"""The kinds of data sources. A new one is a class here, or in a file of its own, with a line in `source_of`."""
+"""The kinds of data sources. A new one is a class here, or in a file of its own, with a line in `open_source`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ADVICE = ", or preprocess the corpus again"
 _NOTHING_ASKED = DataRequest(DataConfig(seq_length=1), 1, 0)
 
 
-def source_of(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
+def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
     """The source that a prefix names."""
     if is_store_address(prefix):
         return _StoreSource(prefix, request)
@@ -66,7 +66,7 @@ def source_facts(prefix: str) -> Facts:
     """Facts that identify the data of a prefix; cached, since every save asks for them and a run's data do not
     change.
     """
-    return source_of(prefix).facts()
+    return open_source(prefix).facts()
 
 
 class _TokenSource(Source):

@@ -4,7 +4,7 @@ Every rank of a model copy runs the same engine with the same requests; `lead` a
 """
 
 from megatron.inference.generation.completion import completions, generate_all, recompute
-from megatron.inference.generation.engine import GenerationEngine
+from megatron.inference.generation.generation_engine import GenerationEngine
 from megatron.inference.generation.ranks import Leader, follow, lead
 from megatron.inference.generation.request import Completion, Finish, GeneratedToken, Request
 

@@ -8,10 +8,10 @@ import torch
 
 from megatron.evaluation.tasks.exact_match import before_stops
 from megatron.inference.forward import Forward
-from megatron.inference.generation.engine import USUAL_SEQUENCES, GenerationEngine
+from megatron.inference.generation.generation_engine import USUAL_SEQUENCES, GenerationEngine
 from megatron.inference.generation.next_tokens import check_request, choose_on_all, finish_of, last_length
 from megatron.inference.generation.request import Completion, Finish, GeneratedToken, Request
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.sampling import Chooser, Sampling
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.messages import all_gather_json

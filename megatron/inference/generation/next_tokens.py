@@ -12,7 +12,7 @@ import torch
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.forward import decide_on_all
 from megatron.inference.generation.request import Finish, Request
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.sampling import Chooser, Chosen, choose, score
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.errors import ConfigError, PeerLostError
-from megatron.inference.generation.engine import GenerationEngine
+from megatron.inference.generation.generation_engine import GenerationEngine
 from megatron.inference.generation.request import GeneratedToken, Request
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import broadcast_json, is_lost_peer

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from megatron.inference.generation import GeneratedToken
+from megatron.inference.serve.execution.answer_text import AnswerPiece, AnswerText
+from megatron.inference.serve.execution.jobs import GenerationJob, Jobs
 from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.requests.asks import Ask
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.answer_text import AnswerPiece, AnswerText
-from megatron.inference.serve.running.jobs import GenerationJob, Jobs
 
 END_OF_EVENTS = b"data: [DONE]\n\n"
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.inference.serve.answers import AnswerForm
+from megatron.inference.serve.execution.answer_text import AnswerPiece, TokenRecord
 from megatron.inference.serve.requests.asks import (
     Ask,
     lengths,
@@ -18,7 +19,6 @@ from megatron.inference.serve.requests.asks import (
 from megatron.inference.serve.requests.json_fields import JsonFields, checked_text, kind_of, refuse_field
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.answer_text import AnswerPiece, TokenRecord
 from megatron.tokenizers.chat import Message
 
 _MOST_MESSAGES = 4096

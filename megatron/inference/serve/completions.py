@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.inference.sampling.text_stream import settled_text
 from megatron.inference.serve.answers import AnswerForm
+from megatron.inference.serve.execution.answer_text import AnswerPiece, TokenRecord
 from megatron.inference.serve.requests.asks import (
     Ask,
     lengths,
@@ -20,7 +21,6 @@ from megatron.inference.serve.requests.asks import (
 from megatron.inference.serve.requests.json_fields import JsonFields, checked_text
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.answer_text import AnswerPiece, TokenRecord
 
 _USUAL_NEW_TOKENS = 16  # OpenAI's default
 

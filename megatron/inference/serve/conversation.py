@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
+from megatron.inference.serve.execution.answer_text import AnswerText
+from megatron.inference.serve.execution.engine_loop import StepEngine
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.answer_text import AnswerText
-from megatron.inference.serve.running.engine_loop import StepEngine
 from megatron.tokenizers.chat import Message
 
 _TOO_LONG = "context_length_exceeded"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
-from megatron.inference.serve.running.engine_loop import Load
+from megatron.inference.serve.execution.engine_loop import Load
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -15,13 +15,13 @@ from types import FrameType
 
 from megatron import log
 from megatron.inference.serve.access import Access
+from megatron.inference.serve.execution.engine_loop import Arrival, Command, EngineLoop, Load, StepEngine, Stop
+from megatron.inference.serve.execution.jobs import Jobs
 from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.network import WebThread, address_of
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import broken, stopping
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.engine_loop import Arrival, Command, EngineLoop, Load, StepEngine, Stop
-from megatron.inference.serve.running.jobs import Jobs
 from megatron.inference.serve.service import STARTING, Service
 from megatron.inference.serve.single_turn import SingleTurn
 from megatron.inference.serve.web import build_app

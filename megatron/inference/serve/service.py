@@ -12,13 +12,13 @@ from typing import Any
 from megatron.inference.serve.answers import Answer, AnswerForm
 from megatron.inference.serve.chat import ChatForm, read_chat
 from megatron.inference.serve.completions import CompletionForm, read_completion
+from megatron.inference.serve.execution.jobs import Jobs
 from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.requests.asks import Ask, check_model
 from megatron.inference.serve.requests.json_fields import JsonFields, read_object
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, starting, stopping
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.jobs import Jobs
 from megatron.inference.serve.single_turn import HEADERS, SingleTurn, response_of
 
 STARTING, READY, STOPPING = "starting", "ready", "stopping"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.config.run import in_current_sections
+from megatron.config.run_config import in_current_sections
 from megatron.secret_text import masked
 
 _LONGEST_VALUE = 2_000

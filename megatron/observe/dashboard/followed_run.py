@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.config.run import in_current_sections
+from megatron.config.run_config import in_current_sections
 from megatron.errors import printable
 from megatron.observe.dashboard import events, records
 from megatron.observe.dashboard.configuration import rows

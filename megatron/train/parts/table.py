@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.train.part import Part, Parts, PartSetup
+from megatron.train.part import Part, PartSequence, PartSetup
 from megatron.train.parts.activity import ActivityReports
 from megatron.train.parts.distillation import Distillation
 from megatron.train.parts.evaluation_tasks import EvaluationTasks
@@ -15,7 +15,7 @@ from megatron.train.parts.sample_prompts import SamplePrompts
 from megatron.train.parts.start_record import StartRecord
 from megatron.train.parts.watching import Watching
 
-PARTS: tuple[type[Part], ...] = (
+PART_CLASSES: tuple[type[Part], ...] = (
     SkippedRanges,
     PoisonedBatches,
     Distillation,
@@ -31,7 +31,7 @@ PARTS: tuple[type[Part], ...] = (
 )
 
 
-def make_parts(setup: PartSetup, more: Sequence[type[Part]] = ()) -> Parts:
+def make_parts(setup: PartSetup, more: Sequence[type[Part]] = ()) -> PartSequence:
     """The parts that the flags ask for; collective over the mesh.
 
     Args:
@@ -40,5 +40,5 @@ def make_parts(setup: PartSetup, more: Sequence[type[Part]] = ()) -> Parts:
     Raises:
         MegatronError: what a flag of a part asks for is not there.
     """
-    made = (part.of(setup) for part in (*PARTS, *more))
-    return Parts(part for part in made if part is not None)
+    made = (part.of(setup) for part in (*PART_CLASSES, *more))
+    return PartSequence(part for part in made if part is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.parse import RequestDraft
-from megatron.config.run import RunRequest
+from megatron.config.run_config import RunRequest
 from megatron.errors import ConfigError, MegatronError, joined
 from megatron.parallel.launchers import Ranks
 from megatron.train.preflight.inputs import (

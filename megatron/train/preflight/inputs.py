@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megatron import log
-from megatron.config.run import RunRequest
-from megatron.config.running.checkpoints import LoadingConfig
+from megatron.config.run_config import RunRequest
+from megatron.config.sections.checkpoints import LoadingConfig
 from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig
 from megatron.data.build import check_sources, data_prefixes
 from megatron.data.datasets.examples.example_files import names_example_files

@@ -14,7 +14,7 @@ from megatron.config import ModelConfig
 from megatron.config.files.deepspeed_file import read_settings
 from megatron.config.flags.fields import Unset
 from megatron.config.resolve import Machine, dtype_problems, machine_problems
-from megatron.config.run import RunRequest, fields_of
+from megatron.config.run_config import RunRequest, fields_of
 from megatron.config.world import world_problems
 from megatron.cuda_driver import largest_gpu_memory_bytes, why_no_cuda
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes

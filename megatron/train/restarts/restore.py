@@ -17,8 +17,8 @@ from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import LoadingConfig, OptimConfig, RunConfig
-from megatron.config.running.reporting import UPSTREAMS_STYLE
 from megatron.config.schedule import is_done
+from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
 from megatron.errors import CheckpointError, ConfigError

@@ -13,8 +13,8 @@ import torch
 from megatron import device, log
 from megatron.checkpoint.record import Record
 from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
-from megatron.config.running.reporting import UPSTREAMS_STYLE
 from megatron.config.sections.computation import INDUCTOR
+from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names

@@ -11,7 +11,7 @@ from megatron.config import RunConfig
 from megatron.data.order.plan import DataPlan
 from megatron.observe.console import argument_lines
 from megatron.observe.progress_bar import ProgressBar, has_colour, wants_bar
-from megatron.observe.report import Destination, Outputs, Report, open_destinations
+from megatron.observe.report import Destination, Report, ReportOutputs, open_destinations
 from megatron.observe.run_directory import MEGATRON_FILES, open_run_directory, write_arguments
 from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_first
@@ -63,7 +63,7 @@ def open_report(
         config.report,
         config.optim,
         workload,
-        Outputs(
+        ReportOutputs(
             style,
             destinations,
             bar=ProgressBar(has_colour=has_colour()) if has_bar and mesh.world.rank == 0 else None,

@@ -27,7 +27,7 @@ from megatron.data.loader import Batch, BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
 from megatron.data.sources.pairs import TokenPairs, names_pairs
 from megatron.data.sources.source import DataRequest, SourceUse
-from megatron.data.sources.source_kinds import source_of
+from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
@@ -238,7 +238,7 @@ def test_records_that_are_missing_on_one_side_are_pointed_out(pairs: str, capfd:
 
 
 def test_a_plan_of_other_ranges_cannot_be_read(pairs: str) -> None:
-    source = source_of(pairs, DataRequest(DataConfig(seq_length=LENGTH), LENGTH, 1))
+    source = open_source(pairs, DataRequest(DataConfig(seq_length=LENGTH), LENGTH, 1))
     planned = source.plan(0, 20, "train")
     group = GroupPlan("train", (planned,), (Phase(0, (PhaseMember(0, 1.0),)),)).extended(20, LENGTH, 1, "bigscience")
     plan = DataPlan(LENGTH, 1, "bigscience", group, (), ())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.data.sources.source import SourceUse
-from megatron.data.sources.source_kinds import source_of
+from megatron.data.sources.source_kinds import open_source
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError
@@ -71,7 +71,7 @@ def test_an_address_from_a_record_is_read_but_not_opened() -> None:
         with pytest.raises(ConfigError, match=r"has \*\*\* in place of its password: it was read from a record"):
             open_store(address)
         with pytest.raises(ConfigError, match=r"Give the whole address, or name the database by a configuration file"):
-            source_of(text).check(SourceUse(8))
+            open_source(text).check(SourceUse(8))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from examples.gpt2_all_in.flags import PROGRAM, AllInOneFlags, checkpoints_of, command_line, read_all_in_one
 from megatron.config import parse
-from megatron.config.run import RunRequest
+from megatron.config.run_config import RunRequest
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal
 

@@ -73,7 +73,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "objective", "sections", "running", "files", "."),
+    "megatron.config": ("flags", "architecture", "objective", "sections", "files", "."),
     "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
         "speed",
@@ -92,7 +92,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
     "megatron.engine": ("gradients", ".", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
-    "megatron.inference.serve": ("requests", "running", "."),
+    "megatron.inference.serve": ("requests", "execution", "."),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
     "megatron.convert.hugging_face": ("table", "families", "."),
@@ -224,7 +224,7 @@ USES_RUN_CONFIG = (
     "megatron/train/restarts/restore.py",
     "megatron/train/start_up/",
     "megatron/engine/ds_config.py",
-    "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
+    "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
     "megatron/train/parts/distillation.py",  # likewise
     "megatron/train/parts/start_record.py",
 )

@@ -16,7 +16,7 @@ from megatron.config import RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.beams import Beam, BeamSettings, beam_search
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import TokenizerChoice

@@ -7,7 +7,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.inference.generation import Request, completions, generate_all, recompute
 from megatron.inference.generation.completion import LoadedCompleter
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.sampling import Sampling
 from megatron.parallel.mesh import ParallelMesh
 from tests.inference.checkpoints import POSITIONS, make_checkpoint

@@ -11,7 +11,7 @@ import torch
 from megatron.evaluation.scoring import Query
 from megatron.inference.beams import BeamSettings, beam_search
 from megatron.inference.generation import generate_all, recompute
-from megatron.inference.loading import open_checkpoint
+from megatron.inference.loaded_model import open_checkpoint
 from megatron.inference.scorer import LoadedScorer
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import ParallelMesh

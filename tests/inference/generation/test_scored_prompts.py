@@ -9,7 +9,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.evaluation.scoring import Query
 from megatron.inference.generation import GeneratedToken, GenerationEngine, Request
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.sampling import Sampling
 from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from megatron.inference.harness import harness_model
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.parallel.mesh import ParallelMesh
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tests.inference.harness.harness_tasks import TASKS, offline, write_tasks

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.evaluation.scoring import Query
 from megatron.inference.harness import harness_model
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_continuation, encode_prompt

@@ -20,11 +20,11 @@ from megatron.errors import ConfigError
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.sampling import Chosen, Sampling
 from megatron.inference.serve.access import Access
+from megatron.inference.serve.execution.engine_loop import Arrival, Command, EngineLoop, Load, Stop
+from megatron.inference.serve.execution.jobs import Jobs
 from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.engine_loop import Arrival, Command, EngineLoop, Load, Stop
-from megatron.inference.serve.running.jobs import Jobs
 from megatron.inference.serve.service import Service
 from megatron.inference.serve.single_turn import SingleTurn
 from megatron.inference.serve.web import build_app

@@ -11,10 +11,10 @@ import pytest
 
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.completions import CompletionForm
+from megatron.inference.serve.execution.answer_text import AnswerPiece, TokenRecord
 from megatron.inference.serve.requests.asks import Ask
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.answer_text import AnswerPiece, TokenRecord
 from tests.inference.serve.fakes import POSITIONS, WRONG_TOKEN, FakeEngine, Running, running, saying
 
 

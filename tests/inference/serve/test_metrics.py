@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron.errors import ConfigError
+from megatron.inference.serve.execution.engine_loop import Load
 from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.engine_loop import Load
 from tests.inference.serve.fakes import FakeEngine, running
 
 

@@ -13,13 +13,13 @@ from megatron.inference.generation import GeneratedToken
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.answers import END_OF_EVENTS, Answer, event
 from megatron.inference.serve.completions import CompletionForm
+from megatron.inference.serve.execution.engine_loop import Load
+from megatron.inference.serve.execution.jobs import Jobs
 from megatron.inference.serve.metrics import ServerMetrics
 from megatron.inference.serve.requests.asks import Ask
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, broken
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.engine_loop import Load
-from megatron.inference.serve.running.jobs import Jobs
 from megatron.inference.serve.service import READY, STARTING, STOPPING, Service
 from megatron.inference.serve.single_turn import SingleTurn
 

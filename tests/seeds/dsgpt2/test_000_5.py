@@ -9,7 +9,7 @@ from megatron.data.build import build_split_datasets
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.sources.source import DataRequest
 from megatron.evaluation.scoring import Query
-from megatron.inference.loading import open_checkpoint
+from megatron.inference.loaded_model import open_checkpoint
 from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import load_chat_template

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import forward
 from tests.inference.checkpoints import make_checkpoint

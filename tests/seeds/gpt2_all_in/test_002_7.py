@@ -13,7 +13,7 @@ import torch
 
 from examples.gpt2_all_in import sft
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference.loading import open_checkpoint
+from megatron.inference.loaded_model import open_checkpoint
 from megatron.observe.metrics_file import read_records
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import load_chat_template

@@ -16,10 +16,10 @@ from megatron.checkpoint.record import Progress
 from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.datasets.sample import Sample
 from megatron.data.formats.parquet_windows import WindowFile
-from megatron.inference.loading import open_checkpoint
+from megatron.inference.loaded_model import open_checkpoint
 from megatron.model.interface.step_context import StepSettings
 from megatron.observe.metrics_file import read_records, read_steps
-from megatron.observe.report import Outputs, Pace, Report
+from megatron.observe.report import Pace, Report, ReportOutputs
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.projects.jax_lm_page import PageRun
 from tests.helpers.ranks import run_ranks
@@ -113,7 +113,7 @@ def test_the_remaining_time_is_right_after_the_third_line(capsys: pytest.Capture
         report_config(log_interval=interval),
         optim_config(train_iters=steps),
         WORKLOAD,
-        Outputs(style),
+        ReportOutputs(style),
         pace=Pace(lambda: now),
     )
     report.started(Progress())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.inference.loading import open_checkpoint
+from megatron.inference.loaded_model import open_checkpoint
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from tasks import main as perplexity

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parse import read_flags
-from megatron.config.run import RunRequest
+from megatron.config.run_config import RunRequest
 from megatron.parallel.launchers import Ranks
 from megatron.train.preflight import machine
 from megatron.train.preflight.machine import least_bytes, memory_problems

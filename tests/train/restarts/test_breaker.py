@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.config.running.safety import SafetyRequest
+from megatron.config.sections.safety import SafetyRequest
 from megatron.train.restarts.breaker import StartDecision, decide, settings_digest
 from megatron.train.restarts.history import Attempt
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import ConfigError, DataError
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.serve.requests.refusals import invalid
 from megatron.tokenizers.chat import ChatTemplate, Message, load_chat_template, tokenizer_folder
 from megatron.tokenizers.chat.named import PLAIN

@@ -11,7 +11,7 @@ import yaml
 
 from megatron.config import ModelConfig
 from megatron.config.files.flag_files import preset_names, preset_path
-from megatron.config.run import frozen
+from megatron.config.run_config import frozen
 from megatron.convert.hugging_face.families.bert import BERT, ROBERTA
 from megatron.convert.hugging_face.registry import FAMILIES, family_for, family_of
 from megatron.convert.hugging_face.table.family import essential_fields

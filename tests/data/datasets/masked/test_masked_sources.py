@@ -14,7 +14,7 @@ from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
 from megatron.data.order.sentence_map import SentenceRules, build_sentence_map
 from megatron.data.sources.source import DataRequest, SourceUse
-from megatron.data.sources.source_kinds import source_of
+from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
 from tests.data.datasets.masked.corpora import VOCABULARY, write_sentences, write_texts
 
@@ -161,7 +161,7 @@ def test_samples_without_parts_need_no_pairs(word_tokenizer, tmp_path):
     texts = write_texts(tmp_path / "web", [5, 9, 20])
     options = MaskedOptions(MaskingConfig(), pairs=False)
     request = DataRequest(data_of(texts.prefix), LENGTH, SEED, tokenizer=word_tokenizer, masked=options)
-    assert source_of(texts.prefix, request).plan(0, 3, "train").tokens == 3 * LENGTH
+    assert open_source(texts.prefix, request).plan(0, 3, "train").tokens == 3 * LENGTH
 
 
 def test_a_plan_of_another_kind_of_samples_is_refused(prefixes, word_tokenizer):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.inference.loading import LoadedModel, open_checkpoint
+from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.serve.requests.refusals import Refusal
 from megatron.inference.serve.requests.served import Served, model_name, served_model
 from megatron.parallel.mesh import ParallelMesh

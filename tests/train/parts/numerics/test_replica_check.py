@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.config.running.safety import SafetyConfig
+from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import NumericsError
 from megatron.train.parts import numerics
 from megatron.train.parts.numerics import ReplicaCheck, check_replicas

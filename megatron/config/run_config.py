@@ -20,15 +20,15 @@ from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, LossConfig
 from megatron.config.objective.masking import MaskingConfig
-from megatron.config.running.checkpoints import LoadingConfig, SavingConfig
-from megatron.config.running.evaluation import EvaluationConfig
-from megatron.config.running.reporting import ReportConfig, WatchingConfig
-from megatron.config.running.safety import SafetyConfig, SafetyRequest, StoppingConfig
+from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.sections.computation import AUTO, TORCH, KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
+from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.reporting import ReportConfig, WatchingConfig
+from megatron.config.sections.safety import SafetyConfig, SafetyRequest, StoppingConfig
 from megatron.errors import ConfigError, printable
 
 GIVEN = "given"

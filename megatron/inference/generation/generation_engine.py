@@ -17,7 +17,7 @@ from megatron.inference.generation.next_tokens import (
 )
 from megatron.inference.generation.request import GeneratedToken, Request
 from megatron.inference.generation.schedule import EngineLimits, Text, TextChunk, TextSchedule
-from megatron.inference.loading import LoadedModel
+from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.sampling import Chooser, Chosen
 from megatron.model.interface.key_value_cache import MixedCaches, TextCache
 from megatron.model.interface.step_context import StepContext

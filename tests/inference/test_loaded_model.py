@@ -13,7 +13,7 @@ import torch
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference import loading
 from megatron.inference.generation import GenerationEngine, Request
-from megatron.inference.loading import open_checkpoint, pack_weights
+from megatron.inference.loaded_model import open_checkpoint, pack_weights
 from megatron.inference.sampling import Sampling
 from megatron.kernels import products
 from megatron.model.blocks.embedding import OutputHead

@@ -18,7 +18,7 @@ from megatron.config import (
     check_resume,
     resolve,
 )
-from megatron.config.run import in_current_sections, sections_of
+from megatron.config.run_config import in_current_sections, sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 

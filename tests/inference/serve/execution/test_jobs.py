@@ -10,10 +10,10 @@ import pytest
 
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.sampling import Sampling
+from megatron.inference.serve.execution.engine_loop import Add, Cancel, Command, Refused
+from megatron.inference.serve.execution.jobs import GenerationJob, Jobs
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, stopping
-from megatron.inference.serve.running.engine_loop import Add, Cancel, Command, Refused
-from megatron.inference.serve.running.jobs import GenerationJob, Jobs
 
 
 def requests(count: int) -> list[Request]:

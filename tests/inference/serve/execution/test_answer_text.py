@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.inference.generation import GeneratedToken
+from megatron.inference.serve.execution.answer_text import AnswerPiece, AnswerText
 from megatron.inference.serve.requests.served import Served
-from megatron.inference.serve.running.answer_text import AnswerPiece, AnswerText
 
 
 def pushed(served: Served, ids: Sequence[int], finish: str, stop_texts: Sequence[str] = ()) -> list[AnswerPiece]:

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.running import engine_loop
-from megatron.inference.serve.running.engine_loop import (
+from megatron.inference.serve.execution import engine_loop
+from megatron.inference.serve.execution.engine_loop import (
     Add,
     Arrival,
     Cancel,

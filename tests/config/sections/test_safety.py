@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.running.safety import SafetyConfig
+from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import ConfigError
 
 

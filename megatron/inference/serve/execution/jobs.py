@@ -8,9 +8,9 @@ import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from megatron.inference.generation import GeneratedToken, Request
+from megatron.inference.serve.execution.engine_loop import Add, Arrival, Cancel, Command
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.refusals import Refusal, broken, busy, invalid, too_slow
-from megatron.inference.serve.running.engine_loop import Add, Arrival, Cancel, Command
 
 
 class GenerationJob:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.running.reporting import WatchingConfig
+from megatron.config.sections.reporting import WatchingConfig
 from megatron.errors import ConfigError
 
 
