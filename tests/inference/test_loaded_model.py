@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference import loading
+from megatron.inference import loaded_model
 from megatron.inference.generation import GenerationEngine, Request
 from megatron.inference.loaded_model import open_checkpoint, pack_weights
 from megatron.inference.sampling import Sampling
@@ -90,7 +90,7 @@ def test_packed_networks_write_the_same_texts(name: str) -> None:
 
 def test_only_a_shared_head_keeps_its_plain_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, is_packed in ((1 << 40, True), (0, False), (None, True)):
-        monkeypatch.setattr(loading, "available_memory_bytes", lambda free=free: free)
+        monkeypatch.setattr(loaded_model, "available_memory_bytes", lambda free=free: free)
         tied = load().model
         pack_weights(tied)
         head = next(module for module in tied.modules() if isinstance(module, OutputHead))
