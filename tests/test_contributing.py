@@ -44,7 +44,7 @@ def stops(start: str) -> list[tuple[str, str]]:
 
 @cache
 def definitions(path: str) -> frozenset[str]:
-    """Functions, classes, `Class.method` and constants of a file."""
+    """Functions, classes, `Class.method`, `Class.field` and constants of a file."""
     found = set()
     for node in ast.parse((ROOT / path).read_text()).body:
         targets = (
@@ -56,6 +56,8 @@ def definitions(path: str) -> frozenset[str]:
         for inner in node.body if isinstance(node, ast.ClassDef) else ():
             if isinstance(inner, ast.FunctionDef):
                 found.add(f"{node.name}.{inner.name}")
+            elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                found.add(f"{node.name}.{inner.target.id}")
     return frozenset(found)
 
 
@@ -91,6 +93,35 @@ def test_every_function_that_a_walk_names_exists(start: str) -> None:
 def test_a_wrong_name_would_be_found() -> None:
     assert "read_command_line" in definitions("megatron/config/flags/command_line.py")
     assert "read_commandline" not in definitions("megatron/config/flags/command_line.py")
+
+
+def additions() -> list[tuple[str, str]]:
+    """Title and text of each thing that one may want to add."""
+    found = re.findall(r"^\* \*([^*]+)\*[^:]*: (.+?)(?=^\* |\Z)", section("## Adding something"), flags=re.M | re.S)
+    assert len(found) >= 12
+    return [(title, " ".join(text.split())) for title, text in found]
+
+
+def in_that_file(text: str) -> list[tuple[str, str]]:
+    """(name, path) wherever a text says "`name` (`path`)", or "`name` and `other` (`path`)"."""
+    pairs = re.findall(r"((?:`[\w.]+`(?: and |, )?)+) \(`([\w/]+\.py)`\)", text)
+    return [(name, path) for names, path in pairs for name in codes(names) if name != "config.json"]
+
+
+@pytest.mark.parametrize("title", [title for title, _ in additions()])
+def test_what_one_adds_to_is_in_the_file_that_is_named(title: str) -> None:
+    text = dict(additions())[title]
+    files = re.findall(r"`([\w/]+/[\w/]+\.py)`", text)
+    assert not [path for path in files if not (ROOT / path).is_file()]
+    assert [(name, path) for name, path in in_that_file(text) if name not in definitions(path)] == []
+    defined = frozenset().union(*(definitions(str(path.relative_to(ROOT))) for path in ROOT.glob("megatron/**/*.py")))
+    named = {code for code in codes(text) if re.match(r"_?[A-Z]|\w+_\w+$", code)}
+    assert named - defined - {"exp_avg", "exp_avg_sq"} == set()
+
+
+def test_a_name_that_moved_to_another_file_would_be_found() -> None:
+    pairs = [pair for _, text in additions() for pair in in_that_file(text)]
+    assert len(pairs) >= 15 and ("build_optimizer", "megatron/engine/deepspeed_setup.py") in pairs
 
 
 def test_the_shard_types_are_those_of_the_code() -> None:

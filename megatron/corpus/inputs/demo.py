@@ -56,7 +56,7 @@ def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
         StorageError: the file cannot be written; checked before the work where possible.
     """
     problem = (
-        f"This Python ({sys.prefix}) carries only {{}} bytes of source text; {LEAST_BYTES} are needed. Use an "
+        f"bytes of source text are all that this Python ({sys.prefix}) carries; {LEAST_BYTES} are needed. Use an "
         "interpreter with its full standard library, or train on a jsonl file of your own."
     )
     return write_corpus(path, corpus_documents, wanted_bytes, LEAST_BYTES, problem)
@@ -69,7 +69,7 @@ def write_corpus(
 
     Args:
         documents: gives (source, text) for each.
-        problem: with a place for the bytes there are, where they are fewer than the least.
+        problem: what follows the number of bytes in the error if they are fewer than the least.
 
     Raises:
         DataError: the problem.
@@ -90,7 +90,7 @@ def write_corpus(
             if corpus.size_bytes >= enough_bytes:
                 return
         if corpus.size_bytes < least_bytes:
-            raise DataError(problem.format(corpus.size_bytes))
+            raise DataError(f"Only {corpus.size_bytes} {problem}")
 
     write_atomically(path, write)
     return corpus

@@ -29,7 +29,7 @@ def write_prose(path: Path) -> DemoCorpus:
         StorageError: the file cannot be written; checked before the work where possible.
     """
     problem = (
-        f"The standard library of this Python carries only {{}} bytes of English; {LEAST_BYTES} are needed. Use an "
+        f"bytes of English are in the standard library of this Python; {LEAST_BYTES} are needed. Use an "
         "interpreter with its full standard library, or train on a text of your own: python train_on_text.py my.txt"
     )
     return write_corpus(path, prose_documents, ENOUGH_BYTES, LEAST_BYTES, problem)

@@ -39,8 +39,12 @@ def test_lines_are_written_until_there_are_enough(installation: Path, tmp_path: 
     assert written.documents == len(lines) == 2 and json.loads(lines[0])["src"] == "stdlib/a.py#docstrings"
 
 
-def test_too_little_text_is_named(installation: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"carries only \d+ bytes of source text; 10000000 are needed"):
+def test_too_little_text_is_named(installation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.sys, "prefix", "/opt/{python}")
+    expected = (
+        r"Only \d+ bytes of source text are all that this Python \(/opt/\{python\}\) carries; 10000000 are needed"
+    )
+    with pytest.raises(DataError, match=expected):
         demo.write_demo_corpus(tmp_path / "demo.jsonl", 10**7)
     assert not (tmp_path / "demo.jsonl").exists()
 

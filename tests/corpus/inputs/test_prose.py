@@ -37,7 +37,9 @@ def test_each_paragraph_comes_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_too_little_english_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(prose, "_texts", lambda: iter([("stdlib/a", SENTENCE)]))
-    with pytest.raises(DataError, match=r"carries only \d+ bytes of English; 500000 are needed"):
+    with pytest.raises(
+        DataError, match=r"Only \d+ bytes of English are in the standard library of this Python; 500000 are needed"
+    ):
         prose.write_prose(tmp_path / "prose.jsonl")
     assert not (tmp_path / "prose.jsonl").exists()
 
