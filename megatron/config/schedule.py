@@ -28,7 +28,7 @@ StepRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRateSchedule:
     """The course of the learning rate, counted in samples.
 
     A length in tokens is divided by the tokens of a sample and not rounded, so that the rate at every number of
@@ -44,7 +44,7 @@ class Schedule:
     decay_samples: float
 
 
-def schedule(optim: OptimConfig) -> Schedule:
+def schedule(optim: OptimConfig) -> LearningRateSchedule:
     """Warm-up and decay of the learning rate in samples, whatever unit they were given in."""
     in_samples = optim.is_counted_in_samples
     per_step = optim.global_batch_size
@@ -61,7 +61,7 @@ def schedule(optim: OptimConfig) -> Schedule:
         warmup = optim.lr_warmup_tokens / optim.tokens_per_sample
     elif optim.lr_warmup_fraction is not None:
         warmup = optim.lr_warmup_fraction * decay
-    return Schedule(warmup, decay)
+    return LearningRateSchedule(warmup, decay)
 
 
 def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: int | None = None) -> float:
@@ -88,7 +88,7 @@ def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: in
     return floor + _DECAYS[optim.lr_decay_style](ratio) * (peak - floor)
 
 
-def _warmup_of_decay(optim: OptimConfig, course: Schedule) -> float:
+def _warmup_of_decay(optim: OptimConfig, course: LearningRateSchedule) -> float:
     """The warm-up in the measure of the decay, which is another one under a curriculum if only one is in tokens."""
     if not optim.curriculum_learning or optim.warms_up_in_tokens == optim.decays_in_tokens:
         return course.warmup_samples

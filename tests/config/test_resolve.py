@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
 from megatron.config.resolve import resolve_epochs, resolve_optim
-from megatron.config.schedule import Schedule, is_done, planned_iterations, schedule
+from megatron.config.schedule import LearningRateSchedule, is_done, planned_iterations, schedule
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -201,7 +201,7 @@ def test_a_request_is_completed_for_a_known_batch() -> None:
 def test_tokens_are_divided_by_the_sequence_length() -> None:
     optim = resolved("--train-tokens 640 --lr-warmup-tokens 64 --lr-decay-tokens 320", drop="--train-iters").optim
     assert (optim.tokens_per_sample, optim.train_iters) == (32, 3)  # 20 samples, 8 a step
-    assert schedule(optim) == Schedule(2, 10)
+    assert schedule(optim) == LearningRateSchedule(2, 10)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,10 @@ def test_epochs_end_with_the_step_that_completes_the_last_pass() -> None:
     assert config.optim.train_iters == 0
     found = resolve_epochs(config, 10)
     assert found.optim.train_iters == 8 == planned_iterations(found.optim)
-    assert (found.optim.train_tokens, schedule(found.optim)) == (30 * found.data.seq_length, Schedule(15.0, 30.0))
+    assert (found.optim.train_tokens, schedule(found.optim)) == (
+        30 * found.data.seq_length,
+        LearningRateSchedule(15.0, 30.0),
+    )
     assert not is_done(found.optim, 7, 28) and is_done(found.optim, 8, 32)
     plain = resolved()
     assert resolve_epochs(plain, 10) is plain

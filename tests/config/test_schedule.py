@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.config import EvaluationConfig, SafetyRequest
 from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import (
-    Schedule,
+    LearningRateSchedule,
     global_batch_size,
     is_done,
     learning_rate,
@@ -331,7 +331,7 @@ def test_steps_and_tokens_end_a_run_at_whichever_comes_first() -> None:
     assert (optim.train_iters, optim.most_iters) == (3, 10)
     assert [is_done(optim, step, step * 8) for step in range(5)] == [False, False, False, True, True]
     assert planned_samples(optim, EvaluationConfig(eval_iters=0))[0] == 80  # as upstream plans its data
-    assert schedule(optim) == Schedule(0, 80)
+    assert schedule(optim) == LearningRateSchedule(0, 80)
     short = resolve_optim(dataclasses.replace(request, train_iters=2), 8, 32)
     assert (short.train_iters, planned_iterations(short, 1, 8)) == (2, 2) and is_done(short, 2, 16)
     assert resolve_optim(optim, 8, 32) == optim
@@ -345,7 +345,7 @@ def test_a_change_of_batch_size_does_not_move_the_last_token() -> None:
 
 def test_tokens_that_are_no_whole_samples_are_not_rounded() -> None:
     optim = optim_config(**TOKENS, train_samples=80, lr_decay_tokens=1000, lr_warmup_tokens=100)
-    assert schedule(optim) == Schedule(100 / 32, 1000 / 32)
+    assert schedule(optim) == LearningRateSchedule(100 / 32, 1000 / 32)
     assert learning_rate(optim, 2) == pytest.approx(2 * 32 / 100)
     assert learning_rate(optim, 8) == pytest.approx(1 - (8 * 32 - 100) / (1000 - 100))
     assert learning_rate(optim, 32) == 0.0
@@ -353,8 +353,8 @@ def test_tokens_that_are_no_whole_samples_are_not_rounded() -> None:
 
 def test_a_schedule_in_tokens_goes_with_a_length_in_steps() -> None:
     optim = optim_config(**TOKENS, train_iters=10, lr_decay_tokens=5 * 8 * 32, lr_warmup_iters=1)
-    assert schedule(optim) == Schedule(8, 40)
-    assert schedule(optim_config(**TOKENS, train_tokens=640, lr_warmup_fraction=0.5)) == Schedule(10, 20)
+    assert schedule(optim) == LearningRateSchedule(8, 40)
+    assert schedule(optim_config(**TOKENS, train_tokens=640, lr_warmup_fraction=0.5)) == LearningRateSchedule(10, 20)
 
 
 @pytest.mark.parametrize(

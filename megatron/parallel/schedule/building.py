@@ -1,0 +1,92 @@
+"""The schedules that have a name, and how one is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.errors import ConfigError
+from megatron.parallel.schedule.actions import Placement, Schedule
+from megatron.parallel.schedule.generation import fixed_orders, greedy_orders
+from megatron.parallel.schedule.simulation import Orders, bubble_ratio, peak_alive, simulate, with_messages
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """What distinguishes a schedule from the others.
+
+    Attributes:
+        chunks: the fewest and the most chunks of a rank; None for any number.
+        is_v_shaped: whether chunks go there and back over the ranks, so that the first rank has the last chunk.
+        splits: whether the gradients of weights are computed apart from those of inputs.
+        limit: the most chunk activations that a rank may hold, from the rank, the ranks and the chunks of each; None
+            for the schedules with a fixed order.
+    """
+
+    chunks: tuple[int, int | None]
+    is_v_shaped: bool = False
+    splits: bool = False
+    limit: Callable[[int, int, int], int] | None = None
+
+
+def _interleaved_limit(rank: int, ranks: int, chunks: int) -> int:
+    return 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
+
+
+# Limits: ZB-H1 holds what the first rank of 1F1B holds, on every rank; ZBV as much, in chunks of half the size; V-half
+# one more than half of that.
+# Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023) for ZB-H1, "Pipeline Parallelism with Controllable
+# Memory" (2024) for the V shapes.
+SCHEDULES = {
+    "1f1b": NamedSchedule((1, 1)),
+    "interleaved": NamedSchedule((2, None)),
+    "zb-h1": NamedSchedule((1, 1), splits=True, limit=lambda rank, ranks, chunks: ranks),
+    "interleaved-zb": NamedSchedule((2, None), splits=True, limit=_interleaved_limit),
+    "zbv": NamedSchedule((2, 2), is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: 2 * ranks),
+    "v-half": NamedSchedule((2, 2), is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: ranks + 1),
+    "v-1f1b": NamedSchedule((2, 2), is_v_shaped=True, limit=lambda rank, ranks, chunks: 2 * ranks),
+}
+
+
+@lru_cache(maxsize=32)
+def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> Schedule:
+    """Builds a schedule; the same arguments give the same object.
+
+    Raises:
+        ConfigError: there is no schedule of this name, or not with this number of chunks.
+    """
+    named = SCHEDULES.get(name)
+    if named is None:
+        raise ConfigError(f"There is no pipeline schedule {name!r}. Use one of {', '.join(SCHEDULES)}.")
+    fewest, most = named.chunks
+    if chunks_per_rank < fewest or (most is not None and chunks_per_rank > most):
+        nearest = fewest if chunks_per_rank < fewest else most
+        noun = "chunk" if chunks_per_rank == 1 else "chunks"
+        raise ConfigError(f"The pipeline schedule {name} does not take {chunks_per_rank} {noun} a rank. Use {nearest}.")
+    placement = Placement.v_shape(ranks) if named.is_v_shaped else Placement.loop(ranks, chunks_per_rank)
+    if named.limit is None:
+        orders = fixed_orders(ranks, chunks_per_rank, micro_batches)
+    else:
+        limits = [named.limit(rank, ranks, chunks_per_rank) for rank in range(ranks)]
+        orders = greedy_orders(placement, micro_batches, limits, splits=named.splits)
+    return schedule_of(name, placement, micro_batches, orders)
+
+
+def schedule_of(name: str, placement: Placement, micro_batches: int, orders: Orders) -> Schedule:
+    """The schedule with these computations, with its messages and figures.
+
+    Raises:
+        ConfigError: computations wait for each other.
+    """
+    spans = simulate(orders, placement)
+    return Schedule(
+        name=name,
+        ranks=placement.ranks,
+        chunks_per_rank=len(placement.chunks_of(0)),
+        micro_batches=micro_batches,
+        placement=placement,
+        actions=with_messages(spans, placement),
+        bubble_ratio=bubble_ratio(spans, placement.ranks),
+        peak_alive=peak_alive(orders),
+    )
