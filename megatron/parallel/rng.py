@@ -18,7 +18,7 @@ from megatron.config.architecture.dropout import DROPOUT_STEPS
 from megatron.device import default_generator
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout
-from megatron.kernels.hashing import counters, mix, mix_64, signed
+from megatron.kernels.hashing import GOLDEN, counters, mix, mix_64, signed
 from megatron.kernels.initial_values import WeightDraw, draw_
 from megatron.parallel.shard_spec import ShardSpec
 
@@ -68,25 +68,30 @@ def hidden_dropout(
     sample_ids: torch.Tensor,
     length: int,
     first_position: int = 0,
+    positions: torch.Tensor | None = None,
 ) -> Dropout | None:
     """Which entries of hidden states `[b, s, h]` are zeroed: a hash of (seed, site, sample, position, channel).
 
     The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value; the configuration
     refuses one that this would change. None if nothing is.
 
-    Shapes: sample_ids `[b]`; rows of the result `[b, s]`.
+    Shapes: sample_ids `[b]`; positions `[s]` or `[b, s]` int64; rows of the result `[b, s]`.
 
     Args:
         keys: `hidden_keys` of the site, which is unique to each call in a forward pass; as a tensor `[2]` int64 in a
             program of torch.compile, which would otherwise be another one for each site.
         length: s.
         first_position: position of the first entry in its sequence, if the rank holds a later part of it.
+        positions: the positions in their sequence, where they are not consecutive.
     """
     threshold = round(probability * DROPOUT_STEPS)
     if threshold == 0:
         return None
     of_rows, of_columns = keys
-    rows = _each(sample_ids ^ of_rows, first_position, first_position + length)
+    if positions is None:
+        rows = _each(sample_ids ^ of_rows, first_position, first_position + length)
+    else:
+        rows = mix_64(mix_64(sample_ids ^ of_rows).unsqueeze(-1) + positions * signed(GOLDEN, 64))
     return Dropout(rows, threshold, of_columns)
 
 

@@ -51,4 +51,5 @@ def dropout_at(site: DropoutSite, probability: float, hidden: torch.Tensor, cont
         sample_ids=context.sample_ids.to(hidden.device),
         length=hidden.shape[1],
         first_position=context.position_offset,
+        positions=context.positions(hidden.shape[1]),
     )

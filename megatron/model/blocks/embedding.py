@@ -77,8 +77,9 @@ class PositionEmbedding(nn.Module):
                 f"The sequence has {last} tokens and there are {self.positions} positions "
                 f"(--max-position-embeddings {self.positions}). Shorten the text, or train with more positions."
             )
-        if context.position_ids is not None:
-            vectors = lookup(self.weight, context.position_ids, implementation=self.lookup_kernel)  # [b, s, h]
+        positions = context.position_ids if context.position_ids is not None else context.positions(hidden.shape[1])
+        if positions is not None:
+            vectors = lookup(self.weight, positions, implementation=self.lookup_kernel)  # [b, s, h] or [s, h]
         else:
             vectors = self.weight[context.position_offset : last]  # [s, h]
         return _drop(hidden + vectors, self, context)

@@ -27,11 +27,11 @@ def rotation(config: ModelConfig, layer: int, context: StepContext, length: int)
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
         frequencies, factor = _frequencies(config, context, length, windowed)
-        positions = context.position_ids
+        positions = context.position_ids if context.position_ids is not None else context.positions(length)
         if positions is None:
             first = context.position_offset
             positions = torch.arange(first, first + length, device=device).unsqueeze(0)
-        angles = positions.float().unsqueeze(-1) * frequencies.to(device)  # [b or 1, s, r/2]
+        angles = positions.view(-1, length).float().unsqueeze(-1) * frequencies.to(device)  # [b or 1, s, r/2]
         return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
 
     return context.once(("rotation", windowed, length), compute)

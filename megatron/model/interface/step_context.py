@@ -12,10 +12,12 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.key_value_cache import KeyValueCaches
+from megatron.parallel.sequence.split import SequenceSplit
 
 Shared = TypeVar("Shared")
 
@@ -64,6 +66,9 @@ class TextPart:
 class StepContext:
     """What the layers know about a micro-batch.
 
+    Where ranks share its samples, s is what this rank computes on; segment_ids and prefix_mask are of the whole
+    samples, since attention reads them.
+
     Shapes: sample_ids `[b]` int64; segment_ids, position_ids and token_types `[b, s]` int64; prefix_mask `[b, s]` bool;
     predicted `[b, m]` int64.
 
@@ -84,6 +89,7 @@ class StepContext:
         explicit_attention: whether attention keeps its probabilities where one fused call would do.
         factored_logits: whether the head returns the factors of the logits instead of their product.
         caches: keys and values of earlier tokens; None outside generation.
+        split: how ranks share the samples; None if this rank computes on all of their tokens.
         texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
             row is one text.
         auxiliary: collects the losses that layers add.
@@ -104,6 +110,7 @@ class StepContext:
     explicit_attention: bool = False
     factored_logits: bool = False
     caches: KeyValueCaches | None = None
+    split: SequenceSplit | None = None
     texts: tuple[TextPart, ...] = ()
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     shared: dict[Hashable, Any] = field(default_factory=dict)
@@ -119,11 +126,27 @@ class StepContext:
             self.shared[key] = compute()
         return self.shared[key]  # type: ignore[no-any-return]
 
+    def positions(self, length: int) -> torch.Tensor | None:
+        """The place in its sample of each of the `length` tokens along s; None if they are consecutive from
+        `position_offset`.
+
+        Shapes: `[s]` or `[b, s]` int64.
+        """
+        split = self.split
+        if split is None:
+            return None
+
+        def compute() -> torch.Tensor:
+            places = split.places(length * split.size, _on_host(self.segment_ids))
+            return torch.from_numpy(places[0] if len(places) == 1 else places).to(self.sample_ids.device)
+
+        return self.once(("positions", length), compute)
+
     def positions_needed(self, length: int) -> int:
-        """One more than the last position of a micro-batch with `length` tokens along s."""
+        """One more than the last position of the samples, of which this micro-batch has `length` tokens along s."""
         if self.texts:
             return max(part.first + part.count for part in self.texts)
-        return self.position_offset + length
+        return self.position_offset + length * (1 if self.split is None else self.split.size)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -147,6 +170,7 @@ class StepSettings:
         dtype: dtype of activations.
         explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
         factored_logits: whether the head returns `FactoredLogits`, for objectives that never hold the logits.
+        split: how ranks share the samples; None if each rank computes on whole ones.
     """
 
     seed: int = 0
@@ -159,6 +183,7 @@ class StepSettings:
     dtype: torch.dtype = torch.float32
     explicit_attention: bool = False
     factored_logits: bool = False
+    split: SequenceSplit | None = None
 
     @property
     def needs_segments(self) -> bool:
@@ -198,14 +223,20 @@ class StepSettings:
             backward_scale: see `AuxiliaryLosses`.
         """
         separate = self.mask is MaskKind.DOCUMENTS and segment_ids is not None
+        position_ids = None
+        if self.restart_positions and segment_ids is not None:
+            position_ids = restarted_positions(segment_ids)
+            if self.split is not None:
+                places = self.split.places(segment_ids.shape[1], _on_host(segment_ids))
+                position_ids = position_ids.gather(
+                    1, torch.from_numpy(places).to(segment_ids).expand(len(segment_ids), -1)
+                )
         return StepContext(
             sample_ids=sample_ids,
             known_first_sample=first_sample,
             seed=self.seed,
             position_offset=0 if caches is None else caches.length,
-            position_ids=restarted_positions(segment_ids)
-            if self.restart_positions and segment_ids is not None
-            else None,
+            position_ids=position_ids,
             segment_ids=segment_ids,
             mask=MaskKind.DOCUMENTS if separate else MaskKind.CAUSAL,
             prefix_mask=prefix_mask,
@@ -215,6 +246,7 @@ class StepSettings:
             explicit_attention=self.explicit_attention,
             factored_logits=self.factored_logits,
             caches=caches,
+            split=self.split,
             auxiliary=AuxiliaryLosses(backward_scale),
         )
 
@@ -236,3 +268,8 @@ def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:
     begins = torch.zeros_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def _on_host(segment_ids: torch.Tensor | None) -> np.ndarray | None:
+    """Segment ids as numpy reads them; the host waits for a GPU."""
+    return None if segment_ids is None else segment_ids.cpu().numpy()

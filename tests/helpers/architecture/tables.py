@@ -86,7 +86,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "dashboard",
         "styles",
     ),
-    "megatron.parallel": ("schedule", ".", "tensor", "watch"),
+    "megatron.parallel": ("schedule", ".", "sequence", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (".", "keeping", "analysis"),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),

@@ -6,7 +6,9 @@ import torch
 
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.interface.step_context import StepContext
+from megatron.parallel.mesh import Axis
 from megatron.parallel.rng import attention_keys, hidden_dropout, hidden_keys
+from megatron.parallel.sequence.split import SequenceSplit
 
 
 def test_each_site_has_a_mask_of_its_own_that_goes_by_samples_and_positions() -> None:
@@ -22,6 +24,15 @@ def test_each_site_has_a_mask_of_its_own_that_goes_by_samples_and_positions() ->
     assert other_sample is not None and torch.equal(other_sample.kept(16), masks[1][1:])
     assert later_part is not None and torch.equal(later_part.kept(16), masks[1][:, 5:])
     assert dropout_at(DropoutSite(1), 0.0, hidden, context) is None
+
+
+def test_ranks_that_share_a_sample_drop_the_same_entries_as_one_rank() -> None:
+    split = SequenceSplit(Axis("cp", 1, 2, (0, 1)), Axis.single("sp"))
+    hidden, ids = torch.zeros(2, 8, 16), torch.tensor([3, 4])
+    whole = dropout_at(DropoutSite(1), 0.25, hidden, StepContext(ids, seed=7))
+    part = dropout_at(DropoutSite(1), 0.25, hidden[:, :4], StepContext(ids, seed=7, split=split))
+    assert whole is not None and part is not None
+    assert torch.equal(part.kept(16), whole.kept(16)[:, [2, 3, 4, 5]])
 
 
 def test_keys_are_tensors_only_in_compiled_programs_and_follow_the_seed() -> None:

@@ -1,0 +1,128 @@
+"""Which tokens of a sample each rank computes on."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.errors import DataError
+from megatron.parallel.mesh import Axis, ParallelMesh
+
+_MOST_BLOCKS = 64  # of a rank, where documents make the work uneven
+_EVEN_ENOUGH = 1.03  # the most work of a rank, relative to the mean
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """How the tokens of each sample are divided over ranks.
+
+    First over the ranks of the ring, in parts of equal length that cost attention about equally much; then each part
+    over the ranks of Ulysses in consecutive pieces.
+
+    Args:
+        ring: the ranks between which keys and values travel.
+        ulysses: the ranks that exchange positions for heads.
+        causal: whether tokens attend to earlier ones only, so that a later token costs more.
+        by_document: whether they attend to their own document only.
+    """
+
+    ring: Axis
+    ulysses: Axis
+    causal: bool = True
+    by_document: bool = False
+
+    @classmethod
+    def of(cls, mesh: ParallelMesh, *, causal: bool, by_document: bool) -> SequenceSplit | None:
+        """The split that the axes of a mesh make; None if no rank shares a sequence with another."""
+        if mesh.cp.size * mesh.sp.size == 1:
+            return None
+        return cls(mesh.cp, mesh.sp, causal, by_document)
+
+    @property
+    def size(self) -> int:
+        """The ranks that share a sequence."""
+        return self.ring.size * self.ulysses.size
+
+    def parts(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
+        """The places of the tokens of each rank of the ring, ascending.
+
+        A causal sample is cut into twice as many blocks as there are ranks, of which a rank gets an early and a late
+        one; where documents make the work uneven, into more.
+
+        Shapes: segment_ids `[b, s]`; result int64 `[b, ring, s/ring]`, b = 1 if the samples are all divided alike.
+
+        Raises:
+            DataError: the length cannot be divided.
+        """
+        ranks = self.ring.size
+        unit = length_unit(ranks, self.ulysses.size, causal=self.causal)
+        if length % unit:
+            raise DataError(
+                f"A sample of {length} tokens cannot be divided over {self.size} ranks (--context-parallel-size, "
+                f"--ds-sequence-parallel-size). Use lengths that are multiples of {unit}."
+            )
+        places = np.arange(length)
+        if ranks == 1 or not self.causal:
+            return places.reshape(1, ranks, -1)
+        if segment_ids is None or not self.by_document:
+            return balanced_parts(places + 1, ranks)[None]
+        return np.stack([balanced_parts(_visible_tokens(row), ranks) for row in segment_ids])
+
+    def places(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
+        """The places of this rank's tokens. Shapes: as of `parts`; result int64 `[b or 1, s/size]`."""
+        part = self.parts(length, segment_ids)[:, self.ring.rank]
+        return np.split(part, self.ulysses.size, axis=1)[self.ulysses.rank]
+
+
+def length_unit(ring: int, ulysses: int, *, causal: bool) -> int:
+    """What the length of a sample must be a multiple of; a ring cuts `causal` ones into two blocks a rank."""
+    return math.lcm(2 * ring if causal and ring > 1 else ring, ring * ulysses)
+
+
+def balanced_parts(work: np.ndarray, ranks: int) -> np.ndarray:
+    """Divides tokens into parts of equal length and nearly equal work: blocks, the costliest first, go to the rank with
+    the least work that has room. There are no more blocks than it takes.
+
+    Two blocks a rank of a plain causal sample make its usual split: rank i gets the blocks i and 2 * ranks - 1 - i.
+
+    Shapes: work `[s]`, of each token; result int64 `[ranks, s/ranks]`, ascending.
+    """
+    best, parts = math.inf, np.zeros((0, 0), np.int64)
+    each = 2
+    while each <= _MOST_BLOCKS and len(work) % (ranks * each) == 0:
+        blocks = work.reshape(ranks * each, -1).sum(axis=1)
+        owners = _owners(blocks, ranks, each)
+        most = np.bincount(owners, blocks).max() * ranks / blocks.sum()
+        if most < best:
+            best = most
+            chosen = np.argsort(owners, kind="stable").reshape(ranks, each)
+            width = len(work) // (ranks * each)
+            parts = (chosen[:, :, None] * width + np.arange(width)).reshape(ranks, -1)
+        if best <= _EVEN_ENOUGH:
+            break
+        each *= 2
+    return parts
+
+
+def _owners(blocks: Sequence[int] | np.ndarray, ranks: int, each: int) -> np.ndarray:
+    """The rank that each block goes to, `each` of them to every rank. Shapes: `[blocks]` to the same."""
+    owners = np.zeros(len(blocks), np.int64)
+    loads = [(0, 0, rank) for rank in range(ranks)]  # work, blocks, rank
+    for block in np.argsort(-np.asarray(blocks), kind="stable"):
+        load, count, rank = heapq.heappop(loads)
+        owners[block] = rank
+        if count + 1 < each:
+            heapq.heappush(loads, (load + int(blocks[block]), count + 1, rank))
+    first = [int(np.flatnonzero(owners == rank)[0]) for rank in range(ranks)]
+    return np.argsort(np.argsort(first))[owners]  # ranks in the order of their first blocks
+
+
+def _visible_tokens(segment_ids: np.ndarray) -> np.ndarray:
+    """How many tokens of its document each token sees. Shapes: `[s]` to the same."""
+    places = np.arange(len(segment_ids))
+    begins = np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]])
+    return places - np.maximum.accumulate(np.where(begins, places, 0)) + 1
