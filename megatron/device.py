@@ -11,7 +11,8 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ import torch
 from megatron.errors import LaunchError
 
 _HOST_REGISTER_PORTABLE = 1
+
+Result = TypeVar("Result")
 
 
 def environment(name: str, default: str | None = None) -> str | None:
@@ -148,6 +151,15 @@ class Stopwatch:
         finally:
             elapsed.parts.append((kind, began, self._now()))
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts nothing of what the block does: work that a graph repeats later leaves no times."""
+        elapsed, self._elapsed = self._elapsed, None
+        try:
+            yield
+        finally:
+            self._elapsed = elapsed
+
     def take(self) -> Elapsed:
         """What has been counted since `start`; counting ends."""
         elapsed, self._elapsed = self._elapsed, None
@@ -254,6 +266,63 @@ class HostCopies:
         """Waits until the copies have arrived."""
         if self._done is not None:
             self._done.synchronize()
+
+
+class CapturedWork(Protocol):
+    """Work that can be repeated on the memory it was captured with."""
+
+    def replay(self) -> None:
+        """Queues the work."""
+
+    def release(self) -> None:
+        """Frees what repeating it takes, once it is not needed any more."""
+
+
+class GraphCapturer:
+    """Captures work of the GPU as CUDA graphs: kernels on fixed addresses, queued in one call.
+
+    The graphs share one pool of memory, so one may run at a time, and what it leaves lasts until the next one runs.
+
+    Args:
+        stopwatch: counts messages, if there is one; not those of graphs.
+    """
+
+    def __init__(self, target: torch.device, stopwatch: Stopwatch | None = None) -> None:
+        self._stream = torch.cuda.Stream(target)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stopwatch = stopwatch
+
+    def warm_up(self, work: Callable[[], Result]) -> Result:
+        """Does the work on the stream of the captures, for which libraries allocate what they need there."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        current.wait_stream(self._stream)
+        return result
+
+    def capture(self, work: Callable[[], Result]) -> tuple[CapturedWork, Result]:
+        """Captures the work without doing it; the result gets its values when the graph runs.
+
+        Other threads may go on using the GPU.
+        """
+        graph = torch.cuda.CUDAGraph()
+        options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        untimed = contextlib.nullcontext() if self._stopwatch is None else self._stopwatch.paused()
+        with untimed, torch.cuda.graph(graph, **options):  # type: ignore[arg-type]
+            result = work()
+        return _Graph(graph), result
+
+
+class _Graph:
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def release(self) -> None:
+        self._graph.reset()
 
 
 def host_buffer(size_bytes: int, source: torch.device) -> torch.Tensor:

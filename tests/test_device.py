@@ -148,6 +148,16 @@ def test_a_stopwatch_adds_up_what_was_timed_since_it_was_started() -> None:
     assert watch.take().parts == []
 
 
+def test_a_stopwatch_counts_nothing_while_it_is_paused() -> None:
+    watch = device.Stopwatch()
+    watch.start()
+    with watch.paused(), watch.running():
+        pass
+    with watch.running("after"):
+        pass
+    assert [kind for kind, *_ in watch.take().parts] == ["after"]
+
+
 def test_a_stopwatch_keeps_nothing_unless_it_was_started() -> None:
     watch = device.Stopwatch()
     for _ in range(2):
@@ -157,6 +167,19 @@ def test_a_stopwatch_keeps_nothing_unless_it_was_started() -> None:
         assert watch._elapsed is None
         watch.start()
         assert watch.take().parts == []
+
+
+@pytest.mark.gpu
+def test_captured_work_is_done_when_it_is_replayed() -> None:
+    capturer = device.GraphCapturer(torch.device("cuda"))
+    values = torch.ones(3, device="cuda")
+    assert capturer.warm_up(lambda: values * 2).tolist() == [2.0] * 3
+    work, doubled = capturer.capture(lambda: values * 2)
+    for number in (3.0, 4.0):
+        values.fill_(number)
+        work.replay()
+        assert doubled.tolist() == [2 * number] * 3
+    work.release()
 
 
 @pytest.mark.gpu

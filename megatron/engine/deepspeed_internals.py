@@ -43,9 +43,11 @@ class OptimizerView(ABC):
     Attributes:
         optimizer: the torch optimizer, without DeepSpeed's wrapper.
         is_direct: whether it updates the network's own weights, all of them on every data-parallel rank.
+        takes_by_hooks: whether hooks of the backward pass take the gradients from the parameters.
     """
 
     is_direct = False
+    takes_by_hooks = True
     _TAKES_FLAGS = False  # whether the update here can be told by a flag on the device to change nothing
     _GROUPS, _REDUCED = "", "averaged_gradients"  # attributes of DeepSpeed's optimizer
     _BUFFERS: tuple[str, ...] = ()  # those in which it keeps gradients before ranks sum them
@@ -133,7 +135,7 @@ class DirectView(OptimizerView):
         group: the ranks that share a parameter.
     """
 
-    is_direct = True
+    is_direct, takes_by_hooks = True, False
     _TAKES_FLAGS = True
 
     def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
@@ -210,6 +212,7 @@ class AccumulatedView(PartitionedView):
     def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
         super().__init__(engine)
         wrapper, self._clipping = self._wrapper, clipping
+        self.takes_by_hooks = bool(wrapper.immediate_grad_update)
         if group.size == 1:
             engine.buffered_allreduce_fallback = lambda *_, **__: None
         self._main = MainGradients(wrapper.fp32_groups_gradients_flat, wrapper.bf16_groups, _IS_COUNTED)

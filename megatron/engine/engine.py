@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.config import OptimConfig, PrecisionConfig
+from megatron.device import GraphCapturer
+from megatron.engine.cuda_graphs import MicroBatchGraphs
 from megatron.engine.deepspeed_internals import view_of, whole_numel
 from megatron.engine.deepspeed_setup import (
     initialize,
@@ -90,6 +92,7 @@ class Engine:
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
         self._length: int | None = None
+        self._graphs: MicroBatchGraphs | None = None
         join_deepspeed()
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks, freezing.frozen)
@@ -171,6 +174,10 @@ class Engine:
         """
         if self.precision.fp16 and self.precision.loss_scale is None:
             self.view.restore_loss_scale(state)
+
+    def use_graphs(self, capturer: GraphCapturer) -> None:
+        """Captures micro-batches as CUDA graphs from now on; see `graph_refusal` for what must hold."""
+        self._graphs = MicroBatchGraphs(self.parameters(), self._forward_alone, capturer)
 
     def expect_length(self, length: int) -> None:
         """Tells the stages of a pipeline that the samples that follow have this many tokens: their buffers are for one
@@ -295,7 +302,7 @@ class Engine:
         for number, batch in enumerate(batches, start=1):
             # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
             self.deepspeed.set_gradient_accumulation_boundary(number == len(batches))
-            loss = self._plain_loss(batch)
+            loss = self._plain_loss(batch) if self._graphs is None else self._graphed_loss(batch, self._graphs)
             self._enter("backward")
             self.deepspeed.backward(loss)
             self._enter("step")
@@ -309,6 +316,25 @@ class Engine:
         context = batch.context(self.steps, self._backward_scale())
         outputs = self.deepspeed(batch.network_input, context)
         return self._loss(outputs, batch.targets, context.auxiliary.sums())
+
+    def _graphed_loss(self, batch: DeviceBatch, graphs: MicroBatchGraphs) -> torch.Tensor:
+        """The loss of a micro-batch whose gradients the parameters have already, so that its backward is empty."""
+        self._enter("forward")
+        count = self._micro_batch_count
+        outcome = graphs.run(batch, (count, batch.target_names, self.steps, id(self.objective)))
+        graphs.give(outcome, adds_up=self.view.is_direct and count > 1)
+        self._totals.add_sums(outcome.sums)
+        return outcome.loss.detach().requires_grad_().view(())  # DeepSpeed asks what it was computed by
+
+    def _forward_alone(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a micro-batch as its backward pass begins with it, and its own totals, without DeepSpeed."""
+        totals, self._totals = self._totals, StepTotals(self.objective.metric_sizes, self.mesh.device)
+        try:
+            context = batch.context(self.steps, self._backward_scale())
+            loss = self._loss(self.stack(batch.network_input, context), batch.targets, context.auxiliary.sums())
+            return loss * self._backward_scale(), self._totals.sums
+        finally:
+            self._totals = totals
 
     def _pipeline_loss(self, outputs: Outputs, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self._loss(outputs, targets, {})  # each stage reports its own auxiliary losses

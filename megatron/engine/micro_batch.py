@@ -33,7 +33,7 @@ class DeviceBatch:
     Attributes:
         inputs: the inputs of the first layer.
         passed: the tensors from which each stage builds the `StepContext`.
-        first_sample: the first sample id, as a Python integer.
+        first_sample: the first sample id, as a Python integer; None if the host does not know it.
         targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the
             order of `target_names`.
         target_names: names of the targets.
@@ -41,7 +41,7 @@ class DeviceBatch:
 
     inputs: tuple[torch.Tensor, ...]
     passed: tuple[torch.Tensor, ...]
-    first_sample: int
+    first_sample: int | None
     targets: tuple[torch.Tensor, ...]
     target_names: tuple[str, ...]
 

@@ -38,6 +38,15 @@ class StepTotals:
             parts.append(self._sums.new_zeros(size) if value is None else value.reshape(size))
         self._sums += torch.cat([part.to(self._sums) for part in parts])
 
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sums of this rank so far. Shapes: `[2 + metrics]` float64."""
+        return self._sums
+
+    def add_sums(self, sums: torch.Tensor) -> None:
+        """Adds the sums of other totals. Shapes: `[2 + metrics]` float64."""
+        self._sums += sums
+
     def add_auxiliary(self, auxiliary: Mapping[str, torch.Tensor]) -> None:
         """Adds the auxiliary losses of layers on a stage that does not compute the objective."""
         offset = 2

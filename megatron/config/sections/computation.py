@@ -140,6 +140,13 @@ class KernelConfig(ConfigSection):
         choices=(INDUCTOR, "aot_eager"),
     )
 
+    cuda_graphs: str = flag(
+        "off",
+        "auto: forward, loss and backward of a micro-batch as one CUDA graph, which the host starts in one call, where "
+        "nothing stands in the way; the first lines of the run say what does. It has not been run on a GPU yet",
+        choices=("auto", "off"),
+    )
+
     @property
     def requested(self) -> Mapping[str, str]:
         """The implementation asked for, or `auto`, by operation."""

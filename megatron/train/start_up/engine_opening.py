@@ -15,6 +15,7 @@ from megatron.checkpoint.record import Record
 from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
 from megatron.config.sections.computation import INDUCTOR
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
+from megatron.engine.cuda_graphs import AUTO, graph_refusal
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
@@ -61,7 +62,14 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
     )
     if config.kernels.compile:
         engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
+    if config.kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None:
+        engine.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch))
     return engine
+
+
+def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:
+    """See `graph_refusal`."""
+    return graph_refusal(config, engine.mesh.device.type, by_hooks=engine.view.takes_by_hooks)
 
 
 def check_compiler(backend: str, target: torch.device) -> None:

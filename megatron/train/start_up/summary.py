@@ -15,6 +15,7 @@ from megatron.config.flags.legacy import IGNORING
 from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
 from megatron.data.build import TakenSource, taken_sources
+from megatron.engine.cuda_graphs import OFF
 from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
@@ -26,6 +27,7 @@ from megatron.parallel.kernels import kernels_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 from megatron.train.run_data import RunData
+from megatron.train.start_up.engine_opening import refusal_of_graphs
 
 Row = tuple[str, str]  # label and text
 
@@ -64,7 +66,7 @@ def show_start(
         *layout_rows(mesh.pp.size, mesh.batch.size, mesh.world.size, engine.zero_stage, _memory_bytes(config, engine)),
         *_length_rows(config, progress, mesh.batch.size),
         *([("data", shares_text(shares))] if shares else []),
-        ("kernels", _kernels(mesh, config.kernels)),
+        ("kernels", _kernels(mesh, config.kernels) + _graphs(config, engine)),
         ("start", f"step {progress.step:,}, " + (f"weights of {config.loading.load}" if is_loaded else "new weights")),
         *_places(config.saving, config.report, folder),
         *([("ignored", f"{ignored} (docs/reference/flags.md says why)")] if ignored else []),
@@ -198,6 +200,14 @@ def _kernels(mesh: ParallelMesh, asked: KernelConfig) -> str:
     used = {implementation.value for implementation in vars(mesh.kernels).values()}
     line = f"{used.pop()} for every operation" if len(used) == 1 else kernels_line(mesh.kernels).partition(": ")[2]
     return line + (f"; blocks compiled ({asked.compile_backend})" if asked.compile else "")
+
+
+def _graphs(config: RunConfig, engine: Engine) -> str:
+    """What --cuda-graphs does."""
+    if config.kernels.cuda_graphs == OFF:
+        return ""
+    refusal = refusal_of_graphs(config, engine)
+    return "; micro-batches as CUDA graphs" if refusal is None else f"; no CUDA graphs: {refusal}"
 
 
 def _shape(model: ModelConfig, dtype: str) -> str:

@@ -223,6 +223,7 @@ USES_RUN_CONFIG = (
     "megatron/train/preflight/",
     "megatron/train/restarts/restore.py",
     "megatron/train/start_up/",
+    "megatron/engine/cuda_graphs.py",
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
     "megatron/train/parts/distillation.py",  # likewise

@@ -16,7 +16,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps on two stages with compiled blocks, the third of which was profiled on both."""
     folder = tmp_path_factory.mktemp("watched")
     flags = write_tiny_corpus(folder).flags(
-        *("--profile", "--compile", "--compile-backend", "aot_eager"),
+        *("--profile", "--compile", "--compile-backend", "aot_eager", "--cuda-graphs", "auto"),
         run_dir=folder / "run",
         pipeline_model_parallel_size=2,
         micro_batch_size=1,
@@ -49,7 +49,8 @@ def test_the_summary_says_what_was_built(run: Path) -> None:
     ]
     # The first stage has 20,480 + 1,024 parameters of embeddings and 12,704 of a block; 20 bytes each.
     assert lines[2].startswith("layout       2 ranks = 2 pp x 1 dp x 1 tp, ZeRO stage 1; 668 KiB a rank for weights")
-    assert lines[8].startswith("kernels      ") and lines[8].endswith("; blocks compiled (aot_eager)")
+    assert lines[8].startswith("kernels      ") and "; blocks compiled (aot_eager)" in lines[8]
+    assert lines[8].endswith("; no CUDA graphs: there is no GPU")
     assert lines[14] == f"steps 3 to 3 are profiled on rank 0, 1, into {run / 'profile'}"
 
 

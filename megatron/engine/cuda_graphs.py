@@ -1,0 +1,184 @@
+"""Forward, loss and backward of a micro-batch as one CUDA graph, which the host starts in one call.
+
+Without a graph the host queues a thousand kernels a micro-batch, and a GPU that computes a small network waits for it.
+A graph repeats kernels on the addresses they had when it was captured: inputs are copied to where it reads them, and
+the loss, the sums of the objective and the gradients lie where it writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.config import RunConfig
+from megatron.config.architecture.positions import ALIBI
+from megatron.device import CapturedWork, GraphCapturer
+from megatron.engine.micro_batch import DeviceBatch
+
+AUTO, OFF = "auto", "off"
+WARM_UP_MICRO_BATCHES = 3  # of a shape, before its capture: libraries choose kernels and allocate workspaces
+MOST_GRAPHS = 2  # each holds the gradients of all parameters
+
+
+def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str | None:
+    """Why the micro-batches of a run are not captured as CUDA graphs; None if they are.
+
+    A graph runs no code of the host: what the host decides in a micro-batch, or reads of it, would stay as it was when
+    the graph was captured.
+
+    Args:
+        by_hooks: whether DeepSpeed takes the gradients from parameters in hooks of the backward pass.
+    """
+    model, parallel = config.model, config.parallel
+    stage = parallel.effective_zero_stage
+    bounded = config.documents.reset_attention_mask or config.documents.reset_position_ids
+    bounded = bounded or config.loss.has_prefixes or config.finetuning.pack_examples
+    bounded = bounded or model.attention_window is not None or model.attention_logit_softcap is not None
+    reasons = {
+        "there is no GPU": device_type != "cuda",
+        "stages of a pipeline exchange messages between forward and backward": parallel.pipeline_model_parallel_size
+        > 1,
+        "ZeRO stage 3 fetches the weights of a layer by hooks": stage == 3,
+        f"DeepSpeed takes the gradients of ZeRO stage {stage} in hooks of the backward pass": by_hooks,
+        "the host chooses the loss scale of float16": config.precision.fp16,
+        "the host reads how many tokens an expert gets": model.num_experts > 1,
+        f"messages of {parallel.distributed_backend} inside the blocks cannot be captured": (
+            parallel.tensor_model_parallel_size > 1 and parallel.distributed_backend != "nccl"
+        ),
+        "fused attention draws its dropout from a generator that is seeded for each call": (
+            model.attention_dropout > 0 and config.kernels.fused_attention
+        ),
+        "the teacher of a distillation runs between forward and loss": config.distillation.is_on,
+        "attention with documents, prefixes, windows, linear biases or soft-caps is planned on the host": (
+            bounded or model.position_embedding_type == ALIBI or model.bidirectional
+        ),
+        "programs of --compile have not been captured yet": config.kernels.compile,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class Outcome(NamedTuple):
+    """What a micro-batch leaves; a graph's is overwritten by the next micro-batch.
+
+    Shapes: loss `[]`; sums as those of `StepTotals`; gradients those of the trained parameters, None for parameters
+    that the loss does not depend on.
+    """
+
+    loss: torch.Tensor
+    sums: torch.Tensor
+    gradients: tuple[torch.Tensor | None, ...]
+
+
+class _Graph(NamedTuple):
+    inputs: DeviceBatch
+    work: CapturedWork
+    outcome: Outcome
+
+
+class MicroBatchGraphs:
+    """The graphs of a run, one for each shape of micro-batches.
+
+    Args:
+        parameters: of the network; those that require no gradient get none.
+        forward: computes the loss of a micro-batch, multiplied as it is to be for the backward pass, and the sums of
+            the objective. It must read nothing of the batch but its tensors.
+        capturer: captures on the device; all graphs use one pool of memory, as only one of them runs at a time.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        forward: Callable[[DeviceBatch], tuple[torch.Tensor, torch.Tensor]],
+        capturer: GraphCapturer,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._forward = forward
+        self._capturer = capturer
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._met: Counter[Hashable] = Counter()
+        self._settings: Hashable = None
+
+    @property
+    def count(self) -> int:
+        """Number of graphs that are held now."""
+        return len(self._graphs)
+
+    def run(self, batch: DeviceBatch, settings: Hashable) -> Outcome:
+        """Forward, loss and backward of a micro-batch: as they are, or as a graph once its shape has been met often.
+
+        Args:
+            settings: what the computation depends on besides the tensors of the batch and which parameters are
+                trained. If it changes, all graphs are released.
+        """
+        settings = (settings, tuple(parameter.requires_grad for parameter in self._parameters))
+        if settings != self._settings:
+            self.release()
+            self._settings = settings
+        shape = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch))
+        if shape not in self._graphs:
+            if self._met[shape] < WARM_UP_MICRO_BATCHES:
+                self._met[shape] += 1
+                return self._capturer.warm_up(lambda: self._compute(batch))
+            self._graphs[shape] = self._captured(batch)
+        graph = self._graphs[shape]
+        for static, tensor in zip(_tensors(graph.inputs), _tensors(batch), strict=True):
+            static.copy_(tensor)
+        graph.work.replay()
+        return graph.outcome
+
+    def give(self, outcome: Outcome, *, adds_up: bool) -> None:
+        """Sets the gradients of the parameters to those of an outcome.
+
+        Args:
+            adds_up: add them to gradients that are there; those of a graph are copied from where its next run writes.
+        """
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        totals, addends = [], []
+        for parameter, gradient in zip(trained, outcome.gradients, strict=True):
+            if not adds_up:
+                parameter.grad = gradient
+            elif gradient is not None and parameter.grad is not None:
+                totals.append(parameter.grad)
+                addends.append(gradient)
+            elif gradient is not None:
+                parameter.grad = gradient.clone()
+        if totals:
+            torch._foreach_add_(totals, addends)
+
+    def release(self) -> None:
+        """Frees all graphs; shapes are warmed up and captured again when they are next met."""
+        for graph in self._graphs.values():
+            graph.work.release()
+        self._graphs.clear()
+        self._met.clear()
+
+    def _captured(self, batch: DeviceBatch) -> _Graph:
+        while len(self._graphs) >= MOST_GRAPHS:
+            oldest = next(iter(self._graphs))
+            self._graphs.pop(oldest).work.release()
+            self._met[oldest] = 0
+        inputs = dataclasses.replace(
+            batch,
+            inputs=tuple(map(torch.clone, batch.inputs)),
+            passed=tuple(map(torch.clone, batch.passed)),
+            targets=tuple(map(torch.clone, batch.targets)),
+            first_sample=None,  # what asks for it would make the host wait, which a capture refuses
+        )
+        work, outcome = self._capturer.capture(lambda: self._compute(inputs))
+        return _Graph(inputs, work, outcome)
+
+    def _compute(self, batch: DeviceBatch) -> Outcome:
+        """Forward, loss and backward, which touches no `.grad` and runs none of the hooks that wait for one."""
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        loss, sums = self._forward(batch)
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        return Outcome(loss.detach(), sums, tuple(gradients))
+
+
+def _tensors(batch: DeviceBatch) -> Sequence[torch.Tensor]:
+    return (*batch.inputs, *batch.passed, *batch.targets)

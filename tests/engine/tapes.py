@@ -1,0 +1,97 @@
+"""What stands for CUDA graphs where there is no GPU: operations that are recorded, and run again on the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.device import CapturedWork, GraphCapturer
+
+Result = TypeVar("Result")
+
+
+class Tape(TorchDispatchMode):
+    """Records the operations of a block of code; `replay` runs none of the block's Python code again.
+
+    As in a capture, nothing of the block may write to memory that was there before.
+
+    Attributes:
+        is_released: whether `release` has been called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_released = False
+        self._calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self._made: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs and records one operation."""
+        kwargs = kwargs or {}
+        before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        results = func(*args, **kwargs)
+        outputs = list(_tensors(results))
+        if func._schema.is_mutable:
+            written = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
+            outside = [each.shape for each in written if each.untyped_storage()._cdata not in self._made]
+            assert not outside, f"{func} writes to memory of shapes {outside} that the capture did not allocate"
+        made = [each for each in outputs if each.untyped_storage()._cdata not in before]
+        self._made.update((each.untyped_storage()._cdata, each.untyped_storage()) for each in made)
+        self._calls.append((func, args, kwargs, made))
+        return results
+
+    def spoil(self) -> None:
+        """Leaves no number where the block wrote one: a capture computes nothing."""
+        with torch.no_grad():
+            for *_, made in self._calls:
+                for tensor in made:
+                    if tensor.is_floating_point():
+                        tensor.fill_(torch.nan)
+
+    def replay(self) -> None:
+        """Runs the operations again; each writes its results where it wrote them first."""
+        assert not self.is_released
+        with torch.no_grad():
+            for func, args, kwargs, made in self._calls:
+                results = _tensors(func(*args, **kwargs))
+                for old, new in zip(made, (each for each in results if made), strict=False):
+                    old.copy_(new)
+
+    def release(self) -> None:
+        """Notes that it is not needed any more."""
+        self.is_released = True
+
+
+class TapeCapturer(GraphCapturer):
+    """Captures tapes.
+
+    Attributes:
+        tapes: all that were captured, in order.
+        warm_ups: how often work was done without.
+    """
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+        self.warm_ups = 0
+
+    def warm_up(self, work: Callable[[], Result]) -> Result:
+        """Does the work."""
+        self.warm_ups += 1
+        return work()
+
+    def capture(self, work: Callable[[], Result]) -> tuple[CapturedWork, Result]:
+        """Records the work."""
+        tape = Tape()
+        with tape:
+            result = work()
+        tape.spoil()
+        self.tapes.append(tape)
+        return tape, result
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
