@@ -376,6 +376,15 @@ def skip_shared_memory_build() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def skip_optimizer_check() -> None:
+    """Keeps DeepSpeed from comparing each optimizer with its Muon, which compiles functions, and from a warning.
+
+    The reduction of gradients at ZeRO 1 and 2 makes the comparison as well.
+    """
+    deepspeed.runtime.engine.is_zero_supported_optimizer = lambda optimizer: True
+    deepspeed.runtime.compiler.compile = lambda *_, **__: lambda function: function
+
+
 @contextlib.contextmanager
 def replaced_backend(wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Has DeepSpeed send its messages in the block through what `wrap` makes of its backend, if it has one."""

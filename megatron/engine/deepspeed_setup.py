@@ -23,6 +23,7 @@ from megatron.engine.deepspeed_internals import (
     mark_parameter,
     partition_of,
     replaced_backend,
+    skip_optimizer_check,
     skip_shared_memory_build,
 )
 from megatron.engine.ds_config import offloaded_ratio, without_ratio
@@ -30,7 +31,7 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
-from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw
+from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw, eager, keep_compiler_unloaded
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 from megatron.parallel.shard_spec import shard_spec_of
@@ -58,6 +59,8 @@ _HARMLESS_WARNINGS = (
 def join_deepspeed() -> None:
     """Lets DeepSpeed use the process groups that the mesh opened; idempotent."""
     skip_shared_memory_build()
+    skip_optimizer_check()
+    keep_compiler_unloaded()
     for text in _HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
     with quiet():
@@ -157,7 +160,7 @@ def build_optimizer(
         implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
         return build_adamw(groups, lr=rate, betas=betas, implementation=implementation)
     if optim.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
+        return eager(torch.optim.SGD)(groups, lr=rate, momentum=optim.sgd_momentum)
     raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
 
 

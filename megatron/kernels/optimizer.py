@@ -4,9 +4,10 @@ state of each of them the same names, so that a run saved with one resumes with 
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,11 @@ _PACKED: Mapping[str, tuple[str, str, str]] = types.MappingProxyType(
 )
 _BLOCK = 256
 
+_Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
+
+# Where a function that must not be compiled keeps its uncompiled form, once it has been called.
+_UNCOMPILED = "__dynamo_disable"
+
 
 def build_adamw(
     groups: Groups, *, lr: float, betas: tuple[float, float], implementation: Implementation = Implementation.TORCH
@@ -34,7 +40,31 @@ def build_adamw(
         return AdamW(groups, lr=lr, betas=betas)
     if implementation is Implementation.APEX:
         return _apex_adam(groups, lr, betas)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    return eager(torch.optim.AdamW)(groups, lr=lr, betas=betas, fused=True)
+
+
+def eager(kind: type[_Kind]) -> type[_Kind]:
+    """An optimizer class whose step does not import torch's compiler: that takes as long as to import torch.
+
+    Functions of torch that must not be compiled import it in order to say so.
+    """
+    step: Any = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})
+
+
+def keep_compiler_unloaded() -> None:
+    """Lets the methods of optimizers be called without importing the compiler; idempotent.
+
+    No program that the compiler makes for this project calls them. On a torch that has no such note, nothing changes.
+
+    Source: PyTorch `torch/_compile.py`, `_disable_dynamo`.
+    """
+    for method in vars(torch.optim.Optimizer).values():
+        code = getattr(method, "__code__", None)
+        if code is not None and code.co_filename == torch._compile.__file__:
+            inner = method.__wrapped__
+            if not hasattr(inner, _UNCOMPILED):
+                setattr(inner, _UNCOMPILED, inner)
 
 
 def build_eight_bit_adamw(groups: Groups, *, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:

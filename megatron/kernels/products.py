@@ -129,10 +129,14 @@ def _has_packing() -> bool:
     return has_onednn_product() and has_signature("_reorder_linear_weight", _PACKING)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_bfloat16_products() -> bool:
     """Whether this machine's CPU multiplies bfloat16 matrices by instructions of its own."""
     return _asked_for_bfloat16_products()
+
+
+def prepare_for_compiler() -> None:
+    """Lets torch.compile take what this machine can do as a constant; as a decorator this would load the compiler."""
+    torch.compiler.assume_constant_result(has_bfloat16_products)  # type: ignore[no-untyped-call]
 
 
 @cache

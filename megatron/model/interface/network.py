@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron.errors import ConfigError
+from megatron.kernels import products
 from megatron.kernels.choice import Implementation
 from megatron.model.interface.key_value_cache import BatchCaches
 from megatron.model.interface.layer_cost import LayerCost
@@ -116,6 +117,7 @@ class LayerStack(nn.Module):
         Raises:
             ConfigError: a block has no such method.
         """
+        products.prepare_for_compiler()
         torch._dynamo.config.recompile_limit = max(MOST_PROGRAMS, torch._dynamo.config.recompile_limit)
         for spec, module in self._layers:
             if spec.kind is not LayerKind.BLOCK:
