@@ -74,6 +74,24 @@ def widths_problems(widths: Mapping[str, int], tp_size: int) -> Iterator[str]:
             )
 
 
+def lengths_problems(lengths: Mapping[str, Sequence[int]], tp_size: int) -> Iterator[str]:
+    """Under sequence parallelism every tensor-parallel rank must get equally many tokens of a sample.
+
+    Args:
+        lengths: tokens of a sample, by flag.
+    """
+    for flag, values in lengths.items():
+        if any(value % tp_size for value in values):
+            given, nearest = (
+                " ".join(map(str, numbers))
+                for numbers in (values, [max(tp_size, round(value / tp_size) * tp_size) for value in values])
+            )
+            yield (
+                f"{flag} {given} cannot be split over --tensor-model-parallel-size {tp_size} ranks, as "
+                f"--sequence-parallel does. Use {flag} {nearest}, or drop --sequence-parallel."
+            )
+
+
 def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
     """Every pipeline stage must get a layer."""
     if num_layers >= stages:

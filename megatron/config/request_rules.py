@@ -225,21 +225,13 @@ def _recompute_problems(model: ModelRequest, parallel: ParallelRequest, recomput
     if recompute.checkpoint_activations and chunk > 1:
         yield (
             f"--checkpoint-num-layers {chunk} is refused: each block is recomputed on its own, and its input is kept. "
-            "Use --checkpoint-num-layers 1; --distribute-saved-activations splits what is kept over tensor-parallel "
-            "ranks."
+            "Use --checkpoint-num-layers 1; --sequence-parallel splits what is kept over tensor-parallel ranks."
         )
-    if recompute.sequence_parallel and ranks > 1 and not recompute.checkpoint_activations:
-        yield (
-            f"--sequence-parallel is refused without --checkpoint-activations (--tensor-model-parallel-size {ranks}): "
-            "activations between the split matrices are not divided over the sequence. Add --checkpoint-activations, "
-            "with which it splits all that is kept of a block, or drop it."
-        )
-    is_split = recompute.distributes_saved and ranks > 1
+    is_split = recompute.distributes_saved and not parallel.splits_sequence
     if is_split and model.hidden_size % ranks:
-        name = "--sequence-parallel" if recompute.sequence_parallel else "--distribute-saved-activations"
         yield (
-            f"{name} cannot split --hidden-size {model.hidden_size} over --tensor-model-parallel-size {ranks}. Use a "
-            f"width that is a multiple of {ranks}, or drop {name}."
+            f"--distribute-saved-activations cannot split --hidden-size {model.hidden_size} over "
+            f"--tensor-model-parallel-size {ranks}. Use a width that is a multiple of {ranks}, or drop it."
         )
 
 

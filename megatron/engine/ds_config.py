@@ -56,6 +56,8 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     merged = _merge(base, {**extra, "bf16": {**older, **extra.get("bf16", {})}})
     for place in GOVERNED:
         _keep(merged, base, place)
+    if config.parallel.splits_sequence:  # tensor-parallel ranks send different tokens, not parts of equal ones
+        merged["pipeline"] = {**merged.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
     if offloaded_ratio(merged["zero_optimization"]) < 1:
         merged["zero_optimization"].setdefault("sub_group_size", SUB_GROUP_SIZE)
     return {key: value for key, value in merged.items() if value != {}}

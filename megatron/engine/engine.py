@@ -8,6 +8,7 @@ tokens), and the sum over samples by the same with their number.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,13 +33,13 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.update_gate import StepFigures, StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
-from megatron.engine.stage_build import StageHooks, announce_phases, build_module
+from megatron.engine.stage_build import StageHooks, StageModule, announce_phases, build_module
 from megatron.engine.totals import StepResult, StepTotals
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerSpec, LayerStack
 from megatron.model.interface.step_context import StepSettings
 from megatron.objective.base import Objective, Outputs
-from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.shard_spec import shard_spec_of
 
@@ -81,7 +82,7 @@ class Engine:
         self.optim = optim
         self.precision = precision
         self.mesh = mesh
-        self.steps = steps
+        self.steps = dataclasses.replace(steps, sequence_parallel=mesh.sequence_parallel)
         self.freezing = freezing
         self._update_count = 0
         self._uncounted: deque[tuple[StepVerdict, bool]] = deque()
@@ -95,7 +96,7 @@ class Engine:
         self._graphs: MicroBatchGraphs | None = None
         join_deepspeed()
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
-        self.module = build_module(network, mesh, settings, steps, seed, hooks, freezing.frozen)
+        self.module = build_module(network, mesh, settings, self.steps, seed, hooks, freezing.frozen)
         self.deepspeed = initialize(settings, optim, mesh, self.module, freezing)
         clipping = Clipping(optim.clip_grad, mesh.model, mesh.device, mesh.kernels.optimizer)
         self.view = view_of(self.deepspeed, self.zero_stage, mesh.gradient, clipping)
@@ -243,16 +244,24 @@ class Engine:
         Shapes: each metric `[n]` float64, on the CPU, with the `n` of `Objective.metric_sizes`.
         """
         own, self.objective = self.objective, objective
+        split, whole = self.steps, dataclasses.replace(self.steps, sequence_parallel=Axis.single("tp"))
         try:
+            self._use(whole)  # ranks could not share the tokens of any length
             if self.is_pipelined:
                 self.deepspeed.reset_activation_shape()
             sums = self._evaluated(micro_batches)[2:].cpu()
         finally:
             self.objective = own
+            self._use(split)
             if self.is_pipelined:
                 self.deepspeed.reset_activation_shape()
         sizes = objective.metric_sizes
         return dict(zip(sizes, sums.split(list(sizes.values())), strict=True))
+
+    def _use(self, steps: StepSettings) -> None:
+        self.steps = steps
+        if isinstance(self.module, StageModule):
+            self.module.settings = steps
 
     def _evaluated(self, micro_batches: Sequence[MicroBatch | None]) -> torch.Tensor:
         """The sums of one global batch, see `StepTotals.over_ranks`."""

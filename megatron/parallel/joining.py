@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
 from typing import final
@@ -68,7 +68,7 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
         log.set_rank(ranks.rank, ranks.world_size)
         mesh = build_mesh(sizes, own_device, ranks.local_rank, timeout)
         calling.finish()
-    return mesh
+    return dataclasses.replace(mesh, splits_sequence=parallel.splits_sequence)
 
 
 def count_ranks(parallel: ParallelRequest) -> int:
@@ -270,7 +270,7 @@ class RollCall:
 
     def _meet(self, store: dist.Store, stage: str) -> None:
         self._until = time.monotonic() + self._limit_seconds
-        store.set(f"{stage}/{self._rank}", json.dumps(asdict(ProcessIdentity.own())))
+        store.set(f"{stage}/{self._rank}", json.dumps(dataclasses.asdict(ProcessIdentity.own())))
         if store.add(stage, 1) == self._size:
             store.set(f"{stage}/all", "yes")
         while not store.check([f"{stage}/all"]):

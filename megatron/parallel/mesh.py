@@ -112,6 +112,7 @@ class ParallelMesh:
         expert_gradient: the same for a parameter of an expert, whose other experts lie on the axis `ep`.
         model: the ranks that hold one copy of the model.
         kernels: which implementation of each operation these ranks use; the same on all of them.
+        splits_sequence: whether the ranks of `tp` have different tokens of the hidden states between matrix products.
     """
 
     sizes: tuple[AxisSize, ...]
@@ -129,6 +130,7 @@ class ParallelMesh:
     expert_gradient: Axis = field(metadata=_spans("batch", "sequence", without=("ep",)))
     model: Axis = field(metadata=_spans("stage", "tensor"))
     kernels: Kernels = TORCH_KERNELS
+    splits_sequence: bool = False
 
     @classmethod
     def at(
@@ -207,6 +209,13 @@ class ParallelMesh:
     def sp(self) -> Axis:
         """Sequence parallelism."""
         return self.axis("sp")
+
+    @property
+    def sequence_parallel(self) -> Axis:
+        """The ranks that have different tokens of the hidden states between matrix products (`--sequence-parallel`):
+        those of `tp`, or this one alone.
+        """
+        return self.tp if self.splits_sequence else Axis.single("tp", self.world.rank)
 
     @property
     def is_first_stage(self) -> bool:

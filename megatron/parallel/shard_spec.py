@@ -93,12 +93,17 @@ class ShardSpec:
             )
 
     @classmethod
-    def vector(cls, size: int, axis: Axis | None = None, *, name: str = "features") -> ShardSpec:
+    def vector(
+        cls, size: int, axis: Axis | None = None, *, name: str = "features", partial: Axis | None = None
+    ) -> ShardSpec:
         """The spec of a bias or norm weight, split over `axis` if given.
 
         Shapes: `[size]`, of which a rank holds `[size/t]`.
+
+        Args:
+            partial: the axis of `summed_over`, if any.
         """
-        return cls((Dimension(name, size, axis),))
+        return cls((Dimension(name, size, axis),), summed_over=() if partial is None else (partial,))
 
     @cached_property
     def shape(self) -> tuple[int, ...]:

@@ -52,7 +52,8 @@ def step_settings(config: RunConfig) -> StepSettings:
     """The settings shared by all micro-batches of a run."""
     recompute = Recompute.NONE
     if config.recompute.checkpoint_activations:
-        recompute = Recompute.SPLIT_BLOCKS if config.recompute.distributes_saved else Recompute.BLOCKS
+        is_split = config.recompute.distributes_saved and not config.parallel.splits_sequence
+        recompute = Recompute.SPLIT_BLOCKS if is_split else Recompute.BLOCKS
     elif config.recompute.recomputes_attention:
         recompute = Recompute.ATTENTION
     packed, masked = packs_examples(config), config.loss.objective == MASKED

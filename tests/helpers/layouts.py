@@ -14,3 +14,4 @@ class Layout:
     distributed_backend: str | None = None
     distributed_timeout_minutes: int = 2
     local_rank: int | None = None
+    splits_sequence: bool = False

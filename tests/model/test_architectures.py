@@ -12,6 +12,7 @@ from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.helpers.architectures import ARCHITECTURES, build, config_of
 from tests.helpers.layouts import Layout
@@ -121,6 +122,8 @@ def run_architectures(rank: int, tp: int) -> dict[str, Any]:
         for key, parameter in model.named_parameters():
             spec = shard_spec_of(parameter)
             box = tuple(slice(first, last) for first, last in zip(spec.start, spec.stop, strict=True))
+            for axis in spec.summed_over:
+                all_reduce_sum(parameter.grad, axis)
             kept = parameter.grad.view(spec.local_shape)[: box[0].stop - box[0].start]
             parts[key] = spec.shape, box, kept
         found[name] = loss.item(), logits, parts

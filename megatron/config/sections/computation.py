@@ -47,12 +47,9 @@ class RecomputeConfig(ConfigSection):
     )
     distribute_saved_activations: bool = flag(
         False,
-        "with --checkpoint-activations, split the input that is kept of each block over the tensor-parallel ranks",
+        "with --checkpoint-activations, split the input that is kept of each block over the tensor-parallel ranks, as "
+        "--sequence-parallel does anyway",
         spelled=("--distribute-checkpointed-activations", "--partition-activations"),
-    )
-    sequence_parallel: bool = flag(
-        False,
-        "the same as --distribute-saved-activations; with tensor parallelism it needs --checkpoint-activations",
     )
     recompute_granularity: str | None = flag(
         None, "full: the same as --checkpoint-activations; selective: attention only", choices=("full", "selective")
@@ -65,7 +62,7 @@ class RecomputeConfig(ConfigSection):
     @property
     def distributes_saved(self) -> bool:
         """Whether what is kept of a block that is recomputed is split over the tensor-parallel ranks."""
-        return self.checkpoint_activations and (self.distribute_saved_activations or self.sequence_parallel)
+        return self.checkpoint_activations and self.distribute_saved_activations
 
     @property
     def recomputes_attention(self) -> bool:

@@ -47,6 +47,16 @@ class CurriculumFields(ConfigSection):
         (), "the last step of each of these parts, except the last one, which has no end", nargs="+", at_least=1
     )
 
+    @property
+    def curriculum_length_flags(self) -> dict[str, tuple[int, ...]]:
+        """The lengths that samples will have besides their whole length, or what they are multiples of, by flag."""
+        if not self.curriculum_learning:
+            return {}
+        if self.curriculum_schedule == FIXED_DISCRETE:
+            return {"--curriculum-lengths": self.curriculum_lengths}
+        end = {} if self.curriculum_max_length is None else {"--curriculum-max-length": (self.curriculum_max_length,)}
+        return {"--curriculum-length-step": (self.curriculum_length_step,), **end}
+
     def length_at(self, step: int, whole: int) -> int:
         """Tokens of each sample in step number `step`, counted from 1, of the `whole` that a sample has."""
         if not self.curriculum_learning:

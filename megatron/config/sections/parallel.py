@@ -17,6 +17,11 @@ class ParallelRequest(ConfigSection):
     """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags, as they were asked for."""
 
     tensor_model_parallel_size: int = flag(1, "ranks that the matrices of each layer are split over", at_least=1)
+    sequence_parallel: bool = flag(
+        False,
+        "split the tokens of a sample over the tensor-parallel ranks between the split matrices, where each of them "
+        "would otherwise keep all; nothing without tensor parallelism",
+    )
     pipeline_model_parallel_size: int = flag(1, "stages the layers are spread over", at_least=1)
     zero_stage: int = flag(
         1,
@@ -64,6 +69,11 @@ class ParallelRequest(ConfigSection):
     pad_vocab_size_to: int | None = flag(
         None, "pad the vocabulary to exactly this size instead", at_least=1, at_most=2**31 - 1
     )
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether the tokens of a sample are split over the tensor-parallel ranks."""
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def model_parallel_size(self) -> int:

@@ -33,7 +33,8 @@ from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 class SelfAttention(nn.Module):
     """Attention: multi-head, grouped-query or multi-query; causal, or in both directions in an encoder.
 
-    Shapes: `[b, s, h]` to the same, replicated over the axis; inside `[b, a/t, s, d]`.
+    Shapes: `[b, s, h]` to the same, replicated over the axis, or with sequence parallelism `[b, s/t, h]`; inside
+        `[b, a/t, s, d]`.
 
     Args:
         layer: index of the block.
@@ -65,6 +66,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             mesh.tp,
             bias=config.attention_output_bias,
+            partial=mesh.sequence_parallel,
             device=mesh.device,
         )
 
@@ -75,7 +77,6 @@ class SelfAttention(nn.Module):
             ConfigError: documents are to be separated while a key-value cache is in use, or the network is
                 bidirectional, so that later tokens would change cached keys and values.
         """
-        batch, length, _ = hidden.shape
         query, key, value = self._heads(hidden, context)  # [b, a/t, s, d], [b, g/t, s, d]
         if context.caches is not None:
             if self.bidirectional:
@@ -84,7 +85,7 @@ class SelfAttention(nn.Module):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
+            return self.linear_proj(attended.transpose(1, 2).flatten(2), finish)
         plan = None
         if not ((self.training and self.dropout) or torch.compiler.is_compiling()):
             plan = bounded_plan(
@@ -99,14 +100,15 @@ class SelfAttention(nn.Module):
             )
         else:
             attended = self._attend(query, key, value, plan, bias, context)
-        return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
+        joined = attended.transpose(1, 2).flatten(2)  # [b, s, a/t * d]
+        return self.linear_proj(joined, finish, splits_sequence=context.splits_sequence)
 
     def prepare(self, hidden: torch.Tensor, context: StepContext) -> None:
         """Computes what layers share of a micro-batch, which a compiled program only reads.
 
-        Shapes: hidden `[b, s, h]`.
+        Shapes: hidden `[b, s/t, h]`.
         """
-        batch, length, _ = hidden.shape
+        batch, length = hidden.shape[0], hidden.shape[1] * context.sequence_parallel.size
         if self.is_rotary:
             rotation(self.config, self.layer, context, length)
         heads, size = self.linear_qkv.query_dimension.local_size, self.config.kv_channels
@@ -116,19 +118,20 @@ class SelfAttention(nn.Module):
     def _heads(self, hidden: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, with their positions if those are rotary.
 
-        Shapes: `[b, s, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
+        Shapes: `[b, s/t, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
         """
-        qkv = self.linear_qkv
+        qkv, is_split = self.linear_qkv, context.splits_sequence
         if self._splits_and_rotates(context):
+            joint = qkv.joint(hidden, is_split)
             return split_rotated(
-                qkv.joint(hidden),
-                *rotation(self.config, self.layer, context, hidden.shape[1]),
+                joint,
+                *rotation(self.config, self.layer, context, joint.shape[1]),
                 interleaved=self.config.rotary_interleaved,
                 implementation=self.kernels.rotary,
             )
         if self._joins_gradients(hidden):
-            return qkv.heads(hidden)
-        query, key, value = qkv.project(hidden)  # [b, s, a/t, d], [b, s, g, d]
+            return qkv.heads(hidden, is_split)
+        query, key, value = qkv.project(hidden, is_split)  # [b, s, a/t, d], [b, s, g, d]
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if not qkv.is_split:

@@ -13,6 +13,7 @@ from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.tensor.collectives import gather_from
 
 BertOutputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -41,6 +42,8 @@ class BertHead(OutputHead):
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> BertOutputs:  # type: ignore[override]
         """Computes the logits."""
+        if context.splits_sequence:  # every rank computes all that follows
+            hidden = gather_from(hidden, self.axis, dimension=1)
         chosen = hidden if context.predicted is None else rows_at(hidden, context.predicted)  # [b, m, h]
         if self.lm_head is not None:
             chosen = self.lm_head(chosen)

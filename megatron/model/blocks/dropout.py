@@ -43,13 +43,13 @@ class DropoutSite:
 def dropout_at(site: DropoutSite, probability: float, hidden: torch.Tensor, context: StepContext) -> Dropout | None:
     """What training drops at a site; None if nothing.
 
-    Shapes: hidden `[b, s, h]`; rows of the result `[b, s]`.
+    Shapes: hidden `[b, s/t, h]`; rows of the result `[b, s/t]`.
     """
     return hidden_dropout(
         probability,
         keys=site.keys(context.seed),
         sample_ids=context.sample_ids.to(hidden.device),
         length=hidden.shape[1],
-        first_position=context.position_offset,
-        positions=context.positions(hidden.shape[1]),
+        first_position=context.first_position(hidden.shape[1]),
+        positions=context.hidden_positions(hidden.shape[1]),
     )

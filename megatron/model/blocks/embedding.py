@@ -15,7 +15,7 @@ from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_a
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
-from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor.collectives import copy_to, gather_sequence
 from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
 
@@ -41,7 +41,7 @@ class WordEmbedding(VocabParallelEmbedding):
 
     def forward(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
         """Looks the tokens up."""
-        hidden = self.embed(tokens)
+        hidden = self.embed(tokens, splits_sequence=context.splits_sequence)
         return hidden if self.multiplier == 1 else hidden * torch.tensor(self.multiplier, dtype=hidden.dtype)
 
 
@@ -58,7 +58,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         shape = (config.max_position_embeddings, config.hidden_size)
         dimensions = (Dimension("positions", shape[0]), Dimension("hidden", shape[1]))
-        spec = ShardSpec(dimensions, is_matrix=True)
+        spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.positions = shape[0]
         self.dropout = config.hidden_dropout if dropout is None else dropout
@@ -71,17 +71,19 @@ class PositionEmbedding(nn.Module):
         Raises:
             DataError: the sequence is longer than the table.
         """
-        last = context.positions_needed(hidden.shape[1])
+        length = hidden.shape[1]
+        last = context.positions_needed(length * context.sequence_parallel.size)
         if last > self.positions:
             raise DataError(
                 f"The sequence has {last} tokens and there are {self.positions} positions "
                 f"(--max-position-embeddings {self.positions}). Shorten the text, or train with more positions."
             )
-        positions = context.position_ids if context.position_ids is not None else context.positions(hidden.shape[1])
+        ids = context.position_ids
+        positions = context.hidden_positions(length) if ids is None else context.own_tokens(ids)
         if positions is not None:
-            vectors = lookup(self.weight, positions, implementation=self.lookup_kernel)  # [b, s, h] or [s, h]
+            vectors = lookup(self.weight, positions, implementation=self.lookup_kernel)  # [b, s/t, h] or [s/t, h]
         else:
-            vectors = self.weight[context.position_offset : last]  # [s, h]
+            vectors = self.weight.narrow(0, context.first_position(length), length)  # [s/t, h]
         return _drop(hidden + vectors, self, context)
 
 
@@ -94,7 +96,8 @@ class TokenTypeEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
         shape = (config.token_types, config.hidden_size)
-        spec = ShardSpec((Dimension("token types", shape[0]), Dimension("hidden", shape[1])), is_matrix=True)
+        dimensions = (Dimension("token types", shape[0]), Dimension("hidden", shape[1]))
+        spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.lookup_kernel = mesh.kernels.embedding
 
@@ -103,7 +106,7 @@ class TokenTypeEmbedding(nn.Module):
         types = context.token_types
         if types is None:
             return hidden + self.weight[0]
-        return hidden + lookup(self.weight, types, implementation=self.lookup_kernel)
+        return hidden + lookup(self.weight, context.own_tokens(types), implementation=self.lookup_kernel)
 
 
 class EmbeddingDropout(nn.Module):
@@ -124,7 +127,8 @@ class EmbeddingDropout(nn.Module):
 class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
-    They are not multiplied out if the context asks for their factors, from which `head_losses` computes the losses.
+    With sequence parallelism it gathers the tokens of all ranks, which all need them for their part of the vocabulary.
+    Logits are not multiplied out if the context asks for their factors, from which `head_losses` computes the losses.
 
     Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`, bias `[v/t]`.
 
@@ -157,22 +161,27 @@ class OutputHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
         """Computes the logits, or hands on their factors."""
+        hidden = self._column_input(hidden, context.splits_sequence)
         if not context.factored_logits:
-            return self.logits(hidden)
+            return self._product(hidden)
         # A view of the weight: DeepSpeed prepares for a backward pass in hooks on outputs that were computed, and must
         # have done so before a gradient reaches the parameter.
         weight: torch.Tensor = self.weight  # type: ignore[assignment]
-        return FactoredLogits(self._scaled(hidden), weight.view_as(weight), self.softcap)
+        return FactoredLogits(hidden, weight.view_as(weight), self.softcap)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the logits. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
+        """Computes the logits of tokens that every rank has. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
+        return self._product(self._column_input(hidden, splits_sequence=False))
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.weight if self.packed is None else self.packed
-        logits = linear(self._scaled(hidden), weight, self.bias)  # type: ignore[arg-type]
+        logits = linear(hidden, weight, self.bias)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
-    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The input of the column-parallel product."""
-        return copy_to(hidden if self.multiplier == 1 else hidden * self.multiplier, self.axis)
+    def _column_input(self, hidden: torch.Tensor, splits_sequence: bool) -> torch.Tensor:
+        """The input of the column-parallel product. Shapes: `[b, s or s/t, h]` to `[b, s, h]`."""
+        scaled = hidden if self.multiplier == 1 else hidden * self.multiplier
+        return gather_sequence(scaled, self.axis) if splits_sequence else copy_to(scaled, self.axis)
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:

@@ -24,14 +24,15 @@ from megatron.model.blocks.router import Router, RouterLosses
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
-from megatron.parallel.tensor.collectives import copy_to, reduce_from
+from megatron.parallel.tensor.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 
 
 class Experts(nn.Module):
     """Routed experts, and optionally a shared one that sees every token, without biases; optionally mixed with a dense
     layer.
 
-    Shapes: `[b, s, h]` to the same, replicated over the tensor-parallel axis.
+    Shapes: `[b, s, h]` to the same, replicated over the tensor-parallel axis, or with sequence parallelism
+        `[b, s/t, h]`: tokens are routed where they are, and gathered for the experts, of which every rank has a part.
 
     Args:
         layer: index of the block.
@@ -57,16 +58,19 @@ class Experts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies the layer."""
-        tokens = hidden.reshape(-1, hidden.shape[-1])  # [n, h]
-        routing = self.router(tokens)
+        is_split = context.splits_sequence
+        routing = self.router(hidden, is_split)
         order = ExpertOrder.of(routing.experts, self.router.weight.shape[0])
         # Each rank holds part of every expert and so computes part of the gradients of the tokens and of the weights.
-        tokens, weights = copy_to(tokens, self.tp), copy_to(routing.weights, self.tp)
+        tokens = gather_sequence(hidden, self.tp) if is_split else copy_to(hidden, self.tp)
+        batch, weights = len(tokens), copy_to(routing.weights, self.tp)
+        tokens = tokens.flatten(0, 1)  # [n, h]
         routed = self.experts(_Dispatch.apply(tokens, order), order.ends)  # [n*k, h]
         result = _Combine.apply(routed, weights, order)  # [n, h]
         if self.shared_experts is not None:
             result = result + self.shared_experts(tokens)
-        result = reduce_from(result, self.tp).view(hidden.shape)
+        result = result.unflatten(0, (batch, -1))
+        result = scatter_sequence(result, self.tp) if is_split else reduce_from(result, self.tp)
         if self.residual is not None:
             result = self.residual(hidden, result, context)
         if not self.training:
@@ -88,7 +92,7 @@ class ResidualMixture(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
         self.dense = FeedForward(config, mesh)
-        self.coefficient = MixtureCoefficients(config.hidden_size, mesh.device)
+        self.coefficient = MixtureCoefficients(config, mesh)
 
     def forward(self, hidden: torch.Tensor, routed: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Adds the dense layer to the result of the experts."""
@@ -104,12 +108,12 @@ class MixtureCoefficients(nn.Module):
     Shapes: `[b, s, h]` to `[b, s, 2]`; weight `[2, h]`, bias `[2]`.
     """
 
-    def __init__(self, hidden_size: int, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
-        parts = Dimension("experts and dense layer", 2)
-        matrix = ShardSpec((parts, Dimension("hidden", hidden_size)), is_matrix=True)
+        parts, device, summed_over = Dimension("experts and dense layer", 2), mesh.device, (mesh.sequence_parallel,)
+        matrix = ShardSpec((parts, Dimension("hidden", config.hidden_size)), is_matrix=True, summed_over=summed_over)
         self.weight = place(nn.Parameter(torch.zeros(matrix.local_shape, device=device)), matrix)
-        self.bias = place(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,)))
+        self.bias = place(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,), summed_over=summed_over))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Weighs the tokens."""

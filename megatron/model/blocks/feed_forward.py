@@ -18,7 +18,8 @@ class FeedForward(nn.Module):
     """`fc2(activation(fc1(x)))`, or `fc2(activation(gate) * up)` with both products in `fc1`; the inner dimension is
     split over the tensor-parallel axis.
 
-    Shapes: `[b, s, h]` to the same; inside `[b, s, f/t]`, gated `[b, s, 2, f/t]` in the order gate, up.
+    Shapes: `[b, s, h]`, with sequence parallelism `[b, s/t, h]`, to the same; inside `[b, s, f/t]`, gated
+        `[b, s, 2, f/t]` in the order gate, up.
 
     Args:
         inner_size: f; the configuration's `ffn_hidden_size` if None.
@@ -39,14 +40,22 @@ class FeedForward(nn.Module):
             device=mesh.device,
         )
         self.linear_fc2 = RowParallelLinear(
-            width, config.hidden_size, mesh.tp, bias=config.mlp_bias, device=mesh.device
+            width,
+            config.hidden_size,
+            mesh.tp,
+            bias=config.mlp_bias,
+            partial=mesh.sequence_parallel,
+            device=mesh.device,
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
         """Applies the layer; with `finish`, returns `finish(product, bias)` of the last layer."""
+        is_split = context.splits_sequence
         if self.implementation is Implementation.CSRC:
-            return self.linear_fc2(self.linear_fc1(hidden, self._activate), finish)  # type: ignore[no-any-return]
-        return self.linear_fc2(self._activate(self.linear_fc1(hidden)), finish)  # type: ignore[no-any-return]
+            inner = self.linear_fc1(hidden, self._activate, splits_sequence=is_split)
+        else:
+            inner = self._activate(self.linear_fc1(hidden, splits_sequence=is_split))
+        return self.linear_fc2(inner, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
 
     def _activate(self, inner: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_gated:

@@ -27,6 +27,14 @@ def build_norm(config: ModelConfig, mesh: ParallelMesh, size: int, *, partial: A
     return kind(size, config.layernorm_epsilon, partial=partial, implementation=kernel, **_settings(config, mesh))
 
 
+def build_hidden_norm(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
+    """A norm of hidden states between matrix products, of which sequence parallelism gives each rank its own tokens.
+
+    Shapes: `[b, s/t, h]` to the same.
+    """
+    return build_norm(config, mesh, config.hidden_size, partial=mesh.sequence_parallel)
+
+
 def build_head_norm(config: ModelConfig, mesh: ParallelMesh, heads: Dimension) -> nn.Module:
     """The norm of queries or keys `[b, s, heads/t, d]`, over each head or over all of them.
 
@@ -48,11 +56,12 @@ def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
     """A norm of the hidden states as a layer of the network: after the word embedding, or after the last block, whose
     residual it may still have to add.
 
-    Shapes: `[b, s, h]` to the same.
+    Shapes: `[b, s/t, h]` to the same.
     """
     kind = _LayerNormLayer if config.normalization == LAYER_NORM else _RMSNormLayer
     kernel = mesh.kernels.norm
-    return kind(config.hidden_size, config.layernorm_epsilon, implementation=kernel, **_settings(config, mesh))
+    settings = {"partial": mesh.sequence_parallel, "implementation": kernel, **_settings(config, mesh)}
+    return kind(config.hidden_size, config.layernorm_epsilon, **settings)
 
 
 class _LayerNormLayer(LayerNorm):

@@ -19,7 +19,7 @@ class QueryKeyValue(ColumnParallelLinear):
     The rows of the weight are ordered [groups, (queries of the group, key, value), head size], Megatron's order, so
     that a rank holds whole groups. If the tensor-parallel size does not divide the groups (multi-query attention), the
     weight is replicated: each rank computes its own queries and all keys and values, and the ranks' gradients are
-    summed.
+    summed. With sequence parallelism the hidden states of all ranks are gathered: `[b, s/t, h]` to those of s tokens.
 
     Shapes: weight `[g/t, a/g + 2, d, h]` or `[g, a/g + 2, d, h]`, its first dimensions merged.
 
@@ -48,34 +48,38 @@ class QueryKeyValue(ColumnParallelLinear):
         self.query_dimension = Dimension("attention heads", heads, mesh.tp)
         self.group_size, self.head_size = heads // groups, config.kv_channels
 
-    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, hidden: torch.Tensor, splits_sequence: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of this rank's heads, and keys and values: of its groups, or of all groups if they are not split.
 
         Shapes: `[b, s, h]` to `[b, s, a/t, d]` and twice `[b, s, g/t or g, d]`.
         """
         if self.is_split:
-            qkv = self.joint(hidden)
+            qkv = self.joint(hidden, splits_sequence)
             if self.group_size == 1:
                 query, key, value = qkv.unbind(3)
                 return query, key, value
             query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
             return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
-        return self._project_replicated(hidden)
+        return self._project_replicated(self.whole(hidden, splits_sequence))
 
-    def joint(self, hidden: torch.Tensor) -> torch.Tensor:
+    def joint(self, hidden: torch.Tensor, splits_sequence: bool = False) -> torch.Tensor:
         """Queries, key and value of each of this rank's groups, which must be split, in one tensor.
 
         Shapes: `[b, s, h]` to `[b, s, g/t, a/g + 2, d]`.
         """
-        batch, length, _ = hidden.shape
-        return super().forward(hidden).view(batch, length, -1, self.group_size + 2, self.head_size)
+        states = super().forward(hidden, splits_sequence=splits_sequence)
+        return states.unflatten(-1, (-1, self.group_size + 2, self.head_size))
 
     @property
     def joins_gradients(self) -> bool:
         """Whether `heads` can be used."""
         return self.is_split and self.bias is not None and self.head_size % 8 == 0
 
-    def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def heads(
+        self, hidden: torch.Tensor, splits_sequence: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `project`, heads first; the gradients of the projection and of its bias are made in one compiled pass.
 
         Shapes: `[b, s, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
@@ -85,9 +89,8 @@ class QueryKeyValue(ColumnParallelLinear):
         """
         if self.bias is None:
             raise ValueError("heads() joins the gradients of a projection with a bias, and this one has none.")
-        product = linear(copy_to(hidden, self.axis), self.weight, self.bias.detach())
-        shape = (*hidden.shape[:2], -1, self.group_size + 2, self.head_size)
-        return split_heads(product.view(shape), self.bias)
+        product = linear(self.whole(hidden, splits_sequence), self.weight, self.bias.detach())
+        return split_heads(product.unflatten(-1, (-1, self.group_size + 2, self.head_size)), self.bias)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values as this rank's heads use them, where the groups are not split.
@@ -102,7 +105,6 @@ class QueryKeyValue(ColumnParallelLinear):
         return states[:, :, groups]
 
     def _project_replicated(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        hidden = copy_to(hidden, self.axis)
         count, heads = self.group_dimension.size, self.query_dimension.local_size
         rows = slice(self.axis.rank * heads, (self.axis.rank + 1) * heads)
         parts = []

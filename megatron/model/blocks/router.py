@@ -15,6 +15,7 @@ from megatron.config import ModelConfig
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.tensor.collectives import gather_from
 
 # Names of the recorded statistics. Each is summed over layers, micro-batches and ranks.
 BALANCE_LOSS = "router_balance_loss"
@@ -43,9 +44,10 @@ class Router(nn.Module):
     """Scores every expert for every token and chooses the best k, in float32 also in a half-precision network.
 
     The matrix is replicated over the tensor-parallel axis. Its ranks see the same hidden states to the last bit, since
-    an all-reduce made them, and so choose the same experts.
+    an all-reduce made them, and so choose the same experts. With sequence parallelism each scores its own tokens, and
+    the scores are gathered.
 
-    Shapes: hidden `[n, h]`; weight `[e, h]`.
+    Shapes: hidden `[b, s/t, h]` or `[n, h]`; weight `[e, h]`.
 
     Source: Shazeer et al., "Outrageously large neural networks", 2017, section 2.1 (without its noise); weights: Jiang
     et al., "Mixtral of experts", 2024, section 2.1 (softmax over the chosen); Fedus et al., "Switch transformers",
@@ -54,17 +56,20 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int = 0) -> None:
         super().__init__()
-        self.top_k = config.moe_router_topk
+        self.top_k, self.tp = config.moe_router_topk, mesh.tp
         self.is_sigmoid = config.moe_router_score_function == "sigmoid"
         self.keeps_scores = config.moe_router_pre_softmax
         self.scale = config.moe_router_topk_scaling_factor
         dimensions = (Dimension("experts", config.experts_of(layer)), Dimension("hidden", config.hidden_size))
-        spec = ShardSpec(dimensions, is_matrix=True)
+        spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
         self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
-    def forward(self, hidden: torch.Tensor) -> Routing:
-        """Routes the tokens."""
-        logits = F.linear(hidden.float(), self.weight.float())  # [n, e]
+    def forward(self, hidden: torch.Tensor, splits_sequence: bool = False) -> Routing:
+        """Routes the tokens of all ranks."""
+        logits = F.linear(hidden.float(), self.weight.float())  # [b, s/t, e]
+        if splits_sequence:
+            logits = gather_from(logits, self.tp, dimension=1)
+        logits = logits.flatten(0, -2)  # [n, e]
         # by logits, which order as the scores do: a sigmoid close to 1 is rounded to ties
         experts = logits.detach().topk(self.top_k, dim=-1).indices  # [n, k]
         weights = self._weights(logits, experts)

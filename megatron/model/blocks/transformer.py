@@ -18,7 +18,7 @@ from megatron.model.blocks.attention import SelfAttention
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
-from megatron.model.blocks.norm import build_norm
+from megatron.model.blocks.norm import build_hidden_norm
 from megatron.model.interface.residual_sum import ResidualSum
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
@@ -51,7 +51,7 @@ class TransformerBlock(nn.Module):
 
     The outer norms follow attention and feed-forward, or with `--norm-placement post` the residual additions.
 
-    Shapes: `[b, s, h]` to the same.
+    Shapes: `[b, s, h]` to the same; with sequence parallelism this rank's tokens, `[b, s/t, h]`.
 
     Attributes:
         leaves_sum: whether it can leave its last addition to the norm of the next layer.
@@ -62,7 +62,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int) -> None:
         super().__init__()
-        size, placement = config.hidden_size, config.norm_placement
+        placement = config.norm_placement
         self.tp = mesh.tp
         self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
         self.dropout_kernel = mesh.kernels.dropout_add
@@ -74,12 +74,12 @@ class TransformerBlock(nn.Module):
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
         self.takes_sum = has_inner
         self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
-        self.input_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
+        self.input_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
         self.self_attention = SelfAttention(config, mesh, index)
-        self.post_self_attn_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
-        self.pre_mlp_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
+        self.post_self_attn_layernorm = build_hidden_norm(config, mesh) if has_outer else nn.Identity()
+        self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
-        self.post_mlp_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
+        self.post_mlp_layernorm = build_hidden_norm(config, mesh) if has_outer else nn.Identity()
         # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
         joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
         self.attention_bias_joins = joins and config.attention_output_bias

@@ -17,9 +17,12 @@ import torch
 
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.key_value_cache import KeyValueCaches
+from megatron.parallel.mesh import Axis
 from megatron.parallel.sequence.split import SequenceSplit
 
 Shared = TypeVar("Shared")
+
+_ALONE = Axis.single("tp")
 
 # The fields of a context that only some networks have, in the order in which they pass from stage to stage.
 OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted")
@@ -88,6 +91,8 @@ class StepContext:
         recompute: what is recomputed during backward.
         explicit_attention: whether attention keeps its probabilities where one fused call would do.
         factored_logits: whether the head returns the factors of the logits instead of their product.
+        sequence_parallel: the ranks over which the tokens of hidden states are split between matrix products; all other
+            tensors of the context are of whole sequences.
         caches: keys and values of earlier tokens; None outside generation.
         split: how ranks share the samples; None if this rank computes on all of their tokens.
         texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
@@ -109,6 +114,7 @@ class StepContext:
     recompute: Recompute = Recompute.NONE
     explicit_attention: bool = False
     factored_logits: bool = False
+    sequence_parallel: Axis = _ALONE
     caches: KeyValueCaches | None = None
     split: SequenceSplit | None = None
     texts: tuple[TextPart, ...] = ()
@@ -142,6 +148,25 @@ class StepContext:
 
         return self.once(("positions", length), compute)
 
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether hidden states between matrix products are of a part of the tokens along s: `[b, s/t, h]`."""
+        return self.sequence_parallel.size > 1
+
+    def own_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values for the tokens along s those for hidden states. Shapes: `[..., s]` to `[..., s/t]`."""
+        axis = self.sequence_parallel
+        return values if axis.size == 1 else values.chunk(axis.size, dim=-1)[axis.rank]
+
+    def first_position(self, length: int) -> int:
+        """The position of the first of `length` tokens of hidden states, if those are consecutive."""
+        return self.position_offset + self.sequence_parallel.rank * length
+
+    def hidden_positions(self, length: int) -> torch.Tensor | None:
+        """As `positions`, of `length` tokens of hidden states. Shapes: `[s/t]` or `[b, s/t]` int64."""
+        positions = self.positions(length * self.sequence_parallel.size)
+        return None if positions is None else self.own_tokens(positions)
+
     def positions_needed(self, length: int) -> int:
         """One more than the last position of the samples, of which this micro-batch has `length` tokens along s."""
         if self.texts:
@@ -171,6 +196,7 @@ class StepSettings:
         explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
         factored_logits: whether the head returns `FactoredLogits`, for objectives that never hold the logits.
         split: how ranks share the samples; None if each rank computes on whole ones.
+        sequence_parallel: the ranks over which the tokens of hidden states are split; see `StepContext`.
     """
 
     seed: int = 0
@@ -184,6 +210,7 @@ class StepSettings:
     explicit_attention: bool = False
     factored_logits: bool = False
     split: SequenceSplit | None = None
+    sequence_parallel: Axis = _ALONE
 
     @property
     def needs_segments(self) -> bool:
@@ -245,6 +272,7 @@ class StepSettings:
             recompute=self.recompute,
             explicit_attention=self.explicit_attention,
             factored_logits=self.factored_logits,
+            sequence_parallel=self.sequence_parallel,
             caches=caches,
             split=self.split,
             auxiliary=AuxiliaryLosses(backward_scale),

@@ -42,6 +42,27 @@ def scatter_to(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tensor
     return x if axis.size == 1 else _ScatterTo.apply(x, axis, dimension)
 
 
+def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Passes this rank's tokens to a column-parallel matrix product, which takes those of all ranks.
+
+    All-gather in forward; reduce-scatter in backward, since every rank has part of the gradient of every token.
+
+    Shapes: `[b, s/t, ...]` to `[b, s, ...]`.
+
+    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 4.2.2
+    (the operators g and g bar).
+    """
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sums the ranks' partial results, of which each rank gets its own tokens: the converse of `gather_sequence`.
+
+    Shapes: `[b, s, ...]` to `[b, s/t, ...]`.
+    """
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+
+
 def _summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return functional.all_reduce(x.contiguous(), "sum", axis.group)  # type: ignore[arg-type]
@@ -95,6 +116,51 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         return _gathered(gradient, ctx.axis, ctx.dimension), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[no-untyped-def]
+        ctx.axis = axis
+        return gathered_tokens(x, axis)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return summed_tokens(gradient, ctx.axis), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[no-untyped-def]
+        ctx.axis = axis
+        return summed_tokens(x, axis)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gathered_tokens(gradient, ctx.axis), None
+
+
+def gathered_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The tokens of all ranks, in their order, without derivatives. Shapes: `[b, s/t, ...]` to `[b, s, ...]`."""
+    own = x.contiguous()
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(own, 1, axis.group)  # type: ignore[arg-type]
+    batch, *others = own.shape
+    parts = own.new_empty(axis.size * batch, *others)
+    with axis.timed():
+        dist.all_gather_into_tensor(parts, own, group=axis.group)
+    return parts.unflatten(0, (axis.size, batch)).movedim(0, 1).flatten(1, 2)  # a view if b is 1
+
+
+def summed_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over the ranks of this rank's tokens, without derivatives. Shapes: `[b, s, ...]` to `[b, s/t, ...]`."""
+    if torch.compiler.is_compiling():
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", 1, axis.group)  # type: ignore[arg-type]
+    parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()  # a view if b is 1
+    total = torch.empty_like(parts[0])
+    with axis.timed():
+        dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=axis.group)
+    return total
 
 
 def _gathered(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 On an axis of size 1 each is the plain layer, without communication. Parameters start at zero (norm weights at one) and
 have a `shard_spec`; `megatron.model.interface.network` draws their initial values, since these depend on global names.
+
+With sequence parallelism the ranks have different tokens wherever the plain layers would have equal ones: where a
+layer's call says so, it gathers them, or leaves each rank its own.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from megatron.kernels.choice import Implementation
 from megatron.kernels.embedding import lookup
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
-from megatron.parallel.tensor.collectives import copy_to, reduce_from
+from megatron.parallel.tensor.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
 
 # What a layer does with its product and its bias instead of adding them: a fused operation of the caller. That runs
@@ -62,16 +65,27 @@ class ColumnParallelLinear(nn.Module):
             spec = ShardSpec(tuple(outputs))
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
 
-    def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
-        """Applies the layer; with `finish`, returns `finish(product, bias)`."""
-        x = copy_to(x, self.axis)
+    def forward(self, x: torch.Tensor, finish: Finish | None = None, *, splits_sequence: bool = False) -> torch.Tensor:
+        """Applies the layer; with `finish`, returns `finish(product, bias)`.
+
+        Args:
+            splits_sequence: whether each rank has its own tokens of x, `[b, s/t, input]`.
+        """
+        x = self.whole(x, splits_sequence)
         if finish is None:
             return deferrable_linear(x, self.weight, self.bias, self.queue)
         return finish(deferrable_linear(x, self.weight, None, self.queue), self.bias)
 
+    def whole(self, x: torch.Tensor, splits_sequence: bool) -> torch.Tensor:
+        """The input of the product, all tokens of it."""
+        return gather_sequence(x, self.axis) if splits_sequence else copy_to(x, self.axis)
+
 
 class RowParallelLinear(nn.Module):
     """`y = x W^T + b` with the inputs split: the ranks' partial products are summed, then the replicated bias is added.
+
+    Args:
+        partial: an axis whose ranks add the bias to different tokens, so that its gradient is a sum over it.
 
     Attributes:
         queue: as in `ColumnParallelLinear`.
@@ -89,6 +103,7 @@ class RowParallelLinear(nn.Module):
         axis: Axis,
         *,
         bias: bool = True,
+        partial: Axis | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -99,13 +114,19 @@ class RowParallelLinear(nn.Module):
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
+            spec = ShardSpec.vector(output_size, partial=partial)
+            self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), spec)
 
-    def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
-        """Applies the layer; with `finish`, returns `finish(product, bias)`."""
+    def forward(self, x: torch.Tensor, finish: Finish | None = None, *, splits_sequence: bool = False) -> torch.Tensor:
+        """Applies the layer; with `finish`, returns `finish(product, bias)`.
+
+        Args:
+            splits_sequence: whether each rank is to have its own tokens of the result, `[b, s/t, output]`.
+        """
         if self.axis.size == 1 and finish is None:
             return deferrable_linear(x, self.weight, self.bias, self.queue)
-        y = reduce_from(deferrable_linear(x, self.weight, None, self.queue), self.axis)
+        product = deferrable_linear(x, self.weight, None, self.queue)
+        y = scatter_sequence(product, self.axis) if splits_sequence else reduce_from(product, self.axis)
         if finish is not None:
             return finish(y, self.bias)
         return y if self.bias is None else y + self.bias
@@ -142,8 +163,11 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, device)
         self.first_row = axis.rank * self.weight.shape[0]
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, *, splits_sequence: bool = False) -> torch.Tensor:
         """Looks the ids up.
+
+        Args:
+            splits_sequence: whether each rank is to have its own tokens of the result, `[b, s/t, h]`.
 
         Raises:
             DataError: an id is negative or not in the vocabulary (on a GPU a device assertion, which does not
@@ -153,7 +177,9 @@ class VocabParallelEmbedding(nn.Module):
         is_whole = self.axis.size == 1
         kernel = self.implementation
         rows = lookup(self.weight, ids, first_row=self.first_row, is_whole=is_whole, implementation=kernel)
-        return rows if is_whole else reduce_from(rows, self.axis)
+        if is_whole:
+            return rows
+        return scatter_sequence(rows, self.axis) if splits_sequence else reduce_from(rows, self.axis)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Looks the ids up."""

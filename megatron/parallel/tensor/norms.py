@@ -10,7 +10,7 @@ from torch import nn
 from megatron.kernels.choice import Implementation
 from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import Axis
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
 
 
@@ -21,8 +21,8 @@ class _ReplicatedNorm(nn.Module):
 
     Args:
         zero_centered: the weight is stored as its difference from 1.
-        partial: an axis whose ranks normalize different rows (the heads of a split attention), so that the gradients
-            of the parameters are sums over it.
+        partial: an axis whose ranks normalize different rows (the heads of a split attention, or their own tokens), so
+            that the gradients of the parameters are sums over it.
         implementation: of the norm's arithmetic.
     """
 
@@ -37,15 +37,15 @@ class _ReplicatedNorm(nn.Module):
         implementation: Implementation = Implementation.TORCH,
     ) -> None:
         super().__init__()
-        self.eps, self.zero_centered, self.partial = eps, zero_centered, partial
+        self.eps, self.zero_centered = eps, zero_centered
         self.implementation = implementation
-        self.weight = _norm_weight(ShardSpec.vector(hidden_size), zero_centered, device)
+        self.weight = _norm_weight(ShardSpec.vector(hidden_size, partial=partial), zero_centered, device)
 
     def _added(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         settings: dict[str, Any] = {"zero_centered": self.zero_centered, "implementation": self.implementation}
-        return add_norm(x, residual, weight, bias, self.eps, subtract_mean=bias is not None, **settings)
+        return add_norm(x, residual, self.weight, bias, self.eps, subtract_mean=bias is not None, **settings)
 
 
 class LayerNorm(_ReplicatedNorm):
@@ -56,26 +56,18 @@ class LayerNorm(_ReplicatedNorm):
 
     def __init__(self, hidden_size: int, eps: float, **settings: Any) -> None:
         super().__init__(hidden_size, eps, **settings)
-        self.bias = place(
-            nn.Parameter(torch.zeros(hidden_size, device=self.weight.device)), ShardSpec.vector(hidden_size)
-        )
+        spec = shard_spec_of(self.weight)
+        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=self.weight.device)), spec)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
-        weight, bias = self._weight_and_bias()
         return layer_norm(
-            x, weight, bias, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
+            x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
         )
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + x`, and the norm of it."""
-        weight, bias = self._weight_and_bias()
-        return self._added(x, residual, weight, bias)
-
-    def _weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.partial is None:
-            return self.weight, self.bias
-        return copy_to(self.weight, self.partial), copy_to(self.bias, self.partial)
+        return self._added(x, residual, self.bias)
 
 
 class RMSNorm(_ReplicatedNorm):
@@ -88,13 +80,11 @@ class RMSNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
-        weight = _summed_gradient(self.weight, self.partial)
-        return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + x`, and the norm of it."""
-        weight = _summed_gradient(self.weight, self.partial)
-        return self._added(x, residual, weight, None)
+        return self._added(x, residual, None)
 
 
 class HeadsRMSNorm(nn.Module):
@@ -118,14 +108,16 @@ class HeadsRMSNorm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.eps, self.zero_centered, self.partial = eps, zero_centered, partial
+        self.eps, self.zero_centered = eps, zero_centered
         self.axis = heads.axis or Axis.single("tp")
         self.width = heads.size * head_size
-        self.weight = _norm_weight(ShardSpec((heads, Dimension("head size", head_size))), zero_centered, device)
+        summed_over = () if partial is None else (partial,)
+        spec = ShardSpec((heads, Dimension("head size", head_size)), summed_over=summed_over)
+        self.weight = _norm_weight(spec, zero_centered, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the channels of all heads of each token."""
-        weight = _summed_gradient(self.weight, self.partial).float()
+        weight = self.weight.float()
         values = x.float()
         squares = values.pow(2).sum(dim=(-2, -1), keepdim=True)  # [b, s, 1, 1]
         total = copy_to(reduce_from(squares, self.axis), self.axis)
@@ -136,8 +128,3 @@ class HeadsRMSNorm(nn.Module):
 def _norm_weight(spec: ShardSpec, zero_centered: bool, device: torch.device | str | None) -> nn.Parameter:
     initial = torch.zeros if zero_centered else torch.ones
     return place(nn.Parameter(initial(spec.local_shape, device=device)), spec)
-
-
-def _summed_gradient(parameter: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """The parameter, with its gradient summed over an axis whose ranks use it for different rows."""
-    return parameter if axis is None else copy_to(parameter, axis)

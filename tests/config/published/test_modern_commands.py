@@ -194,7 +194,6 @@ def test_what_published_commands_cannot_have_yet() -> None:
         parse(shlex.split(LLAMA_3 + "--fp8-format hybrid --decoupled-lr 5e-4 --mock-data --context-parallel-size 2"))
     assert [problem.split()[0] for problem in caught.value.problems] == [
         "--decoupled-lr", "--fp8-format", "--grad-reduce-in-bf16", "--context-parallel-size", "--mock-data",
-        "--sequence-parallel",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="--expert-model-parallel-size 8 does not go with --pipeline-model-parallel"):
         parse(shlex.split(MIXTRAL))

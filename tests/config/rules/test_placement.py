@@ -9,6 +9,9 @@ from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 EXPERTS = "--num-experts 4 "
+CURRICULUM = "--tensor-model-parallel-size 2 --sequence-parallel --curriculum-learning "
+DISCRETE = CURRICULUM + "--curriculum-schedule fixed_discrete "
+GROWING = CURRICULUM + "--curriculum-min-length 8 --curriculum-steps 10 "
 NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --checkpoint-activations "
 
 
@@ -22,16 +25,21 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
         ("--recompute-granularity full --recompute-num-layers 4", "--checkpoint-num-layers 4 is refused"),
         ("--recompute-granularity full --recompute-method block", "--recompute-method block is refused.* uniform"),
         (
-            "--tensor-model-parallel-size 2 --sequence-parallel",
-            "--sequence-parallel is refused without --checkpoint-act",
+            "--tensor-model-parallel-size 4 --num-attention-heads 4 --sequence-parallel --seq-length 30",
+            "--seq-length 30 cannot be split over --tensor-model-parallel-size 4 .* Use --seq-length 32, or drop",
         ),
+        (
+            DISCRETE + "--curriculum-lengths 7 17 --curriculum-max-steps 3",
+            "--curriculum-lengths 7 17 cannot be split .* Use --curriculum-lengths 8 16, or drop",
+        ),
+        (
+            GROWING + "--curriculum-length-step 3",
+            "--curriculum-length-step 3 cannot be split over .* Use --curriculum-length-step 4, or drop",
+        ),
+        (GROWING + "--curriculum-max-length 9", "--curriculum-max-length 9 cannot be split over"),
         (
             NARROW + "--partition-activations",
             "--distribute-saved-activations cannot split --hidden-size 54 over --tensor-model-parallel-size 4",
-        ),
-        (
-            NARROW + "--sequence-parallel",
-            "--sequence-parallel cannot split --hidden-size 54 over --tensor-model-parallel-size 4",
         ),
         (
             EXPERTS + "--moe-expert-parallel-size 2 --pipeline-model-parallel-size 2",
@@ -66,7 +74,9 @@ def test_what_is_not_done_is_refused(text: str, sentence: str) -> None:
         "--checkpoint-num-layers 2",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity selective",
-        "--sequence-parallel",
+        "--sequence-parallel --seq-length 31",  # nothing to split it over
+        GROWING,
+        NARROW + "--partition-activations --sequence-parallel",
         "--partition-activations --checkpoint-activations",
         "--moe-expert-parallel-size 64 --num-experts 1 --moe-train-capacity-factor 2.0",
         EXPERTS + "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --moe-min-capacity 4",
@@ -77,10 +87,10 @@ def test_what_changes_nothing_is_accepted(text: str) -> None:
     assert small(text).notices == ()
 
 
-def test_sequence_parallelism_with_recompute_splits_what_is_kept() -> None:
+def test_what_is_kept_for_recomputing_can_be_split() -> None:
     words = "--tensor-model-parallel-size 2 --checkpoint-activations"
     assert not small(words).recompute.distributes_saved
-    for flag in ("--sequence-parallel", "--partition-activations", "--distribute-checkpointed-activations"):
+    for flag in ("--partition-activations", "--distribute-checkpointed-activations"):
         assert small(f"{words} {flag}").recompute.distributes_saved
     assert not small("--partition-activations").recompute.distributes_saved
 
