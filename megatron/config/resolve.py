@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
+from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
 from megatron.config.request_rules import divides_experts, expert_parts
 from megatron.config.run_config import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
 from megatron.config.schedule import planned_iterations, ranges_at_the_end, schedule
@@ -77,6 +78,8 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         "world_size": machine.world_size,
         "data_parallel_size": replicas,
         "effective_zero_stage": stage,
+        "schedule_name": schedule_name(request.parallel, request.model.num_layers),
+        "chunks_per_rank": chunks_per_rank(request.parallel, request.model.num_layers),
         "offloads_optimizer": offloads,
         "distributed_backend": backend,
     }

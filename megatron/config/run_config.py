@@ -15,11 +15,12 @@ from megatron.config.files.flag_files import FlagFilesConfig
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import ConfigSection
-from megatron.config.layout import heads_problems, lengths_problems, stages_problems, widths_problems
+from megatron.config.layout import heads_problems, lengths_problems, widths_problems
 from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, LossConfig
 from megatron.config.objective.masking import MaskingConfig
+from megatron.config.pipeline_rules import pipeline_problems
 from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.sections.computation import AUTO, TORCH, KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
@@ -273,7 +274,7 @@ def cross_problems(
             f"Every position needs a row; use --max-position-embeddings {data.seq_length} or shorter samples."
         )
     yield from curriculum_problems(optim, data.seq_length, loss)
-    ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ranks = parallel.tensor_model_parallel_size
     if parallel.splits_sequence:
         yield from lengths_problems({"--seq-length": (data.seq_length,), **optim.curriculum_length_flags}, ranks)
     if model.num_attention_heads > 0 and ranks > 0:
@@ -286,8 +287,7 @@ def cross_problems(
             f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
             f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
         )
-    if model.num_layers > 0:
-        yield from stages_problems(model.num_layers, stages)
+    yield from pipeline_problems(parallel, model.num_layers)
     if parallel.elastic and optim.global_batch_size is None:
         yield (
             "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron.config.layout import divisors, layout_problems, nearest_layouts
+from megatron.config.pipeline_rules import most_stages
 from megatron.config.run_config import RunRequest
 from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
@@ -24,7 +25,7 @@ def world_problems(request: RunRequest, world_size: int) -> list[str]:
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         split_sizes=(model.num_attention_heads, *model.widths.values()),
-        most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
+        most_stages=most_stages(parallel, model.num_layers),
     )
     problems = list(misfits)
     if problems or any(request.optim.all_problems()):

@@ -127,11 +127,6 @@ _REFUSED_ROWS: tuple[Row, ...] = (
     ),
     # layout
     (
-        "a stage holds consecutive layers, without virtual stages. Drop the flag; more micro-batches "
-        "(--global-batch-size) shorten the pipeline's idle time too.",
-        (Known("num_layers_per_virtual_pipeline_stage", int),),
-    ),
-    (
         "the embedding is on the first stage, with blocks. Drop the flag; --tensor-model-parallel-size divides the "
         "embedding.",
         ("standalone_embedding_stage",),
@@ -405,11 +400,6 @@ _IGNORED_ROWS: tuple[Row, ...] = (
     (
         "there is one implementation of the model.",
         ("use_mcore_models", "use_legacy_models", Known("transformer_impl", str, "local")),
-    ),
-    (
-        "pipelines alternate one forward and one backward pass: this schedule has the memory and the result of that "
-        "one, and another step time.",
-        ("enable_zbh1_pipeline", "enable_zbh1_exact_semantics"),
     ),
     ("every operation used can be exported, and there is no exporter to ONNX.", ("onnx_safe",)),
     ("no code of a tokenizer's author is run; a tokenizer.json needs none.", ("trust_remote_code",)),

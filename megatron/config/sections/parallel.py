@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.config.flags.fields import derived, flag
 from megatron.config.flags.paths import PathUse
 from megatron.config.flags.section import ConfigSection
+from megatron.config.sections.pipelines import DEFAULT_ENGINE, ENGINES, SCHEDULE_CHUNKS
 
 _EVEN_PARTITIONS = ("type:transformer", "type:transformer|embedding")
 
@@ -41,6 +42,24 @@ class ParallelRequest(ConfigSection):
     cpu_optimizer: bool = flag(
         False, "keep and update the optimizer's state in host memory; the GPUs hold weights and gradients"
     )
+    pipeline_schedule: str | None = flag(
+        None,
+        f"the order of forward and backward passes on the stages: {', '.join(SCHEDULE_CHUNKS)} or FILE.csv "
+        "(docs/pipelines.md); if unset, interleaved with virtual stages and else 1f1b",
+    )
+    pipeline_engine: str = flag(
+        DEFAULT_ENGINE, "what runs the stages: own, or DeepSpeed's PipelineEngine", choices=tuple(ENGINES)
+    )
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None,
+        "chunks of the network on each pipeline rank (virtual stages)",
+        spelled=("--num-virtual-stages-per-pipeline-rank",),
+        at_least=1,
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "the same, as the number of layers in a chunk", at_least=1
+    )
+    enable_zbh1_pipeline: bool = flag(False, "--pipeline-schedule zb-h1", spelled=("--enable-zbh1-exact-semantics",))
     pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
     distributed_backend: str | None = flag(
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
@@ -81,14 +100,6 @@ class ParallelRequest(ConfigSection):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def problems(self) -> Iterator[str]:
-        stages = self.pipeline_model_parallel_size
-        if stages > 1 and self.zero_stage >= 2:
-            yield (
-                f"--zero-stage {self.zero_stage} cannot be used with --pipeline-model-parallel-size {stages}: a "
-                "pipeline accumulates gradients over micro-batches, and this ZeRO stage would already have scattered "
-                "them. Use --zero-stage 0 or 1, or --pipeline-model-parallel-size 1 (--tensor-model-parallel-size may "
-                "take its place)."
-            )
         method = self.pp_partition_method
         if method is not None and method not in _EVEN_PARTITIONS:
             yield (
@@ -112,6 +123,8 @@ class ParallelConfig(ParallelRequest):
     world_size: int = derived("processes of the run")
     data_parallel_size: int = derived("replicas of the model")
     effective_zero_stage: int = derived("the ZeRO stage DeepSpeed is given")
+    schedule_name: str = derived("the pipeline schedule, by name or file", default="1f1b")
+    chunks_per_rank: int = derived("chunks of the network on each pipeline rank", default=1)
     offloads_optimizer: bool = derived(
         "whether the optimizer's state is moved from the device to the host", default=False
     )

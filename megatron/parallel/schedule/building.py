@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Placement, Schedule
 from megatron.parallel.schedule.generation import fixed_orders, greedy_orders
@@ -17,14 +18,12 @@ class NamedSchedule:
     """What distinguishes a schedule from the others.
 
     Attributes:
-        chunks: the fewest and the most chunks of a rank; None for any number.
         is_v_shaped: whether chunks go there and back over the ranks, so that the first rank has the last chunk.
         splits: whether the gradients of weights are computed apart from those of inputs.
         limit: the most chunk activations that a rank may hold, from the rank, the ranks and the chunks of each; None
             for the schedules with a fixed order.
     """
 
-    chunks: tuple[int, int | None]
     is_v_shaped: bool = False
     splits: bool = False
     limit: Callable[[int, int, int], int] | None = None
@@ -39,13 +38,13 @@ def _interleaved_limit(rank: int, ranks: int, chunks: int) -> int:
 # Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023) for ZB-H1, "Pipeline Parallelism with Controllable
 # Memory" (2024) for the V shapes.
 SCHEDULES = {
-    "1f1b": NamedSchedule((1, 1)),
-    "interleaved": NamedSchedule((2, None)),
-    "zb-h1": NamedSchedule((1, 1), splits=True, limit=lambda rank, ranks, chunks: ranks),
-    "interleaved-zb": NamedSchedule((2, None), splits=True, limit=_interleaved_limit),
-    "zbv": NamedSchedule((2, 2), is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: 2 * ranks),
-    "v-half": NamedSchedule((2, 2), is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: ranks + 1),
-    "v-1f1b": NamedSchedule((2, 2), is_v_shaped=True, limit=lambda rank, ranks, chunks: 2 * ranks),
+    "1f1b": NamedSchedule(),
+    "interleaved": NamedSchedule(),
+    "zb-h1": NamedSchedule(splits=True, limit=lambda rank, ranks, chunks: ranks),
+    "interleaved-zb": NamedSchedule(splits=True, limit=_interleaved_limit),
+    "zbv": NamedSchedule(is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: 2 * ranks),
+    "v-half": NamedSchedule(is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: ranks + 1),
+    "v-1f1b": NamedSchedule(is_v_shaped=True, limit=lambda rank, ranks, chunks: 2 * ranks),
 }
 
 
@@ -59,7 +58,7 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
     named = SCHEDULES.get(name)
     if named is None:
         raise ConfigError(f"There is no pipeline schedule {name!r}. Use one of {', '.join(SCHEDULES)}.")
-    fewest, most = named.chunks
+    fewest, most = SCHEDULE_CHUNKS[name]
     if chunks_per_rank < fewest or (most is not None and chunks_per_rank > most):
         nearest = fewest if chunks_per_rank < fewest else most
         noun = "chunk" if chunks_per_rank == 1 else "chunks"

@@ -120,7 +120,12 @@ def test_a_supported_flag_is_read_somewhere() -> None:
     files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py"), *root.glob("finetune_*.py")]
     config = root / "megatron" / "config"
     files = [file for file in files if config not in file.parents]
-    files += [config / "schedule.py", config / "sections" / "curriculum.py", *(config / "architecture").glob("*.py")]
+    files += [
+        config / "schedule.py",
+        config / "pipeline_rules.py",
+        config / "sections" / "curriculum.py",
+        *(config / "architecture").glob("*.py"),
+    ]
     texts = [file.read_text(encoding="utf-8") for file in files]
     read = {name for text in texts for name in re.findall(r"[.\"](\w+)", text)}
     supported = {one.field for one in field_flags().values() if not one.facts.ignored}

@@ -58,7 +58,6 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
         ),
         ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer contradicts --zero-stage 0"),
         ("--accumulate-allreduce-grads-in-fp32 --fp16", "--accumulate-allreduce-grads-in-fp32 is refused with --fp16"),
-        ("--num-layers-per-virtual-pipeline-stage 1", "--num-layers-per-virtual-pipeline-stage 1 is refused"),
         ("--checkpoint-in-cpu", "--checkpoint-in-cpu is refused: what recompute keeps stays on the device"),
     ],
 )

@@ -23,7 +23,6 @@ def test_a_resolved_layout_is_complete() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"zero_stage": 3, "pipeline_model_parallel_size": 2}, "--zero-stage 3 cannot be used with --pipeline"),
         ({"pp_partition_method": "uniform"}, "--pp-partition-method uniform could leave a stage without"),
         ({"pad_vocab_size_to": 129}, "129 is not divisible by 128.*Use --pad-vocab-size-to 256"),
     ],

@@ -1,0 +1,141 @@
+"""Which pipelines are legal: the schedule, the chunks of the network on each rank, the engine and ZeRO together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.layout import divisors, stages_problems
+from megatron.config.sections.parallel import ParallelRequest
+from megatron.config.sections.pipelines import ENGINES, SCHEDULE_CHUNKS, SCHEDULE_FILE
+
+_VIRTUAL = "--virtual-pipeline-model-parallel-size"
+_LAYERS = "--num-layers-per-virtual-pipeline-stage"
+_SCHEDULE = "--pipeline-schedule"
+
+
+def chunks_per_rank(parallel: ParallelRequest, num_layers: int) -> int:
+    """The chunks of the network that each pipeline rank holds; what a schedule needs where no flag says it."""
+    asked, layers = parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if asked is not None:
+        return asked
+    if layers is not None:
+        return max(1, num_layers // (parallel.pipeline_model_parallel_size * layers))
+    return SCHEDULE_CHUNKS.get(_named(parallel) or "", (1, 1))[0]
+
+
+def schedule_name(parallel: ParallelRequest, num_layers: int) -> str:
+    """The pipeline schedule, by name or file: what was asked for, else by the number of chunks."""
+    return _named(parallel) or ("interleaved" if chunks_per_rank(parallel, num_layers) > 1 else "1f1b")
+
+
+def most_stages(parallel: ParallelRequest, num_layers: int) -> int:
+    """The most pipeline ranks that the other flags allow."""
+    if parallel.zero_stage not in ENGINES[parallel.pipeline_engine].zero_stages:
+        return 1
+    chunks = 1 if parallel.num_layers_per_virtual_pipeline_stage else chunks_per_rank(parallel, num_layers)
+    return max(1, num_layers // chunks)
+
+
+def pipeline_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
+    """One sentence for everything that is wrong with the pipeline of a network, unless a number is out of bounds.
+
+    Args:
+        num_layers: 0 if it is not known.
+    """
+    counts = (parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage)
+    sizes = [parallel.pipeline_model_parallel_size, *(count for count in counts if count is not None)]
+    if min(sizes) < 1 or parallel.pipeline_engine not in ENGINES:
+        return
+    problems = [*_name_problems(parallel)]
+    if num_layers > 0:
+        problems += _division_problems(parallel, num_layers)
+    if num_layers > 0 and not problems:
+        problems += _chunk_problems(parallel, num_layers)
+    yield from problems or _engine_problems(parallel, num_layers)
+
+
+def _named(parallel: ParallelRequest) -> str | None:
+    return "zb-h1" if parallel.enable_zbh1_pipeline else parallel.pipeline_schedule
+
+
+def _name_problems(parallel: ParallelRequest) -> Iterator[str]:
+    name = parallel.pipeline_schedule
+    if name is not None and name not in SCHEDULE_CHUNKS and not name.endswith(SCHEDULE_FILE):
+        yield f"{_SCHEDULE} {name} is not known. Use one of {', '.join(SCHEDULE_CHUNKS)}, or a file that ends in .csv."
+    elif parallel.enable_zbh1_pipeline and name not in (None, "zb-h1"):
+        yield f"--enable-zbh1-pipeline means {_SCHEDULE} zb-h1, and {_SCHEDULE} {name} is given. Drop one of them."
+
+
+def _division_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
+    """The layers of a chunk, where their number is given."""
+    layers, stages = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    if layers is None:
+        return
+    chunks, rest = divmod(num_layers, stages * layers)
+    if rest or not chunks:
+        if num_layers % stages:
+            way_out = f"Use {_VIRTUAL}, which spreads layers as evenly as it can, or a multiple of {stages} layers"
+        else:
+            nearest = sorted(divisors(num_layers // stages), key=lambda size: (abs(size - layers), size))
+            way_out = f"Use {' or '.join(map(str, nearest[:2]))}"
+        yield (
+            f"{_LAYERS} {layers} x --pipeline-model-parallel-size {stages} does not divide the {num_layers} layers of "
+            f"--num-layers. {way_out}."
+        )
+    elif parallel.virtual_pipeline_model_parallel_size not in (None, chunks):
+        yield (
+            f"{_LAYERS} {layers} makes {chunks} chunks a rank, and {_VIRTUAL} asks for "
+            f"{parallel.virtual_pipeline_model_parallel_size}. Drop one of them."
+        )
+
+
+def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
+    """Whether the schedule takes that many chunks, and whether each gets a layer."""
+    chunks, stages = chunks_per_rank(parallel, num_layers), parallel.pipeline_model_parallel_size
+    name = schedule_name(parallel, num_layers)
+    fewest, most = SCHEDULE_CHUNKS.get(name, (1, None))
+    if chunks < fewest or (most is not None and chunks > most):
+        others = [other for other, (low, high) in SCHEDULE_CHUNKS.items() if low <= chunks <= (high or chunks)]
+        asked = "--enable-zbh1-pipeline" if parallel.enable_zbh1_pipeline else f"{_SCHEDULE} {name}"
+        wanted = f"{fewest}" if most else f"at least {fewest}"
+        yield (
+            f"{asked} takes {wanted} {'chunk' if most == 1 else 'chunks'} of the network a rank, and {chunks} "
+            f"{'is' if chunks == 1 else 'are'} asked for ({_VIRTUAL}, {_LAYERS}). Use {_VIRTUAL} {fewest}, or "
+            f"{_SCHEDULE} {' or '.join(others)}."
+        )
+    elif chunks > 1 and num_layers < stages * chunks:
+        yield (
+            f"{num_layers} layers cannot fill {stages} pipeline stages of {chunks} chunks each (--num-layers "
+            f"{num_layers}, --pipeline-model-parallel-size {stages}, {name}). Every chunk needs a layer; use at least "
+            f"{stages * chunks} layers, or fewer stages or chunks."
+        )
+    else:
+        yield from stages_problems(num_layers, stages)
+
+
+def _engine_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
+    """Whether the engine runs the schedule, and goes with ZeRO."""
+    engine, stages, zero = parallel.pipeline_engine, parallel.pipeline_model_parallel_size, parallel.zero_stage
+    name, chunks = schedule_name(parallel, num_layers), chunks_per_rank(parallel, num_layers)
+    if stages == 1 and chunks == 1:
+        return
+    if not ENGINES[engine].runs(name):
+        others = [other for other, abilities in ENGINES.items() if abilities.runs(name)]
+        way_out = f"--pipeline-engine {others[0]}" if others else f"{_SCHEDULE} 1f1b without virtual stages"
+        yield f"--pipeline-engine {engine} does not run the pipeline schedule {name}. Use {way_out}."
+    if zero in ENGINES[engine].zero_stages:
+        return
+    others = [other for other, abilities in ENGINES.items() if zero in abilities.zero_stages and abilities.runs(name)]
+    reason = (
+        "it gathers the weights of a layer for every micro-batch, which passes through each stage on its own"
+        if zero == 3
+        else "a pipeline accumulates gradients over micro-batches, and this ZeRO stage would already have scattered "
+        "them"
+    )
+    lower = " or ".join(map(str, ENGINES[engine].zero_stages))
+    yield (
+        f"--zero-stage {zero} cannot be used with --pipeline-model-parallel-size {stages}: {reason}. Use "
+        + (f"--pipeline-engine {others[0]}, " if others else "")
+        + f"--zero-stage {lower}, or --pipeline-model-parallel-size 1 (--tensor-model-parallel-size may take its "
+        "place)."
+    )
