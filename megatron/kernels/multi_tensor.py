@@ -1,4 +1,4 @@
-"""2-norm, scaling and a finite check of lists of tensors; compiled, one launch serves a whole list."""
+"""2-norms and sums of lists of tensors; compiled, one launch serves a whole list."""
 
 from __future__ import annotations
 
@@ -56,41 +56,19 @@ def square_sum(tensors: Tensors, *, implementation: Implementation = Implementat
     return torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square().sum()
 
 
-def scale_(
-    destinations: Tensors,
-    sources: Tensors,
-    factor: float | torch.Tensor,
-    *,
-    implementation: Implementation = Implementation.TORCH,
-) -> None:
-    """`destination = source * factor` for each pair, computed in float32; the pair may differ in dtype or be the same
-    tensor.
+def add_(totals: Tensors, addends: Tensors, *, implementation: Implementation = Implementation.TORCH) -> None:
+    """`total += addend` for each pair, in float32.
+
+    torch adds tensors of another dtype one by one on a GPU, with a launch for each.
 
     Args:
-        factor: a float32 tensor of one element on the tensors' device is not copied to the host.
+        totals: float32, all on one device.
+        addends: float32, float16 or bfloat16, each in the memory layout of its total.
     """
-    if implementation is Implementation.CSRC and destinations:
-        on_device = factor if isinstance(factor, torch.Tensor) else None
-        number = 1.0 if isinstance(factor, torch.Tensor) else factor
-        torch.ops.megatron.multi_tensor_scale_(list(destinations), list(sources), number, on_device)
-        return
-    for destination, source in zip(destinations, sources, strict=True):
-        destination.copy_(source.to(torch.float32) * factor)
-
-
-def not_finite(tensors: Tensors, *, implementation: Implementation = Implementation.TORCH) -> torch.Tensor:
-    """1.0 if any element of a list is infinite or not a number, else 0.0, without waiting for the device.
-
-    Shapes: result `[]` float32.
-
-    Raises:
-        ValueError: there are no tensors.
-    """
-    _check_any(tensors)
-    if implementation is Implementation.CSRC:
-        return torch.ops.megatron.multi_tensor_not_finite(list(tensors))  # type: ignore[no-any-return]
-    wrong = torch.stack([~torch.isfinite(tensor).all() for tensor in tensors])
-    return wrong.any().to(torch.float32)
+    if implementation is Implementation.CSRC and totals:
+        torch.ops.megatron.multi_tensor_add_(list(totals), list(addends))
+    elif totals:
+        torch._foreach_add_(list(totals), list(addends))
 
 
 def _host_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -107,10 +85,7 @@ def _check_any(tensors: Tensors) -> None:
 def register() -> None:
     """Tells torch the shapes of the compiled operations' results; once, after the library is loaded."""
     torch.library.register_fake("megatron::multi_tensor_norm", _fake_norm)
-    torch.library.register_fake("megatron::multi_tensor_scale_", lambda *arguments: None)
-    torch.library.register_fake(
-        "megatron::multi_tensor_not_finite", lambda tensors: tensors[0].new_empty((), dtype=torch.float32)
-    )
+    torch.library.register_fake("megatron::multi_tensor_add_", lambda *arguments: None)
 
 
 def _fake_norm(tensors: Tensors, per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:

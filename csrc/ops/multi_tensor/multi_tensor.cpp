@@ -1,9 +1,6 @@
-// Norms, scaling and a finite check of lists of tensors: CPU loops, and the operations as torch sees them.
+// Norms and sums of lists of tensors: CPU loops, and the operations as torch sees them.
 #include "multi_tensor/multi_tensor.h"
 
-#include <ATen/ops/zeros.h>
-
-#include <atomic>
 #include <cmath>
 #include <tuple>
 
@@ -70,32 +67,9 @@ double squares_of(const T* from, int64_t count) {
 }
 
 template <typename T>
-MEGATRON_CLONES bool is_chunk_finite(const T* from, int64_t count) {
-  uint32_t wrong = 0;
-#pragma omp simd reduction(| : wrong)
-  for (int64_t i = 0; i < count; ++i) wrong |= is_finite(load(from + i)) ? 0u : 1u;
-  return wrong == 0;
-}
-
-void scale_chunk(const at::Tensor& to, const at::Tensor& from, const HostChunk& chunk, float factor) {
-  with_element(to, [&](auto to_element) {
-    using D = decltype(to_element);
-    with_element(from, [&](auto from_element) {
-      using S = decltype(from_element);
-      const S* source = data_of<S>(from) + chunk.first;
-      D* destination = mutable_data_of<D>(to) + chunk.first;
-      if constexpr (std::is_same_v<D, float>) {
-        load_scaled(destination, source, chunk.count, factor);
-      } else {
-        float block[kBlock];
-        for (int64_t i = 0; i < chunk.count; i += kBlock) {
-          const int64_t count = std::min(kBlock, chunk.count - i);
-          load_scaled(block, source + i, count, factor);
-          store_all(destination + i, block, count);
-        }
-      }
-    });
-  });
+MEGATRON_CLONES void add_chunk(float* to, const T* from, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] += load(from + i);
 }
 
 // Sums chunk by chunk in a fixed order, so that the result does not depend on the number of threads.
@@ -146,64 +120,35 @@ std::tuple<at::Tensor, at::Tensor> norm(at::TensorList tensors, bool per_tensor)
   return {whole, each};
 }
 
-void scale(at::TensorList destinations, at::TensorList sources, double factor,
-           const std::optional<at::Tensor>& device_factor) {
-  check_list(destinations, sources, "multi_tensor_scale_", "sources");
-  check_list(sources, destinations, "multi_tensor_scale_", "destinations");
-  if (destinations.empty()) return;
-  TORCH_CHECK(!device_factor.has_value() ||
-                  (device_factor->numel() == 1 && device_factor->scalar_type() == at::kFloat &&
-                   device_factor->device() == destinations[0].device()),
-              "multi_tensor_scale_: device_factor must be one float32 on ", destinations[0].device());
-  const c10::OptionalDeviceGuard guard(destinations[0].device());
+void add(at::TensorList totals, at::TensorList addends) {
+  check_list(totals, addends, "multi_tensor_add_", "addends");
+  check_list(addends, totals, "multi_tensor_add_", "totals");
+  for (const at::Tensor& total : totals) {
+    TORCH_CHECK(total.scalar_type() == at::kFloat, "multi_tensor_add_: totals are float32, not ", total.scalar_type());
+  }
+  if (totals.empty()) return;
+  const c10::OptionalDeviceGuard guard(totals[0].device());
 #if defined(MEGATRON_WITH_CUDA)
-  if (is_on_gpu(destinations[0])) {
-    const DeviceTable table = device_table({destinations.vec(), sources.vec()}, destinations[0].device());
+  if (is_on_gpu(totals[0])) {
+    const DeviceTable table = device_table({totals.vec(), addends.vec()}, totals[0].device());
     if (table.chunks == 0) return;
-    check_launch(megatron_multi_tensor_scale(data_of<int64_t>(table.entries), destinations.size(), table.chunks,
-                                             static_cast<float>(factor), data_of<float>(device_factor),
-                                             stream_of(destinations[0])),
-                 "multi_tensor_scale_");
+    check_launch(megatron_multi_tensor_add(data_of<int64_t>(table.entries), totals.size(), table.chunks,
+                                           stream_of(totals[0])),
+                 "multi_tensor_add_");
     return;
   }
 #endif
-  const float whole = static_cast<float>(factor) * (device_factor.has_value() ? *data_of<float>(device_factor) : 1.0f);
-  const std::vector<HostChunk> chunks = host_chunks(destinations);
+  const std::vector<HostChunk> chunks = host_chunks(totals);
   at::parallel_for(0, static_cast<int64_t>(chunks.size()), 2, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      scale_chunk(destinations[chunks[i].tensor], sources[chunks[i].tensor], chunks[i], whole);
-    }
-  });
-}
-
-at::Tensor not_finite(at::TensorList tensors) {
-  check_list(tensors, tensors, "multi_tensor_not_finite", "tensors");
-  const c10::OptionalDeviceGuard guard(tensors[0].device());
-  const at::Tensor flag = at::zeros({}, results_on(tensors[0]));
-#if defined(MEGATRON_WITH_CUDA)
-  if (is_on_gpu(tensors[0])) {
-    const DeviceTable table = device_table({tensors.vec()}, tensors[0].device());
-    if (table.chunks == 0) return flag;
-    check_launch(megatron_multi_tensor_not_finite(mutable_data_of<float>(flag), data_of<int64_t>(table.entries),
-                                                  tensors.size(), table.chunks, stream_of(tensors[0])),
-                 "multi_tensor_not_finite");
-    return flag;
-  }
-#endif
-  const std::vector<HostChunk> chunks = host_chunks(tensors);
-  std::atomic<bool> all{true};
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), 2, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last && all; ++i) {
-      const at::Tensor& tensor = tensors[chunks[i].tensor];
-      const bool is_finite = with_element(tensor, [&](auto element) {
+      const HostChunk& chunk = chunks[i];
+      const at::Tensor &total = totals[chunk.tensor], &addend = addends[chunk.tensor];
+      with_element(addend, [&](auto element) {
         using T = decltype(element);
-        return is_chunk_finite(data_of<T>(tensor) + chunks[i].first, chunks[i].count);
+        add_chunk(mutable_data_of<float>(total) + chunk.first, data_of<T>(addend) + chunk.first, chunk.count);
       });
-      if (!is_finite) all = false;
     }
   });
-  if (!all) *mutable_data_of<float>(flag) = 1.0f;
-  return flag;
 }
 
 }  // namespace
@@ -211,21 +156,17 @@ at::Tensor not_finite(at::TensorList tensors) {
 
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def("multi_tensor_norm(Tensor[] tensors, bool per_tensor) -> (Tensor, Tensor)");
-  library.def(
-      "multi_tensor_scale_(Tensor(a!)[] destinations, Tensor[] sources, float factor, Tensor? device_factor) -> ()");
-  library.def("multi_tensor_not_finite(Tensor[] tensors) -> Tensor");
+  library.def("multi_tensor_add_(Tensor(a!)[] totals, Tensor[] addends) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
   library.impl("multi_tensor_norm", &megatron::multi_tensor::norm);
-  library.impl("multi_tensor_scale_", &megatron::multi_tensor::scale);
-  library.impl("multi_tensor_not_finite", &megatron::multi_tensor::not_finite);
+  library.impl("multi_tensor_add_", &megatron::multi_tensor::add);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
 TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
   library.impl("multi_tensor_norm", &megatron::multi_tensor::norm);
-  library.impl("multi_tensor_scale_", &megatron::multi_tensor::scale);
-  library.impl("multi_tensor_not_finite", &megatron::multi_tensor::not_finite);
+  library.impl("multi_tensor_add_", &megatron::multi_tensor::add);
 }
 #endif

@@ -1,4 +1,4 @@
-// Norms, scaling and a finite check of lists of tensors on a GPU: a block per chunk of a tensor.
+// Norms and sums of lists of tensors on a GPU: a block per chunk of a tensor.
 #include "multi_tensor/multi_tensor.h"
 
 #include "multi_tensor/chunks.h"
@@ -63,57 +63,26 @@ __global__ void __launch_bounds__(kChunkThreads)
   if (threadIdx.x == 0) *(tensor < 0 ? norm : norms + tensor) = static_cast<float>(sqrt(total));
 }
 
-template <typename D, typename S>
-__device__ __forceinline__ void scale_chunk(D* to, const S* from, int64_t count, float factor) {
+template <typename T>
+__device__ __forceinline__ void add_chunk(float* to, const T* from, int64_t count) {
   const int64_t quads = is_aligned_for_quads(to) && is_aligned_for_quads(from) ? count / 4 : 0;
   for (int64_t i = threadIdx.x; i < quads; i += kChunkThreads) {
-    Quad quad = load_quad(from + 4 * i);
+    Quad total = load_quad(to + 4 * i);
+    const Quad addend = load_quad(from + 4 * i);
     MEGATRON_UNROLL
-    for (int k = 0; k < 4; ++k) quad.values[k] *= factor;
-    store_quad(to + 4 * i, quad);
+    for (int k = 0; k < 4; ++k) total.values[k] += addend.values[k];
+    store_quad(to + 4 * i, total);
   }
-  for (int64_t i = 4 * quads + threadIdx.x; i < count; i += kChunkThreads) {
-    to[i] = from_float<D>(to_float(from[i]) * factor);
-  }
+  for (int64_t i = 4 * quads + threadIdx.x; i < count; i += kChunkThreads) to[i] += to_float(from[i]);
 }
 
-__global__ void __launch_bounds__(kChunkThreads)
-    scale(TensorTable table, float factor, const float* __restrict__ device_factor) {
+__global__ void __launch_bounds__(kChunkThreads) add(TensorTable table) {
   const Chunk chunk = chunk_of(table, blockIdx.x);
-  if (device_factor != nullptr) factor *= *device_factor;
-  const int64_t to = table.address(0, chunk.tensor), from = table.address(1, chunk.tensor);
-  with_element(table.dtype(0, chunk.tensor), [&](auto destination) {
-    with_element(table.dtype(1, chunk.tensor), [&](auto source) {
-      scale_chunk(pointer_to<decltype(destination)>(to, chunk.first),
-                  pointer_to<decltype(source)>(from, chunk.first), chunk.count, factor);
-      });
+  float* to = pointer_to<float>(table.address(0, chunk.tensor), chunk.first);
+  const int64_t from = table.address(1, chunk.tensor);
+  with_element(table.dtype(1, chunk.tensor), [&](auto element) {
+    add_chunk(to, pointer_to<decltype(element)>(from, chunk.first), chunk.count);
   });
-}
-
-template <typename T>
-__device__ __forceinline__ bool is_chunk_finite(const T* from, int64_t count) {
-  bool all = true;
-  const int64_t quads = is_aligned_for_quads(from) ? count / 4 : 0;
-  for (int64_t i = threadIdx.x; i < quads; i += kChunkThreads) {
-    const Quad quad = load_quad(from + 4 * i);
-    MEGATRON_UNROLL
-    for (int k = 0; k < 4; ++k) all = all && megatron::is_finite(quad.values[k]);
-  }
-  for (int64_t i = 4 * quads + threadIdx.x; i < count; i += kChunkThreads) {
-    all = all && megatron::is_finite(to_float(from[i]));
-  }
-  return all;
-}
-
-__global__ void __launch_bounds__(kChunkThreads) check_finite(float* flag, TensorTable table) {
-  const Chunk chunk = chunk_of(table, blockIdx.x);
-  const int64_t address = table.address(0, chunk.tensor);
-  bool all = true;
-  with_element(table.dtype(0, chunk.tensor), [&](auto element) {
-    all = is_chunk_finite(pointer_to<decltype(element)>(address, chunk.first), chunk.count);
-  });
-  // The bits of 1.0f; the order of floats above 0 is that of their bits.
-  if (!all) atomicMax(reinterpret_cast<int*>(flag), 0x3f800000);
 }
 
 }  // namespace
@@ -129,16 +98,8 @@ extern "C" int megatron_multi_tensor_norm(float* norm, float* norms, double* par
   return static_cast<int>(cudaGetLastError());
 }
 
-extern "C" int megatron_multi_tensor_scale(const int64_t* table, int64_t tensors, int64_t chunks, float factor,
-                                           const float* device_factor, void* stream) {
+extern "C" int megatron_multi_tensor_add(const int64_t* table, int64_t tensors, int64_t chunks, void* stream) {
   const TensorTable entries{table, tensors, 2};
-  MEGATRON_LAUNCH(scale, static_cast<unsigned>(chunks), kChunkThreads, 0, stream, entries, factor, device_factor);
-  return static_cast<int>(cudaGetLastError());
-}
-
-extern "C" int megatron_multi_tensor_not_finite(float* flag, const int64_t* table, int64_t tensors, int64_t chunks,
-                                                void* stream) {
-  const TensorTable entries{table, tensors, 1};
-  MEGATRON_LAUNCH(check_finite, static_cast<unsigned>(chunks), kChunkThreads, 0, stream, flag, entries);
+  MEGATRON_LAUNCH(add, static_cast<unsigned>(chunks), kChunkThreads, 0, stream, entries);
   return static_cast<int>(cudaGetLastError());
 }

@@ -1,4 +1,4 @@
-// Norms, scaling and a finite check of lists of tensors: what crosses the C interface.
+// Norms and sums of lists of tensors: what crosses the C interface.
 //
 // A list is a table of int64 in device memory: one column of addresses per kind of tensor, then for each tensor its
 // number of elements, the number of chunks of all tensors before it (one entry more: their sum), and its dtype codes.
@@ -12,9 +12,6 @@ namespace megatron {
 constexpr int64_t kChunkElements = 1 << 16;  // what a block of threads works on
 
 MEGATRON_HOST_DEVICE int64_t chunks_of(int64_t elements) { return (elements + kChunkElements - 1) / kChunkElements; }
-
-// By the bits, so that no compiler flag can assume the answer.
-MEGATRON_HOST_DEVICE bool is_finite(float value) { return (bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u; }
 
 // The columns of a table for `kinds` kinds of tensors.
 struct TensorTable {
@@ -40,11 +37,6 @@ extern "C" {
 int megatron_multi_tensor_norm(float* norm, float* norms, double* partial_sums, const int64_t* table, int64_t tensors,
                                int64_t chunks, void* stream);
 
-// destination = source * factor * device_factor. `table` has two kinds: destinations and sources. `device_factor`, one
-// float32, may be null.
-int megatron_multi_tensor_scale(const int64_t* table, int64_t tensors, int64_t chunks, float factor,
-                                const float* device_factor, void* stream);
-
-// Sets `flag`, one float32 that is 0, to 1 if some element is not finite. `table` has one kind.
-int megatron_multi_tensor_not_finite(float* flag, const int64_t* table, int64_t tensors, int64_t chunks, void* stream);
+// total += addend, in float32. `table` has two kinds: totals, which are float32, and addends.
+int megatron_multi_tensor_add(const int64_t* table, int64_t tensors, int64_t chunks, void* stream);
 }

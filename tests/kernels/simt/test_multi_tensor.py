@@ -38,9 +38,10 @@ def _values(cases: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("build", "order"), [("checked", "random"), ("plain", "reverse")])
-def test_norms_scaling_and_the_finite_check(build: str, order: str) -> None:
+def test_norms_and_sums(build: str, order: str) -> None:
     cases = SMALL if build == "checked" else LARGE
     values = _values(cases)
+    before = [torch.linspace(-1, 1, value.numel()) for value in values]
     with emulator.launch("multi_tensor", build, order) as run:
         sources = [run.input(value, shift=case[2]) for value, case in zip(values, cases, strict=True)]
         table, tensors, chunks = table_of(run, [sources])
@@ -48,35 +49,15 @@ def test_norms_scaling_and_the_finite_check(build: str, order: str) -> None:
         run.call("megatron_multi_tensor_norm", norm, norms, sums, table, tensors, chunks, None)
         alone, sums_again = run.output([1]), run.output([chunks], torch.float64)
         run.call("megatron_multi_tensor_norm", alone, None, sums_again, table, tensors, chunks, None)
-        flag = run.inout(torch.zeros(1))
-        run.call("megatron_multi_tensor_not_finite", flag, table, tensors, chunks, None)
-        turned = [run.output(value, DTYPES[(number + 1) % 3]) for number, value in enumerate(values)]
-        pairs, *_ = table_of(run, [turned, sources])
-        factor = run.input(torch.tensor([0.5]))
-        run.call("megatron_multi_tensor_scale", pairs, tensors, chunks, 0.75, factor, None)
-        copies = [run.output(value) for value in values]
-        pairs, *_ = table_of(run, [copies, sources])
-        run.call("megatron_multi_tensor_scale", pairs, tensors, chunks, 2.0, None, None)
+        totals = [run.inout(value, shift=number % 3) for number, value in enumerate(before)]
+        pairs, *_ = table_of(run, [totals, sources])
+        run.call("megatron_multi_tensor_add", pairs, tensors, chunks, None)
     exact = torch.stack([value.double().norm() for value in values])
     torch.testing.assert_close(norms.tensor().double(), exact, rtol=3e-7, atol=0)
     torch.testing.assert_close(norm.tensor().double()[0], exact.norm(), rtol=3e-7, atol=0)
     assert torch.equal(alone.tensor(), norm.tensor())
-    assert flag.tensor() == 0
-    for value, buffer, copy in zip(values, turned, copies, strict=True):
-        assert torch.equal(buffer.tensor(), (value.float() * 0.375).to(buffer.dtype))
-        assert torch.equal(copy.tensor(), (value.float() * 2).to(value.dtype))
-
-
-@pytest.mark.parametrize("place", [(3, 63), (7, 34), (2, 0)])
-def test_what_is_not_finite_is_found(place: tuple[int, int]) -> None:
-    values = _values(SMALL)
-    tensor, element = place
-    values[tensor][element] = (torch.inf, -torch.inf, torch.nan)[tensor % 3]
-    with emulator.launch("multi_tensor") as run:
-        table, tensors, chunks = table_of(run, [[run.input(value) for value in values]])
-        flag = run.inout(torch.zeros(1))
-        run.call("megatron_multi_tensor_not_finite", flag, table, tensors, chunks, None)
-    assert flag.tensor() == 1
+    for total, value, addend in zip(totals, before, values, strict=True):
+        assert torch.equal(total.tensor(), value + addend.float())
 
 
 def test_every_line_has_run(whole_file: None) -> None:

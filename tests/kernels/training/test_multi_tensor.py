@@ -1,4 +1,4 @@
-"""Norms, scaling and the finite check of lists of tensors, compared with float64."""
+"""Norms and sums of lists of tensors, compared with float64 and with torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.multi_tensor import norm, not_finite, scale_, square_sum
+from megatron.kernels.multi_tensor import add_, norm, square_sum
 from megatron.kernels.native.library import Library
 
 CSRC, TORCH = Implementation.CSRC, Implementation.TORCH
@@ -65,48 +65,37 @@ def test_many_elements_stay_exact(compiled: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scaling_and_the_finite_check(compiled: Library, dtype: torch.dtype) -> None:
-    sources = _list(dtype)
-    for target in DTYPES:
-        expected = [(tensor.float() * 0.37).to(target) for tensor in sources]
-        for factor in (0.37, torch.tensor(0.37)):
-            for implementation in (CSRC, TORCH):
-                found = [torch.full_like(tensor, 9.0, dtype=target) for tensor in sources]
-                scale_(found, sources, factor, implementation=implementation)
-                assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert not not_finite(sources, implementation=CSRC)
-    for wrong in (math.inf, -math.inf, math.nan):
-        spoiled = [tensor.clone() for tensor in sources]
-        spoiled[3][2, 12346] = wrong
-        for implementation in (CSRC, TORCH):
-            flag = not_finite(spoiled, implementation=implementation)
-            assert flag.dtype == torch.float32
-            assert flag == 1
-        assert not torch.isfinite(norm(spoiled, implementation=CSRC)[0])
-    assert not not_finite(sources)
+def test_sums_have_the_bits_of_torch(compiled: Library, dtype: torch.dtype) -> None:
+    addends, threads = _list(dtype), torch.get_num_threads()
+    expected = [torch.full_like(addend, 0.1, dtype=torch.float32).add_(addend) for addend in addends]
+    try:
+        for implementation, number in ((CSRC, 1), (CSRC, 2), (TORCH, 1)):
+            torch.set_num_threads(number)
+            totals = [torch.full_like(addend, 0.1, dtype=torch.float32) for addend in addends]
+            add_(totals, addends, implementation=implementation)
+            assert all(torch.equal(*pair) for pair in zip(totals, expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_torch_knows_the_operations(compiled: Library) -> None:
     tensors = [torch.randn(3, 5), torch.randn(4)]
     operations = torch.ops.megatron
     torch.library.opcheck(operations.multi_tensor_norm.default, (tensors, True))
-    torch.library.opcheck(operations.multi_tensor_not_finite.default, (tensors,))
-    torch.library.opcheck(
-        operations.multi_tensor_scale_.default, ([torch.zeros_like(tensor) for tensor in tensors], tensors, 2.0, None)
-    )
+    torch.library.opcheck(operations.multi_tensor_add_.default, (list(map(torch.zeros_like, tensors)), tensors))
     with pytest.raises(RuntimeError, match=r"tensors\[0\] of shape \[5\] and strides \[2\] has gaps"):
         norm([torch.zeros(10)[::2]], implementation=CSRC)
     with pytest.raises(RuntimeError, match=r"tensors\[0\] is Double; it must be float32, float16 or bfloat16"):
         norm([torch.zeros(4).double()], implementation=CSRC)
-    with pytest.raises(RuntimeError, match=r"sources\[0\] is \[5\] on cpu, and should be \[4\]"):
-        scale_([torch.zeros(4)], [torch.zeros(5)], 1.0, implementation=CSRC)
-    with pytest.raises(RuntimeError, match="device_factor must be one float32"):
-        scale_([torch.zeros(4)], [torch.zeros(4)], torch.zeros(2), implementation=CSRC)
+    with pytest.raises(RuntimeError, match=r"addends\[0\] is \[5\] on cpu, and should be \[4\]"):
+        add_([torch.zeros(4)], [torch.zeros(5)], implementation=CSRC)
+    with pytest.raises(RuntimeError, match="totals are float32, not BFloat16"):
+        add_([torch.zeros(4).bfloat16()], [torch.zeros(4)], implementation=CSRC)
 
 
 @pytest.mark.parametrize("implementation", [CSRC, TORCH])
 def test_a_list_without_tensors_is_refused(compiled: Library, implementation: Implementation) -> None:
-    for refused in (norm, not_finite, square_sum):
+    for refused in (norm, square_sum):
         with pytest.raises(ValueError, match="the list has 0 tensors, so no device is known"):
             refused([], implementation=implementation)
-    scale_([], [], 2.0, implementation=implementation)
+    add_([], [], implementation=implementation)
