@@ -132,7 +132,7 @@ class NumericsError(MegatronError):
     """Training produced values that it cannot continue from.
 
     Args:
-        step: the step that did; None if it is not known. A GPU may be training a later one already.
+        step: the step that did; None if unknown. A GPU may be training a later one already.
     """
 
     exit_code = ExitCode.NUMERICS

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.DONE
     if command not in _COMMANDS:
         raise ConfigError(
-            f"checkpoints.py: the command {printable(command)} is not known. Use one of: {', '.join(_COMMANDS)}."
+            f"checkpoints.py: the command {printable(command)} is unknown. Use one of: {', '.join(_COMMANDS)}."
         )
     section, run = _COMMANDS[command]
     if section is CopyFlags and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):

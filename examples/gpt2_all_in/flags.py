@@ -306,7 +306,7 @@ def _read_section(cls: type[Section], name: str, entries: Any) -> tuple[Section,
 def _value(wanted: Flag, value: Any) -> Any:
     """An entry of the type that a field has; a number in quotes is not one."""
     if wanted.element is not str and isinstance(value, str):
-        names = {bool: "true or false", int: "a whole number", float: "a number"}
+        names = {bool: "true or false", int: "an integer", float: "a number"}
         raise ConfigError(f"must be {names[wanted.element]}, not {shown_value(value)}")
     return value_from_file(wanted, value)
 
@@ -329,7 +329,7 @@ def _unknown(key: str, section: str, known: Sequence[str]) -> str:
     hint = f'Did you mean "{guess.replace("-", "_")}"? ' if guess else ""
     if homes:
         hint = f'It belongs to "{homes[0]}". '
-    return f'the key "{shown}" is not known. {hint}Known are {_listed(known)}.'
+    return f'the key "{shown}" is unknown. {hint}Known are {_listed(known)}.'
 
 
 def _resumed_words(run: Path) -> list[str]:

@@ -214,7 +214,7 @@ def _check_structure(text: bytes | bytearray, more_bytes: Callable[[], int]) -> 
         part = tail + structure.tobytes()
         number = _LONG_NUMBER.search(part)
         if number is not None:
-            raise ValueError(f"{number.group().decode()}... is not a whole number in range: it has 20 digits or more")
+            raise ValueError(f"{number.group().decode()}... is not an integer in range: it has 20 digits or more")
         tail = part[part.rfind(b",") + 1 :]
         estimate = 2 * len(text) + extent.object_bytes + letter_bytes * extent.letters - 3 * 64 * digests
         if allowed == LARGEST_BYTES < estimate:

@@ -437,7 +437,7 @@ class _Parser:
 
     def _number(self, value: Any, what: str) -> int:
         if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
-            self._refuse(f"{what} is {printable(value)}, not a whole number in range")
+            self._refuse(f"{what} is {printable(value)}, not an integer in range")
         return value
 
     def _refuse(self, problem: str) -> NoReturn:

@@ -59,7 +59,7 @@ class Progress:
         """Reads what `to_json` wrote.
 
         Raises:
-            CheckpointError: a field is missing, unknown, or no whole number >= 0.
+            CheckpointError: a field is missing, unknown, or not an integer >= 0.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         value = {"bad_steps": 0, **value}  # older versions did not count them
@@ -67,8 +67,8 @@ class Progress:
         wrong += sorted(name for name in names & set(value) if not _is_count(value[name]))
         if wrong:
             raise CheckpointError(
-                f"The stored progress {printable(value)} cannot be used: {_names(wrong)} missing, unknown or no whole "
-                "number >= 0. Resume from another checkpoint of this run (--load)."
+                f"The stored progress {printable(value)} cannot be used: {_names(wrong)} missing, unknown or not an "
+                "integer >= 0. Resume from another checkpoint of this run (--load)."
             )
         return cls(**value)
 
@@ -299,7 +299,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{16}\Z")
 _FINGERPRINT = re.compile(r"([0-9a-f]{64})?\Z")
 _LARGEST_COUNT = 2**53
 _BATCH_KEYS = ("step", "first_sample", "last_sample")
-_A_COUNT, _AN_OBJECT = "a whole number >= 0", "a JSON object"
+_A_COUNT, _AN_OBJECT = "an integer >= 0", "a JSON object"
 
 
 def _is_object(value: Any) -> bool:
@@ -320,7 +320,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is a whole number >= 0 that counts something; JSON's true is not one."""
+    """Whether a value is an integer >= 0 that counts something; JSON's true is not one."""
     return type(value) is int and 0 <= value <= _LARGEST_COUNT
 
 

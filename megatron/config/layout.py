@@ -39,7 +39,7 @@ def layout_problems(
 def nearest_layouts(
     world_size: int, tp_size: int, pp_size: int, *, split_sizes: Sequence[int] = (), most_stages: int | None = None
 ) -> list[tuple[int, int]]:
-    """All legal (tp, pp) of a world, the nearest to the wanted one first: near is a small ratio of the sizes."""
+    """All legal (tp, pp) of a world, those nearest to the requested one first, measured by the ratio of the sizes."""
     legal = [
         (tp, pp)
         for tp in divisors(world_size)
@@ -50,7 +50,9 @@ def nearest_layouts(
 
 
 def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
-    """Every tensor-parallel rank must get equally many attention heads; groups of keys and values may be replicated."""
+    """Every tensor-parallel rank must get the same number of attention heads; groups of keys and values may be
+    replicated.
+    """
     if heads % tp_size == 0:
         return
     yield (

@@ -97,35 +97,36 @@ def _epochs_problems(optim: OptimRequest, epochs: int) -> Iterator[str]:
             yield f"--epochs {epochs} and {name} {value} are both given. A run has one length; drop one of them."
     if optim.curriculum_learning:
         yield (
-            f"--epochs {epochs} does not go with --curriculum-learning, which uses a part of each sample only. Give "
-            "--train-iters, or drop --curriculum-learning."
+            f"--epochs {epochs} cannot be combined with --curriculum-learning, which uses a part of each sample only. "
+            "Give --train-iters, or drop --curriculum-learning."
         )
     in_steps = {"--lr-warmup-iters": optim.lr_warmup_iters, "--lr-decay-iters": optim.lr_decay_iters}
     for name, value in in_steps.items():
         if value:
             other = "--lr-warmup-fraction or --lr-warmup-samples" if "warmup" in name else "--lr-decay-samples"
-            yield f"{name} {value} does not go with --epochs, which counts samples. Use {other}."
+            yield f"{name} {value} cannot be combined with --epochs, which counts samples. Use {other}."
 
 
 def compile_problems(
     kernels: KernelConfig, model: ModelRequest, parallel: ParallelRequest, optim: OptimRequest
 ) -> Iterator[str]:
-    """What does not go with --compile, on any machine."""
+    """What cannot be combined with --compile, on any machine."""
     if not kernels.compile:
         return
     if parallel.zero_stage == 3:
         yield (
-            "--compile does not go with --zero-stage 3, whose hooks fetch the weights of each layer inside the block. "
-            "Use --zero-stage 2, or drop --compile."
+            "--compile cannot be combined with --zero-stage 3, whose hooks fetch the weights of each layer inside the "
+            "block. Use --zero-stage 2, or drop --compile."
         )
     if model.num_experts > 1:
         yield (
-            f"--compile does not go with --num-experts {model.num_experts}: the host reads how many tokens an expert "
-            "gets, in the middle of the block. Drop --compile."
+            f"--compile cannot be combined with --num-experts {model.num_experts}: the host reads how many tokens an "
+            "expert gets, in the middle of the block. Drop --compile."
         )
     if optim.curriculum_learning:
         yield (
-            "--compile does not go with --curriculum-learning: every length would be compiled anew. Drop one of them."
+            "--compile cannot be combined with --curriculum-learning: every length would be compiled anew. Drop one "
+            "of them."
         )
 
 
@@ -150,8 +151,8 @@ def _source_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterato
     if len(modes) == 1 and not data.data_path:
         if provenance.get("data.split", "default") != "default":
             yield (
-                f"--split {shown_split(data.split)} does not go with {modes[0][0]}, which already says what to train "
-                "on. Drop --split."
+                f"--split {shown_split(data.split)} cannot be combined with {modes[0][0]}, which already says what to "
+                "train on. Drop --split."
             )
         training = ("--train-weighted-split-paths", "--train-data-path")
         if modes[0][0] not in training:
@@ -242,10 +243,10 @@ def _expert_problems(asked: Mapping[str, Any], model: ModelRequest, parallel: Pa
     parts = expert_parts(model, parallel)
     if divides_experts(model, parallel) and stages > 1:
         yield (
-            f"--expert-model-parallel-size {parallel.expert_model_parallel_size} does not go with "
-            f"--pipeline-model-parallel-size {stages}: experts are divided by ZeRO stage 3, which does not go with "
-            f"stages. Use --pipeline-model-parallel-size 1, or --tensor-model-parallel-size {parts}, which divides "
-            "every expert as far."
+            f"--expert-model-parallel-size {parallel.expert_model_parallel_size} cannot be combined with "
+            f"--pipeline-model-parallel-size {stages}: experts are divided by ZeRO stage 3, which cannot be combined "
+            f"with stages. Use --pipeline-model-parallel-size 1, or --tensor-model-parallel-size {parts}, which "
+            "divides every expert as far."
         )
     within = asked.get("expert_tensor_parallel_size")
     if within is not None and within > ranks:
@@ -271,7 +272,7 @@ def masked_problems(
         yield too_short
     if loss.objective == MASKED and model.sentence_order_head and masking.masked_samples != SENTENCES:
         yield (
-            f"--sentence-order-head does not go with --masked-samples {masking.masked_samples}: only samples of "
+            f"--sentence-order-head cannot be combined with --masked-samples {masking.masked_samples}: only samples of "
             "sentences have two segments whose order can be predicted. Add --bert-no-binary-head."
         )
 

@@ -318,9 +318,9 @@ def _compile_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
     dropout, kernels = request.model.attention_dropout, request.kernels
     if kernels.compile and dropout > 0 and kernels.fused_attention and machine.device_type == "cuda":
         yield (
-            f"--compile does not go with --attention-dropout {dropout:g} on a GPU, where fused attention draws it from "
-            "a generator that is seeded for each call. Use --attention-dropout 0, or --no-fused-attention, whose "
-            "dropout is a hash."
+            f"--compile cannot be combined with --attention-dropout {dropout:g} on a GPU, where fused attention draws "
+            "it from a generator that is seeded for each call. Use --attention-dropout 0, or --no-fused-attention, "
+            "whose dropout is a hash."
         )
 
 
@@ -334,6 +334,6 @@ def _offloading(request: RunRequest, machine: Machine) -> tuple[bool, list[str]]
 def _offload_problems(offloads: bool, stage: int) -> Iterator[str]:
     if offloads and stage == 0:
         yield (
-            "--cpu-optimizer does not go with --zero-stage 0, in which the weights themselves are updated on the GPU. "
-            "Use --zero-stage 1, or drop it."
+            "--cpu-optimizer cannot be combined with --zero-stage 0, in which the weights themselves are updated on "
+            "the GPU. Use --zero-stage 1, or drop it."
         )

@@ -295,7 +295,8 @@ def cross_problems(
         )
     if optim.use_bnb_optimizer and optim.optimizer != "adam":
         yield (
-            f"--use-bnb-optimizer does not go with --optimizer {optim.optimizer}: it is AdamW. Use --optimizer adam."
+            f"--use-bnb-optimizer cannot be combined with --optimizer {optim.optimizer}: it is AdamW. Use --optimizer "
+            "adam."
         )
     if optim.use_bnb_optimizer and parallel.cpu_optimizer:
         yield (
@@ -304,8 +305,8 @@ def cross_problems(
         )
     if model.use_mup and optim.optimizer != "adam":
         yield (
-            f"--use-mup does not go with --optimizer {optim.optimizer}. Its learning rates are those for Adam; use "
-            "--optimizer adam."
+            f"--use-mup cannot be combined with --optimizer {optim.optimizer}. Its learning rates are those for Adam; "
+            "use --optimizer adam."
         )
     if loss.objective == MASKED and not model.bidirectional:
         yield (
@@ -314,8 +315,8 @@ def cross_problems(
         )
     if model.bidirectional and loss.objective != MASKED:
         yield (
-            f"--bidirectional does not go with --objective {loss.objective}: a token would see the one it predicts. "
-            "Use --objective masked, or pretrain_bert.py."
+            f"--bidirectional cannot be combined with --objective {loss.objective}: a token would see the one it "
+            "predicts. Use --objective masked, or pretrain_bert.py."
         )
 
 
@@ -333,14 +334,14 @@ def curriculum_problems(optim: OptimRequest, sequence_length: int, loss: LossCon
             yield f"{name} {length} is more than --seq-length {sequence_length}, a whole sample. Use at most that."
     if loss.objective == MASKED:
         yield (
-            "--curriculum-learning does not go with --objective masked: the places to predict are drawn for whole "
-            "samples. Drop it."
+            "--curriculum-learning cannot be combined with --objective masked: the places to predict are drawn for "
+            "whole samples. Drop it."
         )
     if loss.objective == MULTITASK or (loss.objective == CAUSAL and loss.loss_on_targets_only):
         asked = f"--objective {MULTITASK}" if loss.objective == MULTITASK else "--loss-on-targets-only"
         yield (
-            f"--curriculum-learning does not go with {asked}: it cuts off the ends of samples, where the targets are, "
-            "so that steps would train on prompts or on nothing. Drop one of them."
+            f"--curriculum-learning cannot be combined with {asked}: it cuts off the ends of samples, where the "
+            "targets are, so that steps would train on prompts or on nothing. Drop one of them."
         )
 
 

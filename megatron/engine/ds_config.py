@@ -92,7 +92,7 @@ def _loss_scale_problems(config: RunConfig) -> list[str]:
     least = config.precision.min_loss_scale
     if not config.precision.fp16 or least == int(least):
         return []
-    return [f"--min-loss-scale {least} is not a whole number, as DeepSpeed's loss scaler wants. Use 1 or more."]
+    return [f"--min-loss-scale {least} is not an integer, as DeepSpeed's loss scaler wants. Use 1 or more."]
 
 
 def _accumulation_dtype_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
@@ -127,7 +127,7 @@ def _offload_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
     if ratio < 1 and config.optim.use_bnb_optimizer:
         problems.append(
             f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.offload_optimizer.ratio" is '
-            f"{ratio:g} there, which does not go with --use-bnb-optimizer. Drop one of them."
+            f"{ratio:g} there, which cannot be combined with --use-bnb-optimizer. Drop one of them."
         )
     return problems
 

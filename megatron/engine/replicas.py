@@ -302,6 +302,6 @@ def comparable(digests: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """A whole number modulo 2^64, as an int64 holds it."""
+    """An integer modulo 2^64, as an int64 holds it."""
     number %= 1 << 64
     return number - (1 << 64) if number >= 1 << 63 else number

@@ -145,7 +145,7 @@ class _Methods:
         """Continuations of contexts up to a stop text, greedily unless a request says otherwise.
 
         Raises:
-            ConfigError: a request has a setting that is not known here, or wants more tokens than there are positions.
+            ConfigError: a request has an unknown setting, or wants more tokens than there are positions.
         """
         texts: dict[int, str] = {}
         order = sorted(range(len(requests)), key=lambda number: repr(requests[number].args[1]))

@@ -111,7 +111,7 @@ def _hosts_of(line: str) -> Iterator[Host]:
             slots = int(match[1])
         elif not _OTHER_FIELD.fullmatch(field):
             raise ValueError(
-                f"{printable(field)} is not known. A line must look like `node1 slots=8`, `node1:8` or `node1`."
+                f"{printable(field)} is unknown. A line must look like `node1 slots=8`, `node1:8` or `node1`."
             )
     labelled = _LABEL.fullmatch(first)
     if labelled and slots is None:

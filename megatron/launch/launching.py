@@ -114,7 +114,7 @@ def check_program(words: Sequence[str], world_size: int) -> list[str]:
     """
     program = PurePath(words[0]).name
     if program not in _TRAINERS:
-        return [f"{program} is not checked before its start: its flags are not known here"]
+        return [f"{program} is not checked before its start: its flags are unknown here"]
     request = parse(words[1:], prog=program, program=_TRAINERS[program])
     request, notices = fit_layout(request, world_size)
     problems = world_problems(request, world_size)

@@ -140,7 +140,7 @@ class StepMetrics:
             token, or per sample if that is what is minimized; None without a teacher.
         order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
-        model_flops_utilization_ratio: see `Workload.utilization_ratio`; None where the device's peak is not known.
+        model_flops_utilization_ratio: see `Workload.utilization_ratio`; None where the peak of the device is unknown.
         data_wait_seconds: how long a step waited for its batch, on the process that records.
         communication_seconds: how long a step's messages took there, see `Waits`; None if that was not measured.
         transfer_seconds: of these, those between pipeline stages; None without a pipeline.
@@ -204,7 +204,7 @@ def measure(
         learning_rate, seconds: the rate that was used, and the wall time of the step.
         loss_scale: the loss scale; fp16 only.
         source_names: names of the data sources in the outcome's metrics.
-        waits: what the step waited for; None if that is not known.
+        waits: what the step waited for; None if unknown.
         eta_seconds: estimated time to the end of the run.
     """
     waits = waits or Waits()

@@ -152,7 +152,7 @@ class Report:
             outcome: what the engine returned.
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
-            waits: what it waited for; None if that is not known.
+            waits: what it waited for; None if unknown.
         """
         self._pace.mark(progress.step)
         metrics = measure(

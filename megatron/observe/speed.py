@@ -36,7 +36,7 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_flops_per_second(device_name: str, *, is_half_precision: bool, given_teraflops: float | None) -> float | None:
-    """The peak of a device; None where it is not known.
+    """The peak of a device; None if unknown.
 
     Args:
         device_name: as the driver gives it, such as "NVIDIA A100-SXM4-80GB".
@@ -62,7 +62,7 @@ class Workload:
         replica_count: number of data-parallel replicas.
         parameters_without_embeddings: parameters of the whole network without embeddings.
         model_flops_per_sample: FLOPs per sample that training takes without recompute, see `model_flops_per_sample`.
-        peak_flops_per_second: what a device could do at most; None where that is not known.
+        peak_flops_per_second: what a device could do at most; None if unknown.
         stages: number of pipeline stages.
         micro_batch_size: samples of a micro-batch.
         attention_flops_per_sample: the part of `flops_per_sample` that grows with the square of the length.

@@ -92,8 +92,8 @@ def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
     rank = _number(environ, "RANK")
     if rank > 0 and not _given(environ, "WORLD_SIZE"):
         raise LaunchError(
-            f"RANK={rank} is set but WORLD_SIZE is not, so the number of ranks is not known. Start the ranks with "
-            f"torchrun, deepspeed, srun or mpirun, or set WORLD_SIZE; unset RANK for a single process."
+            f"RANK={rank} is set but WORLD_SIZE is not, so the number of ranks is unknown. Start the ranks with "
+            "torchrun, deepspeed, srun or mpirun, or set WORLD_SIZE; unset RANK for a single process."
         )
     world_size = _number(environ, "WORLD_SIZE") if _given(environ, "WORLD_SIZE") else 1
     _check_rank(rank, world_size, "RANK", "WORLD_SIZE")
@@ -250,5 +250,5 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise LaunchError(
-            f"{name}={text!r} is not a whole number. The launcher sets it; unset it if another job left it behind."
+            f"{name}={text!r} is not an integer. The launcher sets it; unset it if another job left it behind."
         ) from None

@@ -77,8 +77,8 @@ def _gpt2_vocabulary(path: str) -> dict[str, int]:
     for token, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < 2**31:
             raise DataError(
-                f"{path} (--vocab-file): token {token!r:.200} has id {number!r:.200}; ids are whole numbers from 0 to "
-                "2^31 - 1."
+                f"{path} (--vocab-file): token {token!r:.200} has id {number!r:.200}; ids are integers from 0 to 2^31 "
+                "- 1."
             )
     if len(set(vocabulary.values())) != len(vocabulary):
         raise DataError(f"{path} (--vocab-file) gives one id to two tokens; every token needs an id of its own.")

@@ -217,7 +217,7 @@ class Tokenizer:
         return self._reference.decode([int(token) for token in ids])
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The UTF-8 bytes of one token, which may be a part of a character; None where they are not known."""
+        """The UTF-8 bytes of one token, which may be a part of a character; None if unknown."""
         text = self.decode([token])
         if _BROKEN not in text:
             return text.encode()

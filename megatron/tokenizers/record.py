@@ -19,7 +19,7 @@ class TokenizerRecord:
 
     Args:
         fingerprint: hash of its files, None when unknown.
-        eod_id: its end-of-document id, None when it has none or it is not known.
+        eod_id: its end-of-document id, None if it has none or is unknown.
         behaviour: what it does, see `behaviour.summaries`; empty when not known, as in records of older versions.
     """
 

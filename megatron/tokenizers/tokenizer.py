@@ -103,4 +103,4 @@ def build_tokenizer(flags: TokenizerFlags, known_library: str | None = None) -> 
         return sentencepiece_tokenizer(kind, flags.tokenizer_name_or_path or flags.vocab_file, known_library)
     if kind in WORDPIECE_TOKENIZERS:
         return wordpiece_tokenizer(kind, flags.vocab_file, known_library)
-    raise ConfigError(f"--tokenizer-type {kind} is not known here; choose one of {', '.join(TOKENIZERS)}.")
+    raise ConfigError(f"--tokenizer-type {kind} is unknown; choose one of {', '.join(TOKENIZERS)}.")

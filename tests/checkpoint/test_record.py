@@ -109,7 +109,7 @@ def test_a_missing_entry_is_named(name: str) -> None:
     ("name", "entry", "text"),
     [
         ("progress", 3, "progress = 3, which should be a JSON object"),
-        ("optimizer_updates", -1, "optimizer_updates = -1, which should be a whole number >= 0"),
+        ("optimizer_updates", -1, "optimizer_updates = -1, which should be an integer >= 0"),
         ("optimizer_updates", True, "optimizer_updates = True, which"),
         ("optimizer_updates", 1.5, "optimizer_updates = 1.5, which"),
         ("loss_scale", {"cur_scale": "big"}, "loss_scale.cur_scale = 'big', which should be a number"),
@@ -140,7 +140,7 @@ def test_a_wrong_entry_is_named_with_its_value(name: str, entry: Any, text: str)
 def test_an_invalid_plan_or_progress_is_rejected_by_its_own_type() -> None:
     with pytest.raises(DataError, match="stored data plan has format None"):
         Record.from_json({**make_record().to_json(), "data_plan": {}}, PATH)
-    with pytest.raises(CheckpointError, match="step missing, unknown or no whole number"):
+    with pytest.raises(CheckpointError, match="step missing, unknown or not an integer"):
         Record.from_json({**make_record().to_json(), "progress": {"step": "4"}}, PATH)
 
 
@@ -184,7 +184,7 @@ def test_progress_round_trips_through_json() -> None:
     ],
 )
 def test_progress_refuses_a_wrong_entry(change: dict[str, object], name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name} missing, unknown or no whole number"):
+    with pytest.raises(CheckpointError, match=f"{name} missing, unknown or not an integer"):
         Progress.from_json({**Progress().to_json(), **change})
 
 

@@ -87,7 +87,7 @@ REFUSALS = [
     (
         "--rope-layer-pattern 1 2 --position-embedding-type rope",
         "",
-        r"--rope-layer-pattern 2 is not known.*one of: 0, 1",
+        r"--rope-layer-pattern 2 is unknown.*one of: 0, 1",
     ),
     ("--fp16 --bf16", "", r"--fp16 and --bf16 are both given"),
     ("--pad-vocab-size-to 5121", "", r"5121 is not divisible by 128.*--pad-vocab-size-to 5248"),
@@ -137,8 +137,8 @@ REFUSALS = [
         "",
         r"--pp-partition-method uniform could leave a stage without.*Use type:transformer",
     ),
-    ("--zero-stage 4", "", r"--zero-stage 4 is not known\. Use one of: 0, 1, 2, 3"),
-    ("--distributed-backend mpi", "", r"--distributed-backend mpi is not known\. Use one of: nccl, gloo"),
+    ("--zero-stage 4", "", r"--zero-stage 4 is unknown\. Use one of: 0, 1, 2, 3"),
+    ("--distributed-backend mpi", "", r"--distributed-backend mpi is unknown\. Use one of: nccl, gloo"),
     # the optimizer, schedule and batches
     ("", "--micro-batch-size --global-batch-size", "--micro-batch-size is required"),
     ("--train-iters 0", "", r"--train-iters 0 is out of range\. It must be at least 1\. --eval-only evaluates"),
@@ -148,13 +148,21 @@ REFUSALS = [
     (
         "--train-tokens 99 --lr-decay-iters 5",
         "--train-iters",
-        r"5 does not go with --train-tokens.*decay-tokens",
+        r"5 cannot be combined with --train-tokens.*decay-tokens",
     ),
-    ("--train-tokens 99 --lr-warmup-iters 5", "--train-iters", r"-iters 5 does not go with --train-tokens"),
+    ("--train-tokens 99 --lr-warmup-iters 5", "--train-iters", r"-iters 5 cannot be combined with --train-tokens"),
     ("--lr-warmup-tokens 9 --lr-warmup-iters 5", "", r"--lr-warmup-iters 5 and --lr-warmup-tokens 9 are both given"),
     ("--lr-warmup-tokens 9 --lr-warmup-fraction .1", "", r"-fraction 0.1 and --lr-warmup-tokens 9 are both given"),
-    ("--start-weight-decay 0.1", "", r"--start-weight-decay 0.1 does not go with --weight-decay-incr-style constant"),
-    ("--end-weight-decay 0.1", "", r"--end-weight-decay 0.1 does not go with --weight-decay-incr-style constant"),
+    (
+        "--start-weight-decay 0.1",
+        "",
+        r"--start-weight-decay 0.1 cannot be combined with --weight-decay-incr-style constant",
+    ),
+    (
+        "--end-weight-decay 0.1",
+        "",
+        r"--end-weight-decay 0.1 cannot be combined with --weight-decay-incr-style constant",
+    ),
     (
         "--weight-decay-incr-style linear --end-weight-decay 1",
         "",
@@ -168,14 +176,22 @@ REFUSALS = [
     ("--min-lr 1", "", r"--min-lr 1.0 is more than --lr 0.001"),
     ("--global-batch-size 7", "", r"--global-batch-size 7 is not a multiple of --micro-batch-size 2. Use 6 or 8"),
     ("--global-batch-size 1", "", r"--global-batch-size 1 is not a multiple of --micro-batch-size 2. Use 2"),
-    ("--lr-decay-samples 10", "", r"--lr-decay-samples 10 does not go with --train-iters\. Use --lr-decay-iters"),
-    ("--lr-warmup-samples 10", "", r"--lr-warmup-samples 10 does not go with --train-iters"),
-    ("--rampup-batch-size 2 2 10", "", r"--rampup-batch-size 2 2 10 does not go with --train-iters"),
-    ("--train-samples 99 --lr-decay-iters 5", "--train-iters", r"--lr-decay-iters 5 does not go with --train-samples"),
+    (
+        "--lr-decay-samples 10",
+        "",
+        r"--lr-decay-samples 10 cannot be combined with --train-iters\. Use --lr-decay-iters",
+    ),
+    ("--lr-warmup-samples 10", "", r"--lr-warmup-samples 10 cannot be combined with --train-iters"),
+    ("--rampup-batch-size 2 2 10", "", r"--rampup-batch-size 2 2 10 cannot be combined with --train-iters"),
+    (
+        "--train-samples 99 --lr-decay-iters 5",
+        "--train-iters",
+        r"--lr-decay-iters 5 cannot be combined with --train-samples",
+    ),
     (
         "--train-samples 99 --lr-warmup-iters 5",
         "--train-iters",
-        r"--lr-warmup-iters 5 does not go with --train-samples",
+        r"--lr-warmup-iters 5 cannot be combined with --train-samples",
     ),
     (
         "--lr-warmup-fraction .1 --lr-warmup-iters 2",
@@ -215,7 +231,7 @@ REFUSALS = [
     ("--data-path 1 a 2", "", r"--data-path 1 a 2 has 3 words"),
     ("--data-path a b", "", r'--data-path a b: "a" must be a positive weight'),
     ("--train-data-path a", "", r"--data-path and --train-data-path are both given"),
-    ("--train-data-path a --split 9,1,0", "--data-path", r"--split 9,1,0 does not go with --train-data-path"),
+    ("--train-data-path a --split 9,1,0", "--data-path", r"--split 9,1,0 cannot be combined with --train-data-path"),
     ("--valid-data-path a", "--data-path", r"--valid-data-path is given without --train-data-path"),
     ('--valid-weighted-split-paths "A: 1 0:1 a"', "--data-path", r"is given without --train-weighted-split-paths"),
     (
@@ -247,9 +263,9 @@ REFUSALS = [
     (
         "--tokenizer-type NullTokenizer",
         "",
-        r"--tokenizer-type NullTokenizer is not known. Use one of: GPT2BPETokenizer",
+        r"--tokenizer-type NullTokenizer is unknown. Use one of: GPT2BPETokenizer",
     ),
-    ("--data-impl fasta", "", r"--data-impl fasta is not known. Use one of: lazy, cached, mmap, infer"),
+    ("--data-impl fasta", "", r"--data-impl fasta is unknown. Use one of: lazy, cached, mmap, infer"),
     # control
     ("--save out", "", r"--save out needs --save-interval"),
     ("--skip-train-iteration-range 5-2", "", r"--skip-train-iteration-range 5-2 is not a range of steps"),
@@ -343,7 +359,7 @@ def test_parse_does_not_modify_its_arguments() -> None:
             ],
         ),
         ("", "--hidden-size", ["--hidden-size is required: width of the model."]),
-        ("--hidden-size wide", "", ['--hidden-size takes a whole number, not "wide".']),
+        ("--hidden-size wide", "", ['--hidden-size takes an integer, not "wide".']),
     ],
 )
 def test_a_wrong_value_is_reported_once(text: str, drop: str, problems: list[str]) -> None:
@@ -359,7 +375,7 @@ def test_without_flags_only_flags_that_are_missing_are_named() -> None:
 
 
 def test_a_split_is_shown_without_spaces() -> None:
-    with pytest.raises(ConfigError, match=r"--split 9,1,0 does not go with --train-data-path"):
+    with pytest.raises(ConfigError, match=r"--split 9,1,0 cannot be combined with --train-data-path"):
         small("--split '9, 1, 0' --train-data-path x", drop="--data-path")
     with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must be up to three shares"):
         small("--split '9, 1, 0, 0'")

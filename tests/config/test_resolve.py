@@ -121,7 +121,9 @@ def test_compiled_blocks_on_a_gpu_have_no_dropout_inside_of_fused_attention() ->
     for text in ("--compile --attention-dropout 0", "--compile --no-fused-attention", "--attention-dropout 0.1"):
         assert resolved(text, device="cuda").kernels.compile == text.startswith("--compile")
     assert resolved("--compile --attention-dropout 0.1").kernels.compile
-    with pytest.raises(ConfigError, match=r"--compile does not go with --attention-dropout 0\.1 on a GPU.*--no-fused"):
+    with pytest.raises(
+        ConfigError, match=r"--compile cannot be combined with --attention-dropout 0\.1 on a GPU.*--no-fused"
+    ):
         resolved("--compile --attention-dropout 0.1", device="cuda")
 
 
@@ -131,7 +133,9 @@ def test_the_optimizer_leaves_a_gpu_only() -> None:
     sentence = "--cpu-optimizer: this machine has no GPU, so the optimizer's state is in its memory already."
     assert here.notices == (sentence,) and there.notices == ()
     assert not resolved(device="cuda").parallel.offloads_optimizer
-    with pytest.raises(ConfigError, match=r"--cpu-optimizer does not go with --zero-stage 0.* Use --zero-stage 1"):
+    with pytest.raises(
+        ConfigError, match=r"--cpu-optimizer cannot be combined with --zero-stage 0.* Use --zero-stage 1"
+    ):
         resolved("--cpu-optimizer --zero-stage 0", device="cuda")
 
 

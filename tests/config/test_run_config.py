@@ -139,7 +139,7 @@ def test_rules_between_sections_hold_for_every_run_config() -> None:
 
 
 def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
-    with pytest.raises(ConfigError, match="--use-mup does not go with --optimizer sgd"):
+    with pytest.raises(ConfigError, match="--use-mup cannot be combined with --optimizer sgd"):
         small("--use-mup --optimizer sgd")
     assert small("--use-mup --mup-base-hidden-size 16").model.logit_multiplier == 0.25
 
@@ -147,7 +147,7 @@ def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("--optimizer sgd", r"--use-bnb-optimizer does not go with --optimizer sgd: it is AdamW\. Use"),
+        ("--optimizer sgd", r"--use-bnb-optimizer cannot be combined with --optimizer sgd: it is AdamW\. Use"),
         ("--cpu-optimizer", r"--use-bnb-optimizer and --cpu-optimizer both make room on the GPU.*Drop one of them"),
     ],
 )

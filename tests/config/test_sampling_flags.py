@@ -57,7 +57,7 @@ def test_biases_that_cannot_be_used(word: str) -> None:
         ("--num-beams 0", "--num-beams 0 is out of range"),
         ("--num-beams 257", "--num-beams 257 is out of range. It must be at most 256"),
         ("--length-penalty 11", r"--length-penalty 11\.0 is out of range"),
-        ("--early-stopping soon", "--early-stopping soon is not known. Use one of: false, true, never"),
+        ("--early-stopping soon", "--early-stopping soon is unknown. Use one of: false, true, never"),
         ("--num-beams 2 --top_p 0.9", r"--top-p 0\.9 is for drawing tokens, and --num-beams 2 searches. Drop one"),
         ("--num-beams 2 --logit-bias 5=1 6=1", "--logit-bias 5=1 6=1 is for drawing tokens"),
         ("--num-beams 2 --greedy", "--greedy True is for drawing tokens"),

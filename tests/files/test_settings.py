@@ -124,4 +124,4 @@ def test_many_unknown_keys_and_large_numbers_are_refused_at_once(tmp_path: Path)
         lambda: parse(["--config", str(path)]), r'"lr" must be a number of at most 9223372036854775807, not one of 1329'
     )
     for words in (["--seed", "9" * 400], ["--seed", "9" * 5000], ["--num-layers", str(2**63)]):
-        refuse(lambda words=words: parse(words), f"{words[0]} takes a whole number")  # type: ignore[misc]
+        refuse(lambda words=words: parse(words), f"{words[0]} takes an integer")  # type: ignore[misc]

@@ -39,7 +39,7 @@ def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_hostfile(path)
     first, second, third, fourth = caught.value.problems
-    assert first.startswith(f"{path}, line 1: 'slots=x' is not known. A line must look like `node1 slots=8`")
+    assert first.startswith(f"{path}, line 1: 'slots=x' is unknown. A line must look like `node1 slots=8`")
     assert "line 3: '-oProxyCommand=evil' is not a host name" in second
     assert "line 4: 'b' has 0 slots" in third
     assert "line 5: Cannot read the range '2-1'" in fourth

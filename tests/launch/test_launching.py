@@ -196,5 +196,5 @@ def test_all_problems_are_reported_at_once() -> None:
 
 def test_a_program_of_other_flags_is_not_checked() -> None:
     assert check_program(["mine.py", "--what"], 3) == [
-        "mine.py is not checked before its start: its flags are not known here"
+        "mine.py is not checked before its start: its flags are unknown here"
     ]

@@ -91,10 +91,10 @@ def test_a_single_node_is_recognized() -> None:
     ("environ", "flag", "words"),
     [
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "RANK=4 does not fit WORLD_SIZE=4"),
-        ({"RANK": "1"}, None, "RANK=1 is set but WORLD_SIZE is not, so the number of ranks is not known"),
+        ({"RANK": "1"}, None, "RANK=1 is set but WORLD_SIZE is not, so the number of ranks is unknown"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, None, "WORLD_SIZE=0 is not a number of ranks. It must be at least 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR is not"),
-        ({"RANK": "zero"}, None, "RANK='zero' is not a whole number"),
+        ({"RANK": "zero"}, None, "RANK='zero' is not an integer"),
         ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "LOCAL_RANK is not set and --local_rank was not"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "LOCAL_RANK=2 does not fit 2 processes"),

@@ -39,7 +39,7 @@ def test_missing_flags_and_files(tmp_path: Path) -> None:
         build_tokenizer(TokenizerChoice("GPT2BPETokenizer"))
     with pytest.raises(ConfigError, match="--vocab-file /nowhere/v.json is not a file"):
         build_tokenizer(TokenizerChoice("GPT2BPETokenizer", "/nowhere/v.json", "/nowhere/m.txt"))
-    with pytest.raises(ConfigError, match="--tokenizer-type Parrot is not known"):
+    with pytest.raises(ConfigError, match="--tokenizer-type Parrot is unknown"):
         build_tokenizer(TokenizerChoice("Parrot"))
     with pytest.raises(ConfigError, match="PretrainedFromHF needs --tokenizer-name-or-path"):
         build_tokenizer(TokenizerChoice("PretrainedFromHF"))

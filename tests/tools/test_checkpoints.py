@@ -183,9 +183,9 @@ def test_a_copy_replaces_and_mixes_nothing(tmp_path: Path) -> None:
 
 
 def test_wrong_words_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"the command 'remove\\x1b' is not known. Use one of: list, inspect, verify"):
+    with pytest.raises(ConfigError, match=r"the command 'remove\\x1b' is unknown. Use one of: list, inspect, verify"):
         checkpoints.main(["remove\x1b"])
-    with pytest.raises(ConfigError, match="the command '' is not known"):
+    with pytest.raises(ConfigError, match="the command '' is unknown"):
         checkpoints.main([])
     with pytest.raises(ConfigError, match="--keep-last is required"):
         checkpoints.main(["prune", str(tmp_path)])

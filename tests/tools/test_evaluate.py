@@ -123,7 +123,7 @@ def test_results_of_other_tasks_outlive_one_that_fails(folder: Path) -> None:
         (["--load", "x", "--task", "lambada", "--data", "a", "--set", "strict"], "--set strict is not key=value"),
         (["--load", "x", "--task", "lambada", "--data", "a", "--set", "data=b"], "the key data is given twice"),
         (["--load", "x", "--task", "lambada", "--data", "a", "--set", "stride=3"], "the key 'stride' is not one of"),
-        (["--load", "x", "--task", "hellaswag", "--data", "a"], "`task` 'hellaswag' is not known"),
+        (["--load", "x", "--task", "hellaswag", "--data", "a"], "`task` 'hellaswag' is unknown"),
         (["--load", "x", "--tasks", "nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["--load", "x", "--tasks", "a", "--limit", "0"], "--limit 0 is out of range"),
         (["--tasks", "a"], "--load is required"),

@@ -54,7 +54,7 @@ class ExportFlags(ConfigSection):
             yield "--keep-padding is for --format universal; the torch layout always has the padding. Drop it."
         allowed = _NAMINGS.get(self.format, ())
         if self.naming is not None and allowed and self.naming not in allowed:
-            yield f"--naming {self.naming} does not go with --format {self.format}. Use {' or '.join(allowed)}."
+            yield f"--naming {self.naming} cannot be combined with --format {self.format}. Use {' or '.join(allowed)}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

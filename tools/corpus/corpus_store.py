@@ -151,7 +151,7 @@ def main() -> int:
         return 0
     section = _COMMANDS.get(command)
     if section is None:
-        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_COMMANDS)}.")
+        raise ConfigError(f"corpus_store.py: the command {command!r} is unknown. Use one of: {', '.join(_COMMANDS)}.")
     unnamed = "--input" if section is ImportFlags else None
     flags = parse_flags(section, words, f"corpus_store.py {command}", __doc__ or "", unnamed=unnamed)
     if isinstance(flags, ImportFlags):

@@ -155,7 +155,7 @@ class ListedCheckpoint:
         return self.state in _LEFTOVER_STATES.values()
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; what is not known is null."""
+        """A JSON object; what is unknown is null."""
         known = self.summary
         return {
             "path": str(self.path),

@@ -90,7 +90,7 @@ class Retention:
             self._saved_steps.add(summary.step)
             doomed = self.plan(summary)
         except (CheckpointError, StorageError, OSError) as failure:
-            log.warning(f"no checkpoint in {newest.parent} is deleted now, because it cannot be looked at: {failure}")
+            log.warning(f"no checkpoint in {newest.parent} is deleted now, because it cannot be examined: {failure}")
             return []
         gone = [summary.path for summary in doomed if self._remove(summary)]
         if gone:

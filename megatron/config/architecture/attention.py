@@ -46,7 +46,7 @@ class AttentionFields(ConfigSection):
     hidden_size: int = network_flag(help="width of the model", at_least=1, at_most=2**24)
     num_attention_heads: int = network_flag(help="attention heads per block", at_least=1, at_most=2**20)
     num_query_groups: int = network_flag(
-        help="groups of query heads that share one key and value head; as many as heads if unset",
+        help="groups of query heads that share one key and value head; one per head if unset",
         computed=lambda model: model.num_attention_heads,
         at_least=1,
         follows=("num_attention_heads",),

@@ -1,4 +1,4 @@
-"""Which probabilities of dropout can be had: masks are made of 16 random bits per entry."""
+"""Which dropout probabilities are possible: masks are made of 16 random bits per entry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _TOLERANCE = 0.01  # relative, of the probability to drop and of the probability
 
 
 def dropout_problems(option: str, probability: float) -> Iterator[str]:
-    """A sentence if rounding would change a probability by more than 1%; near 0 it would drop nothing, near 1 all.
+    """A sentence if rounding would change a probability by more than 1%; near 0 it would drop nothing, near 1
+    everything.
 
     torch's fused attention on a GPU rounds to fewer bits still (FlashAttention to 8).
     """

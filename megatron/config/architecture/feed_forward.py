@@ -53,15 +53,16 @@ class ExpertFields(FeedForwardFields):
 
     num_experts: int = network_flag(
         1,
-        "feed-forward networks per layer that tokens are routed to; several numbers: one for each layer with experts",
+        "feed-forward networks per layer that tokens are routed to; several numbers give one for each layer with "
+        "experts",
         at_least=1,
         at_most=2**16,
         by_layer="moe_expert_counts",
     )
     moe_expert_counts: tuple[int, ...] = network_flag(
         (),
-        "experts of each layer that --moe-layer-pattern gives some, in order, where they differ; half as many numbers "
-        "as layers are for every second layer",
+        "experts of each layer that --moe-layer-pattern gives experts, in order, if they differ; with half as many "
+        "numbers as layers, every second layer has experts",
         at_least=1,
         at_most=2**16,
     )

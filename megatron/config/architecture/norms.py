@@ -31,7 +31,7 @@ class NormFields(ConfigSection):
     )
     norm_placement: str = network_flag(
         PRE,
-        "norms before attention and feed-forward, before and after them, only after them, or after the residual "
+        "norms before attention and feed-forward, both before and after them, only after them, or after the residual "
         "additions (post: the original BERT, without a final norm)",
         choices=(PRE, SANDWICH, POST_BRANCH, POST),
     )
@@ -49,11 +49,11 @@ class NormFields(ConfigSection):
         if self.apply_residual_connection_post_layernorm and (self.parallel_residual or self.norm_placement != PRE):
             other = "--parallel-residual" if self.parallel_residual else f"--norm-placement {self.norm_placement}"
             yield (
-                f"--apply-residual-connection-post-layernorm does not go with {other}. It moves the residual of a "
-                "block with norms before attention and feed-forward; drop one of them."
+                f"--apply-residual-connection-post-layernorm cannot be combined with {other}. It moves the residual of "
+                "a block with norms before attention and feed-forward; drop one of them."
             )
         if self.parallel_residual and self.norm_placement in (POST_BRANCH, POST):
             yield (
-                f"--parallel-residual does not go with --norm-placement {self.norm_placement}, which has no norm "
-                "before the branches. Drop one of them."
+                f"--parallel-residual cannot be combined with --norm-placement {self.norm_placement}, which has no "
+                "norm before the branches. Drop one of them."
             )

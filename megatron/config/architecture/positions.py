@@ -13,7 +13,7 @@ LEARNED, ROPE, ALIBI, NO_POSITIONS = "learned_absolute", "rope", "alibi", "none"
 
 
 def _needed_positions(model: PositionFields) -> int:
-    """Refuses: the sequence length belongs to another section, and `parse` fills it in where it is enough."""
+    """Always an error here: the sequence length is in another section, and `parse` fills it in where it is enough."""
     raise ConfigError(
         "--max-position-embeddings is required: rows of the learned position embedding, at least the sequence length."
     )
@@ -71,8 +71,8 @@ class PositionFields(ConfigSection):
         None, "context that the unscaled network was trained with; --max-position-embeddings if unset", at_least=1
     )
     rope_low_freq_factor: float = network_flag(1.0, "llama3: below this, frequencies are divided", above=0)
-    rope_high_freq_factor: float = network_flag(4.0, "llama3: above this, frequencies stay", above=0)
-    rope_beta_fast: float = network_flag(32.0, "yarn: rotations above which frequencies stay", above=0)
+    rope_high_freq_factor: float = network_flag(4.0, "llama3: above this, frequencies are unchanged", above=0)
+    rope_beta_fast: float = network_flag(32.0, "yarn: rotations above which frequencies are unchanged", above=0)
     rope_beta_slow: float = network_flag(1.0, "yarn: rotations below which frequencies are divided", above=0)
     rope_attention_factor: float | None = network_flag(
         None, "yarn and longrope: factor of cosine and sine; from the context lengths if unset", above=0)  # fmt: skip
@@ -91,7 +91,7 @@ class PositionFields(ConfigSection):
 
     @property
     def short_context(self) -> int | None:
-        """Length of a text beyond which all its tokens are rotated otherwise (longrope); None if there is none."""
+        """Length of a text beyond which all its tokens are rotated differently (longrope); None if there is none."""
         if not self.uses_rope or self.rope_scaling_type != "longrope":
             return None
         return self.original_context
@@ -122,8 +122,8 @@ class PositionFields(ConfigSection):
         short, long = len(self.rope_short_factors), len(self.rope_long_factors)
         if self.uses_rope and self.rope_scaling_type == "longrope" and (short == 0 or short != long):
             yield (
-                f"--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, one number for "
-                f"every pair of rotated channels; {short} and {long} are given."
+                "--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, one number for "
+                f"every pair of rotated channels; {short} and {long} were given."
             )
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             yield (

@@ -34,7 +34,7 @@ class ScaleFields(AttentionFields):
     init_method_std: float = flag(
         0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0, at_most=1000
     )
-    init_method_xavier_uniform: bool = flag(False, "the same as --init-method xavier_uniform")
+    init_method_xavier_uniform: bool = flag(False, "synonym for --init-method xavier_uniform")
     init_method: str = flag(
         help="distribution of the initial weights: normal and truncated_normal (cut at 3 standard deviations) with "
         "--init-method-std; small: normal with sqrt(2 / (5 hidden size)); normal if unset",
@@ -114,8 +114,8 @@ class ScaleFields(AttentionFields):
             )
         if self.use_mup and self.init_method in (XAVIER_UNIFORM, XAVIER_NORMAL):
             yield (
-                f"--use-mup does not go with --init-method {self.init_method}, which scales with the width in its own "
-                "way. Use --init-method normal."
+                f"--use-mup cannot be combined with --init-method {self.init_method}, which scales with the width in "
+                "its own way. Use --init-method normal."
             )
         if not self.use_mup:
             for name in ("mup_base_hidden_size", "mup_base_head_dim"):

@@ -1,1 +1,1 @@
-"""Files that flags are read from: `--config`, `--deepspeed_config` and the DeepSpeed keys that are known."""
+"""Files that flags are read from: `--config`, `--deepspeed_config`, and the table of known DeepSpeed keys."""

@@ -1,4 +1,4 @@
-"""`--deepspeed_config FILE`: the settings a flag governs are taken from it, unless the flag was given and disagrees.
+"""`--deepspeed_config FILE`: settings that a flag governs are taken from the file; a flag that was given must agree.
 
 The sections `optimizer` and `scheduler` become values of the trainer's flags. DeepSpeed itself applies them only where
 a program hands it neither an optimizer nor a schedule. Like the trainer's, its schedules count steps, rise from 0, and
@@ -81,7 +81,7 @@ def _checked(path: str) -> CheckedSettings:
 
 @dataclass
 class DeepSpeedReading:
-    """What a DeepSpeed file says about fields that were not given, and what is wrong with it."""
+    """The values that a DeepSpeed file sets, and what is wrong with it."""
 
     values: dict[str, Any] = field(default_factory=dict)  # destination -> value
     problems: list[str] = field(default_factory=list)
@@ -107,7 +107,9 @@ class DeepSpeedReading:
         if value is False and key.partition(".")[0] in _SWITCHES:
             self.notices.append(f"{there}, and {flag.positive_name} was given: the flag is used.")
         elif key.startswith(_OPTIMIZER):
-            self.notices.append(f"{there}, and {flag.positive_name} {asked} was given: the flag is used, as upstream.")
+            self.notices.append(
+                f"{there}, and {flag.positive_name} {asked} was given: the flag is used, as in upstream."
+            )
         else:
             self.problems.append(f"{there}, and {flag.positive_name} is {asked}. Make them equal or drop one of them.")
 
@@ -153,7 +155,7 @@ def governed_values(
             reading.overruled.add(destination)
             reading.notices.append(
                 f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, so the scale is dynamic: '
-                f"{flag.positive_name} {given[destination]} is not used, as upstream."
+                f"{flag.positive_name} {given[destination]} is not used, as in upstream."
             )
             continue
         is_off = place == ("fp16", "enabled") and value is False
@@ -161,7 +163,7 @@ def governed_values(
             reading.overruled.add(destination)
             reading.notices.append(
                 f'--deepspeed_config {path}: "fp16.enabled" is false and "bf16.enabled" is true there, so the run '
-                "trains in bfloat16: --fp16 is not used, as upstream."
+                "trains in bfloat16: --fp16 is not used, as in upstream."
             )
             continue
         if place[0] == "scheduler" and reading.values.get(destination, value) != value:
@@ -243,7 +245,7 @@ def training_settings(settings: Mapping[str, Any], tree: Mapping[str, Any], peak
 
     Args:
         settings: the checked entries of the file.
-        tree: the file as it is, with the entries that are "auto".
+        tree: the file as written, with the entries that are "auto".
         peak: the peak learning rate, if it is known: a schedule names its floor as a share of it.
     """
     training = TrainingSettings()
@@ -291,11 +293,11 @@ def _add_schedule(
 
 
 def _schedule_problems(kind: str, params: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """What the schedule lacks, or what the trainer's has not."""
+    """What the schedule lacks, or has that the trainer's does not support."""
     if params.get("warmup_type") != "linear":
         yield (
-            f'"scheduler.params.warmup_type" must be linear, not {params.get("warmup_type", "log")} (which DeepSpeed '
-            "takes if it is left out): the learning rate rises in proportion to the steps here. Set it to linear, or "
+            f'"scheduler.params.warmup_type" must be linear, not {params.get("warmup_type", "log")} (the '
+            "default of DeepSpeed): the learning rate rises in proportion to the steps here. Set it to linear, or "
             "remove the section and give --lr-warmup-iters."
         )
     if kind != "WarmupLR" and given.get("total_num_steps") is None:

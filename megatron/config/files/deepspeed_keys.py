@@ -14,7 +14,7 @@ from typing import Any
 from megatron.config.files.deepspeed_table import GOVERNED, IGNORED, KEYS, REFUSED, DeepSpeedKey, Range, as_text
 from megatron.config.flags.command_line import shown_value
 
-# A key may contain one typing error for this many letters, and always at least one.
+# A key may contain one typing error per this many letters, and always at least one.
 _LETTERS_PER_ERROR = 6
 _SHORTEST_BEGINNING = 4
 _LARGEST_WHOLE = 2**53
@@ -25,13 +25,13 @@ _PREFIX = "stage3_"
 
 @dataclass
 class CheckedSettings:
-    """The entries of a DeepSpeed file that have an effect, and what is to be said about the others."""
+    """The entries of a DeepSpeed file that have an effect, and messages about the others."""
 
     settings: dict[str, Any] = field(default_factory=dict)  # what is passed on, or compared with flags
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     unknown: int = 0
-    tree: Mapping[str, Any] = field(default_factory=dict)  # the file as it is
+    tree: Mapping[str, Any] = field(default_factory=dict)  # the file as written
 
 
 def check_settings(tree: Mapping[str, Any], name: str) -> CheckedSettings:
@@ -48,7 +48,7 @@ def check_settings(tree: Mapping[str, Any], name: str) -> CheckedSettings:
     checked.settings = _check_section(tree, "", name, checked)
     if checked.unknown > _MOST_UNKNOWN:
         checked.problems.append(
-            f"{name}: {checked.unknown - _MOST_UNKNOWN} more keys are not known. Is it the right file?"
+            f"{name}: {checked.unknown - _MOST_UNKNOWN} more keys are unknown. Is it the right file?"
         )
     return checked
 
@@ -80,7 +80,7 @@ def _check_section(section: Mapping[str, Any], prefix: str, name: str, checked: 
 
 
 def _check_inside(section: Mapping[str, Any], prefix: str, name: str, checked: CheckedSettings) -> dict[str, Any]:
-    """What a section sets; of one that is switched off only that, whatever else it says."""
+    """What a section sets; if it is switched off, only that."""
     is_disabled = section.get("enabled") is False and f"{prefix}enabled" in KEYS
     if is_disabled or (section.get("device") == "none" and f"{prefix}device" in KEYS):
         for key in section:
@@ -98,7 +98,7 @@ def _report_unknown(key: str, prefix: str, name: str, checked: CheckedSettings) 
     known = [one.removeprefix(prefix) for one in KEYS if one.startswith(prefix) and "." not in one[len(prefix) :]]
     meant = closest_key(key.removeprefix(prefix), known)
     hint = f'Did you mean "{prefix}{meant}"?' if meant else "DeepSpeed 0.19 reads no such key: remove it."
-    checked.problems.append(f'{name}: "{shown}" is not known. {hint}')
+    checked.problems.append(f'{name}: "{shown}" is unknown. {hint}')
 
 
 def _report_without_effect(row: DeepSpeedKey, value: Any, name: str, checked: CheckedSettings) -> None:

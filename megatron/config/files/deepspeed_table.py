@@ -39,8 +39,10 @@ class Range:
     @property
     def words(self) -> str:
         """What a value must be, for messages."""
-        kind, bounds = "whole number" if self.is_whole else "number", f"{_short(self.least)} to {_short(self.most)}"
-        return f"a list of {kind}s from {bounds}" if self.is_list else f"a {kind} from {bounds}"
+        bounds = f"{_short(self.least)} to {_short(self.most)}"
+        if self.is_list:
+            return f"a list of {'integers' if self.is_whole else 'numbers'} from {bounds}"
+        return f"{'an integer' if self.is_whole else 'a number'} from {bounds}"
 
 
 Values = type | tuple[str, ...] | Range
@@ -122,7 +124,7 @@ _FLOPS = "the log shows the TFLOPs of each interval"
 _CHECKPOINTS = "checkpoints are written by this framework (--save, --load)"
 _RECOMPUTE = "the layers recompute themselves (--checkpoint-activations)"
 _LAYOUT = "the layout is chosen by --tensor-model-parallel-size and the other parallelism flags"
-_INFERENCE = "it is for inference, and this is training"
+_INFERENCE = "it only applies to inference"
 _COMPILE = "the network is not compiled"
 _BATCH = "batch sizes are --micro-batch-size and --global-batch-size"
 
@@ -204,12 +206,12 @@ _PRECISION = (
     _governed("fp16.hysteresis", Range(1, 10**9), "--hysteresis"),
     _governed("fp16.min_loss_scale", Range(1, 10**9), "--min-loss-scale"),
     _supported("fp16.consecutive_hysteresis", bool),
-    _refused("fp16.auto_cast", "inputs are token numbers"),
+    _refused("fp16.auto_cast", "inputs are token ids"),
     _refused("fp16.fp16_master_weights_and_grads", _MASTERS),
     _governed("bf16.enabled", bool, "--bf16"),
     _supported("bf16.immediate_grad_update", bool),
     _supported("bf16.check_grad_overflow", bool),
-    _ignored("bf16.check_overflow", f"{_OLD}; its name is check_grad_overflow now"),
+    _ignored("bf16.check_overflow", f"{_OLD}; it was renamed check_grad_overflow"),
     _refused("bf16.bf16_master_weights_and_grads", _MASTERS),
     _refused("bf16.bf16_optimizer_states", _MASTERS),
     _supported("data_types.grad_accum_dtype", ("fp32", "bf16", "fp16")),
@@ -263,7 +265,7 @@ _ZERO = (
     _refused("offload_optimizer.super_offload", "the optimizers are PyTorch's, on the CPU too"),
     _supported("cpu_offload", bool),
     _supported("cpu_offload_param", bool),
-    _refused("cpu_offload_params", f"{_OLD}; its name is offload_param now"),
+    _refused("cpu_offload_params", f"{_OLD}; it was renamed offload_param"),
     _supported("cpu_offload_use_pin_memory", bool),
     _refused("zenflow", "the optimizers are PyTorch's, on the CPU too"),
     _refused("zero_hpz_partition_size", _LAYOUT, off=1),
@@ -273,7 +275,7 @@ _ZERO = (
     _refused("zeropp_loco_param", f"{_UNQUANTIZED}; {_REMOVED}"),
     _refused("mics_shard_size", f"{_LAYOUT}; {_REMOVED}", off=-1),
     _refused("mics_hierarchical_params_gather", f"{_LAYOUT}; {_REMOVED}"),
-    _refused("leaf_module", "every layer's parameters are gathered on their own"),
+    _refused("leaf_module", "each layer's parameters are gathered separately"),
 )
 # These are read with and without `stage3_` in front.
 _ZERO_STAGE3 = (
@@ -282,7 +284,7 @@ _ZERO_STAGE3 = (
     _supported("model_persistence_threshold", Range(0, 2**63 - 1)),
     _supported("max_live_parameters", Range(0, 10**15)),
     _supported("max_reuse_distance", Range(0, 10**15)),
-    _refused("module_granularity_threshold", "every layer's parameters are gathered on their own"),
+    _refused("module_granularity_threshold", "each layer's parameters are gathered separately"),
     _supported("use_all_reduce_for_fetch_params", bool),
     _supported("allgather_sequential", bool),
     _ignored("gather_16bit_weights_on_model_save", _CHECKPOINTS),
@@ -307,12 +309,12 @@ _PARTS = (
     _governed("optimizer.params.weight_decay", Range(0, 1e30, is_whole=False), "--weight-decay"),
     _supported("optimizer.params.adam_w_mode", bool),
     _supported("optimizer.params.bias_correction", bool),
-    _refused("optimizer.params.amsgrad", "AdamW keeps no largest moments"),
+    _refused("optimizer.params.amsgrad", "AMSGrad's maximum of the moments is not kept"),
     _ignored("optimizer.params.max_grad_norm", 'gradients are clipped by "gradient_clipping", as upstream'),
     _ignored("optimizer.params.torch_adam", _KERNELS),
     _ignored("optimizer.params.fused", _KERNELS),
     _ignored("optimizer.params.foreach", _KERNELS),
-    _ignored("optimizer.params.set_grad_none", "it does not change the numbers"),
+    _ignored("optimizer.params.set_grad_none", "it does not change results"),
     _ignored("optimizer.legacy_fusion", _KERNELS),
     _supported("scheduler.type", ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")),
     _supported("scheduler.params", dict),
@@ -339,7 +341,7 @@ _PARTS = (
     _refused("scheduler.params.decay_mom_rate", _SCHEDULE),
     _refused("scheduler.params.warmup_min_lr", "the learning rate rises from 0"),
     _refused("scheduler.params.warmup_min_ratio", "the learning rate rises from 0"),
-    _refused("scheduler.params.last_batch_iteration", "a resumed run knows its step", off=-1),
+    _refused("scheduler.params.last_batch_iteration", "a resumed run continues at its step", off=-1),
     _governed("curriculum_learning.enabled", bool, "--curriculum-learning"),
     _supported("curriculum_learning.curriculum_type", ("seqlen",)),
     _governed("curriculum_learning.min_difficulty", Range(1, 2**31 - 1), "--curriculum-min-length"),
@@ -357,7 +359,7 @@ _PARTS = (
         "curriculum_learning.schedule_config.difficulty", Range(1, 2**31 - 1, is_list=True), "--curriculum-lengths"
     ),
     _governed("curriculum_learning.schedule_config.max_step", Range(1, 10**12, is_list=True), "--curriculum-max-steps"),
-    _ignored("data_efficiency.enabled", "its parts are switched on by themselves", off=True),
+    _ignored("data_efficiency.enabled", "its parts are switched on separately", off=True),
     _ignored("data_efficiency.seed", "the order of samples follows from --seed"),
     _refused("data_efficiency.data_routing", "every layer sees every token (no random-LTD)"),
     _refused("data_efficiency.data_sampling", _DIFFICULTY),

@@ -27,7 +27,7 @@ class FlagFilesConfig(ConfigSection):
     config: str | None = flag(None, "JSON or YAML file with flags by name; the command line wins", path=PathUse.FILE)
 
 
-_MOST_UNKNOWN = 20  # looking for what was meant takes a millisecond each
+_MOST_UNKNOWN = 20  # guessing what was meant takes a millisecond each
 _LONGEST_KEY = 80
 _OWN_ENTRIES = ("provenance", "notices")
 
@@ -45,10 +45,10 @@ def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[
     """Reads a file of flags.
 
     Keys are flag names with dashes or underscores, at the top or under the name of a section. A `config.json` that a
-    run wrote is such a file: only what was given to that run is taken from it, so that the rest is derived again.
+    run wrote is such a file: only values that were given to that run are taken from it; the rest is derived again.
 
     Args:
-        path: JSON if it ends in .json, otherwise YAML (of which JSON is a part).
+        path: JSON if it ends in .json, otherwise YAML (a superset of JSON).
         flags: destination ("section.field") -> flag.
         sections: names under which entries may be grouped.
     """
@@ -139,7 +139,7 @@ def preset_path(name: str) -> Path:
     if not near:
         near = sorted({other.partition("-")[0] + "-..." for other in names})
     raise ConfigError(
-        f"--model-preset {name} is not known. Similar: {', '.join(near)}. All {len(names)} are the files in {folder}; "
+        f"--model-preset {name} is unknown. Similar: {', '.join(near)}. All {len(names)} are the files in {folder}; "
         "--config FILE reads any file of flags."
     )
 
@@ -159,8 +159,8 @@ def _folder() -> Path:
 def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replaces each `--*-weighted-split-paths-path FILE` by the groups the file holds.
 
-    Source: the file format is bigscience Megatron-DeepSpeed's: one line, each group in double quotes, a blank between
-    groups.
+    Source: the file format is bigscience Megatron-DeepSpeed's: one line, each group in double quotes, separated by
+    blanks.
     """
     complete, problems = dict(values), []
     for split in ("train", "valid", "test"):

@@ -1,4 +1,4 @@
-"""Texts that say which data is read: splits, blends of weighted sources, and groups of parts of sources."""
+"""Flags that say which data is read: splits, blends of weighted sources, and groups of parts of sources."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def read_weighted_group(text: str, name: str) -> WeightedGroup:
         prefixes = []
     if [str(prefix) for prefix in prefixes] != [entry.prefix for entry in group.entries]:
         raise ConfigError(
-            f'{name} "{text}": a password or an option in it holds a comma or a blank, which divide the entries of a '
-            "group. Write %2C for a comma and %20 for a blank."
+            f'{name} "{text}": a password or an option in it contains a comma or a blank, which separate the entries '
+            "of a group. Write %2C for a comma and %20 for a blank."
         )
     entries = zip(group.entries, prefixes, strict=True)
     return WeightedGroup(group.name, tuple(replace(entry, prefix=prefix) for entry, prefix in entries))

@@ -1,7 +1,7 @@
 """Reading a command line into the fields of dataclasses; the only file that knows argparse.
 
-A boolean flag may carry a word (`--eval-only false`). Everything that is wrong with a command line is collected, never
-just the first thing.
+A boolean flag may carry a word (`--eval-only false`). All problems of a command line are collected, never just the
+first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 @dataclass
 class CommandLineReading:
-    """What a command line said, before any rule between the values is looked at."""
+    """The contents of a command line, before any rule between the values is checked."""
 
     values: dict[str, Any]  # destination -> value
     problems: list[str]
@@ -159,13 +159,13 @@ def value_from_file(flag: Flag, value: Any) -> Any:
 
 
 def check_paths(flag: Flag, option: str, value: Any) -> None:
-    """Checks that what lies at the paths of a flag can be used as the flag does.
+    """Checks that what is at the paths of a flag can be used as the flag needs it.
 
     Args:
         option: the flag as it was written, or the entry of a file, for the message.
 
     Raises:
-        ConfigError: one of them is a pipe, a device, a link to nothing or the like.
+        ConfigError: one of them is a pipe, a device, a dangling link or the like.
     """
     if flag.facts.path is None:
         return
@@ -207,7 +207,7 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
         value = math.nan
     is_too_large = isinstance(value, int) and abs(value) > _LARGEST_NUMBER
     if is_too_large or not math.isfinite(value):
-        kind = "a whole number" if flag.element is int else "a number"
+        kind = "an integer" if flag.element is int else "a number"
         most = f" of at most {_LARGEST_NUMBER}" if is_too_large else ""
         shown = word if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]}..."
         raise ConfigError(f'{option} takes {kind}{most}, not "{shown}".')
@@ -221,7 +221,7 @@ def _largest(flag: Flag) -> float:
 
 
 def _from_file(flag: Flag, value: Any) -> Any:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if flag.element is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
         with contextlib.suppress(ValueError):
             value = float(value)
@@ -242,7 +242,7 @@ def _from_file(flag: Flag, value: Any) -> Any:
 
 
 def shown_value(value: Any) -> str:
-    """A value of a file for a message: without secrets, and not longer than a line."""
+    """A value of a file for a message: without secrets, at most one line."""
     text = masked(repr(value))
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
@@ -262,7 +262,7 @@ class _Collect(argparse.Action):
 
 
 class _Help(argparse.Action):
-    """Prints the help and ends the program: all of it, or the areas and flags that words after it name."""
+    """Prints the help and ends the program: all of it, or only the areas and flags named by the words after it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if values:
@@ -272,7 +272,7 @@ class _Help(argparse.Action):
 
 
 def _keep_named(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Hides what no word is part of: groups by their titles, other flags by their names.
+    """Hides what no word matches: groups by their titles, other flags by their names.
 
     Raises:
         ConfigError: nothing is left.
@@ -291,7 +291,7 @@ def _keep_named(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
             else:
                 action.help = argparse.SUPPRESS
     if is_empty:
-        raise ConfigError(f"--help {' '.join(words)} names no flag and no area. The areas are: {'; '.join(titles)}.")
+        raise ConfigError(f"--help {' '.join(words)} matches no flag and no area. The areas are: {'; '.join(titles)}.")
     parser.description = parser.epilog = None
 
 
@@ -307,7 +307,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{action.option_strings[0]} {action.metavar}".rstrip()
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Keeps the lines of a text that has several, such as the examples in a program's description."""
+        """Keeps the line breaks of a multi-line text, such as the examples in a program's description."""
         if "\n" not in text.strip():
             return super()._fill_text(text, width, indent)
         return "\n".join((indent + line).rstrip() for line in text.strip().splitlines())
@@ -384,7 +384,7 @@ def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
     return problems
 
 
-# Names of nanoGPT, the Hugging Face Trainer, litgpt, torchtitan and of everyday speech; by the flag that is meant.
+# Names that nanoGPT, the Hugging Face Trainer, litgpt, torchtitan and everyday speech use, by the flag that is meant.
 _NAMES: Mapping[str, str] = types.MappingProxyType(
     {
         "--compile": "torch-compile",

@@ -25,14 +25,14 @@ SMALLEST_FLOAT32 = 2.0**-126  # anything below may count as 0 on the device
 
 
 class Unset(enum.Enum):
-    """Stands in for a computed default until the section that holds the field is complete."""
+    """Placeholder for a computed default until the section that holds the field is complete."""
 
     COMPUTED = "computed"
 
 
 @dataclass(frozen=True)
 class FlagFacts:
-    """What `flag()` was given about a field, in addition to what the field's type says."""
+    """What a field's `flag()` says, in addition to its type."""
 
     help: str
     spelled: tuple[str, ...] = ()
@@ -57,16 +57,15 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     """Declares a dataclass field that is also a flag.
 
     Args:
-        default: value when the flag is absent; left out, the flag is required, unless its default is computed.
-        help: one sentence for `--help`.
-        **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean, a spelling with `-no-`
-            turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
-            below`, `computed` (a function of the section that gives the default, and raises ConfigError if it cannot),
-            `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
-            `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused),
-            `synonyms` (other words for values), `by_layer` (several values may be written, one for each layer; the
-            field that takes them where they differ), `numeric` (a switch that may also be written with 1 or 0, because
-            upstream's takes a word), `path` (what the flag does with the path that is its value).
+        default: value when the flag is absent; left out, the flag is required, unless its default is computed. help:
+            one sentence for `--help`. **facts: the other fields of `FlagFacts`: `spelled` (more spellings; for a
+            boolean, a spelling with `-no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds
+            `at_least above at_most below`, `computed` (a function of the section that gives the default, and raises
+            ConfigError if it cannot), `follows` (the fields a computed default depends on), `resume` (what a resume
+            does with the field), `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that
+            is refused), `synonyms` (other words for values), `by_layer` (several values may be written, one for each
+            layer; the field that takes them where they differ), `numeric` (a switch that may also be written with 1 or
+            0, because upstream's takes a word), `path` (what the flag does with the path that is its value).
     """
     if "computed" in facts:
         default = Unset.COMPUTED
@@ -74,7 +73,7 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
 
 
 def network_flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
-    """Declares a flag that decides what the network is: a resume must match it. The arguments are those of `flag`."""
+    """Declares a flag that decides what the network is: a resume must match it. Takes the arguments of `flag`."""
     return flag(default, help, resume=MUST_MATCH, **facts)
 
 

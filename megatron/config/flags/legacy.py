@@ -31,7 +31,7 @@ class Legacy:
     harmless: Any
 
     def sentence(self, option: str, value: Any) -> str | None:
-        """The sentence for a user who gave it; None if the value asks for what is done anyway."""
+        """The message for a user who gave it; None if the value asks for the default behavior."""
         words = value if self.flag.is_tuple else (value,)
         if value is False or (self.harmless is not None and value == self.harmless):
             return None
@@ -44,7 +44,7 @@ class Known(NamedTuple):
     """A flag of a row.
 
     Attributes:
-        harmless: the value that asks for what is done anyway, so that no message is shown for it; None if each has one.
+        harmless: the value that asks for the default behavior, for which no message is shown; None if there is none.
     """
 
     name: str
@@ -93,7 +93,7 @@ _REFUSED_ROWS: tuple[Row, ...] = (
         "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
         ("fp32_residual_connection",),
     ),
-    ("it is an older router. Use --num-experts with --moe-router-topk 1.", (Known("num_experts_switch", int),)),
+    ("it selects an older router. Use --num-experts with --moe-router-topk 1.", (Known("num_experts_switch", int),)),
     (
         "all weights have one learning rate. Use --lr, or --use-mup for learning rates by kind of parameter.",
         (Known("decoupled_lr", float), Known("decoupled_min_lr", float)),
@@ -142,8 +142,8 @@ _REFUSED_ROWS: tuple[Row, ...] = (
         ),
     ),
     (
-        "it names a place for weights. Use --cpu-optimizer for the optimizer's state, and for weights --zero-stage 3 "
-        "with an offload_param section in a --deepspeed_config file.",
+        "it says where weights are kept. Use --cpu-optimizer for the optimizer's state, and for weights --zero-stage "
+        "3 with an offload_param section in a --deepspeed_config file.",
         (Known("remote_device", str, "none"),),
     ),
     # data
@@ -196,7 +196,7 @@ _REFUSED_ROWS: tuple[Row, ...] = (
 _IGNORED_ROWS: tuple[Row, ...] = (
     # kernels
     (
-        "attention selects the fastest available kernel by itself.",
+        "the fastest available attention kernel is chosen automatically.",
         (
             "use_flash_attn",
             "use_flash_attn_v1",
@@ -210,7 +210,7 @@ _IGNORED_ROWS: tuple[Row, ...] = (
         "the attention kernel already accumulates in float32 and scales safely.",
         ("no_query_key_layer_scaling", "apply_query_key_layer_scaling", "attention_softmax_in_fp32"),
     ),
-    ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
+    ("the loss is always computed in float32, which is more accurate.", ("fp16_lm_cross_entropy",)),
     (
         "bfloat16 accumulates gradients in float32 in any case, and float32 in its own.",
         ("accumulate_allreduce_grads_in_fp32",),
@@ -264,7 +264,7 @@ _IGNORED_ROWS: tuple[Row, ...] = (
     ),
     ("a run with one pipeline stage never uses the pipeline engine.", ("no_pipeline_parallel",)),
     (
-        "upstream reads it nowhere; ZeRO's settings come from --deepspeed_config.",
+        "upstream never reads it; ZeRO's settings come from --deepspeed_config.",
         (
             "zero_reduce_scatter",
             "zero_contigious_gradients",
@@ -274,7 +274,7 @@ _IGNORED_ROWS: tuple[Row, ...] = (
         ),
     ),
     (
-        "upstream reads it nowhere.",
+        "upstream never reads it.",
         ("scattered_embeddings", "memory_centric_tiled_linear", Known("tile_factor", int, 1)),
     ),
     ("launchers, mpirun included, are detected automatically.", ("deepspeed_mpi",)),
@@ -343,7 +343,7 @@ _IGNORED_ROWS: tuple[Row, ...] = (
         ("adlr_autoresume", Known("adlr_autoresume_interval", int, 1000)),
     ),
     (
-        "timers are always on and cost nothing noticeable.",
+        "timers are always on; their cost is negligible.",
         (
             Known("timing_log_level", int, 0),
             Known("timing_log_option", str, "minmax"),
@@ -402,9 +402,9 @@ _IGNORED_ROWS: tuple[Row, ...] = (
         ("use_mcore_models", "use_legacy_models", Known("transformer_impl", str, "local")),
     ),
     ("every operation used can be exported, and there is no exporter to ONNX.", ("onnx_safe",)),
-    ("no code of a tokenizer's author is run; a tokenizer.json needs none.", ("trust_remote_code",)),
+    ("code that comes with a tokenizer is never run; a tokenizer.json needs none.", ("trust_remote_code",)),
     (
-        "only other kinds of model read it.",
+        "only other kinds of models use it.",
         (
             Known("retriever_seq_length", int, 256),
             Known("pipeline_model_parallel_split_rank", int),
@@ -429,7 +429,7 @@ _IGNORED_ROWS: tuple[Row, ...] = (
     ),
 )
 
-# Further spellings of the flags above.
+# More spellings of the flags above.
 _SPELLED: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
         "cpu_torch_adam": ("--cpu_torch_adam",),

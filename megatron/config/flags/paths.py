@@ -1,8 +1,8 @@
-"""What flags do with the paths they are given, and what a path may therefore be.
+"""What flags do with the paths they are given, and therefore what a path may be.
 
 A flag says so where it is declared (`flag(path=PathUse.SMALL_FILE)`). Every command line and every file of flags is
-checked against it before anything is opened. A path that does not exist yet is left to whoever opens it, who knows
-what is missing.
+checked against it before anything is opened. A path that does not exist yet is left to the code that opens it, which
+knows what is missing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class PathUse(enum.Enum):
 
     SMALL_FILE = "reads a plain file at once: settings, a vocabulary, a list of hosts"
     FILE = "reads a plain file of any size"
-    STREAM = "reads a file in order; a pipe of the shell, <(command), is as good"
-    CORPUS = "reads files in order, those of a folder, or pipes of the shell"
+    STREAM = "reads a file sequentially; a shell pipe, <(command), works too"
+    CORPUS = "reads files sequentially, all files of a folder, or shell pipes"
     PLACE = "reads a file, or a folder of files"
-    PREFIX = "reads the pair of token files whose names begin so, or Parquet files"
+    PREFIX = "reads the pair of token files with this prefix, or Parquet files"
     FOLDER = "reads or makes a folder"
     NEW_FILE = "writes a file"
-    NEW_STREAM = "writes in order; /dev/null and pipes of the shell, >(command), are as good"
-    NEW_PREFIX = "writes files whose names begin so"
+    NEW_STREAM = "writes sequentially; /dev/null and shell pipes, >(command), work too"
+    NEW_PREFIX = "writes files with this prefix"
 
 
 _ADVICE = {
@@ -52,7 +52,7 @@ _SUFFIXES = (".idx", ".bin")
 
 
 def address_problems(option: str, folder: str | None) -> Iterator[str]:
-    """Refuses an address where a folder belongs: it would be the name of a local folder."""
+    """Refuses an address where a folder is expected: it would be taken as the name of a local folder."""
     if folder is not None and re.match(r"[A-Za-z][\w+.-]*:/", folder):
         yield (
             f"{option} {folder} is an address, and a folder is needed. Mount the storage and give the path of the "
@@ -61,7 +61,7 @@ def address_problems(option: str, folder: str | None) -> Iterator[str]:
 
 
 def path_problems(option: str, use: PathUse, value: str) -> Iterator[str]:
-    """A sentence for everything at a path that cannot be used as the flag does.
+    """One sentence for every path that cannot be used as the flag needs it.
 
     Args:
         option: the flag as it was written, or the entry of a file.
@@ -82,7 +82,7 @@ def _problem(option: str, use: PathUse, path: str) -> Iterator[str]:
             return
         wrong = _wrong(use, path)
     except (OSError, ValueError) as failure:  # ValueError: a path that no file can have
-        wrong = None if isinstance(failure, ValueError) else f"cannot be looked at: {failure.strerror}"
+        wrong = None if isinstance(failure, ValueError) else f"cannot be examined: {failure.strerror}"
     if wrong is not None:
         yield f"{option} {path} {wrong}. {_ADVICE[use]}"
 
@@ -118,7 +118,7 @@ def _is_loop(path: str) -> bool:
 
 def _wrong_link(path: str) -> str:
     if _is_loop(path):
-        return f"is a link to {os.readlink(path)} that leads back to itself"
+        return f"is a link to {os.readlink(path)} that points back to itself"
     return f"is a link to {os.readlink(path)}, where there is nothing"
 
 
@@ -135,7 +135,7 @@ def _wrong_file(use: PathUse, path: str, size: int) -> str | None:
 
 
 def prefix_problems(flag: str, prefix: str, suffix: str, inputs: tuple[str, ...] = ()) -> Iterator[str]:
-    """Refuses a prefix that ends with a slash: the names of the outputs would be nothing but their suffixes.
+    """Refuses a prefix that ends with a slash: the outputs would be named by their suffixes alone.
 
     Args:
         suffix: of an output, such as `_text_document.bin`.

@@ -15,7 +15,7 @@ class RunFileNames:
     """Names of the files that describe a start in the run folder, besides config.json.
 
     Attributes:
-        commit: the commit, and what has changed since unless it is to stand alone.
+        commit: the commit; also the changes since, unless `changes` names a file for them.
         changes: the changes as a patch.
         flags: the flags of the program that started the run; None for no such file.
     """
@@ -33,10 +33,10 @@ class Program:
     Attributes:
         decided: words that the program itself gives for some destinations ("section.field"); nothing may disagree.
         defaults: values that the program prefers to the trainer's defaults; a preset, a file or a flag wins.
-        log_styles: further names that --log-style takes, each with what imports that style, which is a
+        log_styles: more names that --log-style takes, each with a function that imports the style, a
             `megatron.observe.console.LineStyle`.
-        run_files: further names that --run-files takes.
-        parts: imports what its runs do besides training, each a class like `megatron.train.part.Part`.
+        run_files: more names that --run-files takes.
+        parts: imports the additional parts of its runs, each a class like `megatron.train.part.Part`.
     """
 
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Program:
                 used = self.defaults.get(name, known[0])
                 notices.append(f"{option} {value} is a name of another program; {option} {used} is used.")
             elif value not in known:
-                problems.append(f"{option} {value} is not known. Use one of: {', '.join(known)}.")
+                problems.append(f"{option} {value} is unknown. Use one of: {', '.join(known)}.")
         return checked, problems, notices
 
 

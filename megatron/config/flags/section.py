@@ -1,6 +1,6 @@
 """Sections of the configuration: dataclasses of flags that complete and check themselves.
 
-Everything that is wrong with a section is collected, never just the first thing.
+All problems of a section are collected, never just the first.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ConfigSection:
 
 
 def bound_problems(section: Any) -> Iterator[tuple[str, str]]:
-    """The name of every field whose value lies outside its bounds or choices, and a sentence that says so."""
+    """The name of every field whose value is outside its bounds or choices, and a sentence that says so."""
     for flag in flags_of(type(section)):
         values = getattr(section, flag.field)
         for value in values if flag.is_tuple and values is not None else [values]:
@@ -79,7 +79,7 @@ def bound_problems(section: Any) -> Iterator[tuple[str, str]]:
             facts = flag.facts
             if facts.choices and value not in facts.choices:
                 allowed = ", ".join(str(choice) for choice in facts.choices)
-                sentence = f"{flag.positive_name} {value} is not known. Use one of: {allowed}."
+                sentence = f"{flag.positive_name} {value} is unknown. Use one of: {allowed}."
                 yield flag.field, sentence + _after(facts.remedy)
             for bound, breaks, words in (
                 (facts.at_least, operator.lt, "at least"),

@@ -47,13 +47,13 @@ def read_pattern(option: str, text: str, num_layers: int | None) -> int | tuple[
         )
     if num_layers is not None and len(pattern) != num_layers:
         raise ConfigError(
-            f"{option} {text} has {len(pattern)} entries, and --num-layers is {num_layers}. Give one entry a layer."
+            f"{option} {text} has {len(pattern)} entries, and --num-layers is {num_layers}. Give one entry per layer."
         )
     return pattern
 
 
 def shortest_period(pattern: tuple[int, ...]) -> tuple[int, ...]:
-    """The shortest pattern that gives the same layers when it is repeated; empty if it is 1 for all of them."""
+    """The shortest pattern that gives the same layers when repeated; empty if all of them are 1."""
     if set(pattern) == {1}:
         return ()
     for length in range(1, len(pattern)):
@@ -107,8 +107,8 @@ class Meaning:
     """What a flag means: fields of the model by name.
 
     Attributes:
-        values: what the flag says.
-        defaults: what follows from it for fields that are not given.
+        values: what the flag sets.
+        defaults: what it implies for fields that are not given.
     """
 
     values: Values = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Shorthand:
-    """A flag and its meaning, a function of its value and of all values that are known of the model."""
+    """A flag and its meaning, a function of its value and of all known values of the model."""
 
     flag: Flag
     meaning: Callable[[Any, Values], Meaning]
@@ -135,11 +135,11 @@ def expand_shorthands(
 
     Args:
         layers: values by destination, from the weakest source (a preset) to the strongest (the command line). Within a
-            layer a shorthand and a field may not contradict each other; between layers the stronger one holds.
-        with_defaults: whether fields that are not given at all get what follows from a shorthand.
+            layer a shorthand and a field may not contradict each other; between layers the stronger one wins.
+        with_defaults: whether fields that are not given at all get the defaults that a shorthand implies.
 
     Returns:
-        The layers without shorthands, and one sentence for every contradiction or value that is not known.
+        The layers without shorthands, and one sentence for every contradiction or unknown value.
     """
     table, problems = shorthand_flags(), []
     fields = {name: value for layer in layers for name, value in layer.items() if name not in table}
@@ -203,12 +203,12 @@ def _swiglu(value: Any, known: Values) -> Meaning:
 
 def _glu_activation(value: str, known: Values) -> Meaning:
     if value not in _GLU_ACTIVATIONS:
-        raise ConfigError(f"--glu-activation {value} is not known. Use one of: {', '.join(_GLU_ACTIVATIONS)}.")
+        raise ConfigError(f"--glu-activation {value} is unknown. Use one of: {', '.join(_GLU_ACTIVATIONS)}.")
     return Meaning({"activation_function": _GLU_ACTIVATIONS[value], "gated_linear_unit": True})
 
 
 def _no_position_embedding(value: Any, known: Values) -> Meaning:
-    """With rotary positions it only says that there is no table, and there is none anyway."""
+    """With rotary positions it only says that there is no table, which is the case anyway."""
     if known.get("position_embedding_type") in ("rope", "alibi"):
         return Meaning()
     return Meaning({"position_embedding_type": "none"})
@@ -260,7 +260,7 @@ def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False,
 
 def _load_balancing(value: str, known: Values) -> Meaning:
     if value not in ("aux_loss", "none"):
-        raise ConfigError(f"--moe-router-load-balancing-type {value} is not known. Use one of: aux_loss, none.")
+        raise ConfigError(f"--moe-router-load-balancing-type {value} is unknown. Use one of: aux_loss, none.")
     return Meaning({"moe_aux_loss_coeff": 0.0} if value == "none" else {})
 
 
@@ -273,7 +273,7 @@ def _topk(value: int, known: Values) -> Meaning:
 def _mlp_type(value: str, known: Values) -> Meaning:
     """Residual experts, which the fork that has this flag uses alongside one routed expert."""
     if value not in ("standard", "residual"):
-        raise ConfigError(f"--mlp-type {value} is not known. Use one of: standard, residual.")
+        raise ConfigError(f"--mlp-type {value} is unknown. Use one of: standard, residual.")
     is_residual = value == "residual" and _is_routed(known)
     alone = is_residual and known.get("moe_router_topk", 1) == 1
     defaults = {"moe_router_topk": 1} if is_residual else {}
@@ -300,7 +300,7 @@ def _flag(name: str, element: type, help: str, *, many: bool = False) -> Flag:
     return Flag(name, element, FlagFacts(help=help), default, required=False, is_tuple=many, count=None)
 
 
-# In the order in which they are applied: --no-position-embedding looks at what those before it have set.
+# In the order in which they are applied: --no-position-embedding depends on what earlier ones have set.
 _SHORTHANDS: tuple[Shorthand, ...] = (
     Shorthand(
         _flag("swiglu", bool, "silu and gated; the inner width is 8/3 x hidden size, down to a multiple of 64"), _swiglu
@@ -340,7 +340,9 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _flag("rotary_seq_len_interpolation_factor", float, "--rope-scaling-type linear and its factor"), _interpolation
     ),
     Shorthand(
-        _flag("no_rope_freq", str, "every N-th layer has no positions, or a list with 1 for those layers", many=True),
+        _flag(
+            "no_rope_freq", str, "N: every N-th layer has no positions; or a list with 1 for those layers", many=True
+        ),
         _every("--no-rope-freq", "rope_layer_pattern", 0, flipped=True),
     ),
     Shorthand(_flag("window_size", str, "L,0: a window of L tokens and the token itself", many=True), _window_size),
@@ -348,7 +350,7 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _flag(
             "window_attn_skip_freq",
             str,
-            "every N-th layer attends to everything, or a list with 1 for windows",
+            "N: every N-th layer attends to everything; or a list with 1 for windows",
             many=True,
         ),
         _every("--window-attn-skip-freq", "attention_window_pattern", 0),
@@ -357,7 +359,7 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _flag(
             "moe_layer_freq",
             str,
-            "the first of every N layers has experts, or a list with 1 for those layers",
+            "N: the first of every N layers has experts; or a list with 1 for those layers",
             many=True,
         ),
         _every("--moe-layer-freq", "moe_layer_pattern", 1, lone_first=True),

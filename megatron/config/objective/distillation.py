@@ -14,14 +14,14 @@ from megatron.config.flags.section import ConfigSection
 class DistillationConfig(ConfigSection):
     """The teacher, and how much its outputs count.
 
-    The architecture of the teacher is in its checkpoint. The flags that describe it as well are checked against that.
+    The architecture of the teacher is in its checkpoint; flags that describe it are checked against that.
 
     Source of the flags: deepspeedai Megatron-DeepSpeed `megatron/arguments.py`, `_add_distillation_args`. There the end
     of the distillation has no flag: the run is started again without --mos.
     """
 
     kd: bool = flag(False, "distill: train towards the outputs of a teacher as well (--load-teacher)")
-    mos: bool = flag(False, "the same under another name: a mixture of students, usually for --kd-iters steps")
+    mos: bool = flag(False, "same as --kd (mixture of students); usually with --kd-iters")
     load_teacher: str | None = flag(
         None,
         "the teacher: a folder of checkpoints, of which the newest that verifies is taken, or one checkpoint",
@@ -44,8 +44,8 @@ class DistillationConfig(ConfigSection):
     )
     num_experts_teacher: int | None = flag(
         None,
-        "feed-forward networks per layer of the teacher, to check against its checkpoint; several numbers: one for "
-        "each layer with experts",
+        "feed-forward networks per layer of the teacher, to check against its checkpoint; several numbers give one "
+        "for each layer with experts",
         at_least=1,
         by_layer="moe_expert_counts_teacher",
     )
@@ -62,7 +62,7 @@ class DistillationConfig(ConfigSection):
 
     @property
     def teacher_shape(self) -> dict[str, int | tuple[int, ...]]:
-        """What was given of the teacher's architecture, by field of the architecture."""
+        """The given flags of the teacher's architecture, by field."""
         given = {
             "num_layers": self.num_layers_teacher,
             "hidden_size": self.hidden_size_teacher,
@@ -73,7 +73,7 @@ class DistillationConfig(ConfigSection):
         return {name: value for name, value in given.items() if value is not None}
 
     def is_over(self, step: int) -> bool:
-        """Whether a run that has made this many steps is to go on without the teacher."""
+        """Whether a run that has taken this many steps continues without the teacher."""
         return not self.is_on or (self.kd_iters is not None and step >= self.kd_iters)
 
     def problems(self) -> Iterator[str]:
@@ -86,4 +86,4 @@ class DistillationConfig(ConfigSection):
                 "the teacher. Add --kd, or drop --load-teacher."
             )
         if self.is_on and self.kd_alpha_ce == self.kd_beta_ce == 0:
-            yield "--kd-alpha-ce 0 and --kd-beta-ce 0 leave nothing to minimize. Give at least one of them a weight."
+            yield "--kd-alpha-ce 0 and --kd-beta-ce 0 leave nothing to minimize. Make at least one of them positive."

@@ -16,7 +16,7 @@ class FinetuningConfig(ConfigSection):
 
     chat_template: str | None = flag(
         None,
-        "how a conversation is written as text: plain, chatml, llama, dsgpt2, or a file with a Jinja template; if "
+        "how conversations are written as text: plain, chatml, llama, dsgpt2, or a file with a Jinja template; if "
         "unset, the tokenizer's own, or plain where it has none",
         resume=RUN_MUST_MATCH,
         path=PathUse.PLACE,

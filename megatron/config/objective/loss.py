@@ -33,7 +33,7 @@ class LossConfig(ConfigSection):
     )
     reweight_loss_based_on_position_frequency: bool = flag(
         False,
-        "with --objective prefix, weigh a position by how seldom a random prefix leaves it to be predicted",
+        "with --objective prefix, give a position more weight the more rarely random prefixes leave it to be predicted",
         resume=RUN_MUST_MATCH,
     )
     z_loss_coeff: float = flag(
@@ -67,5 +67,5 @@ class LossConfig(ConfigSection):
         if self.loss_mean == SAMPLES and self.objective not in (CAUSAL, MULTITASK):
             yield (
                 f"--loss-mean samples is for --objective {CAUSAL} and {MULTITASK}; --objective {self.objective} "
-                "divides its loss in a way of its own. Drop --loss-mean."
+                "normalizes its loss in its own way. Drop --loss-mean."
             )

@@ -14,7 +14,7 @@ DOCUMENTS = "documents"
 STREAM = "stream"
 
 ADDED_TOKENS = 3  # of samples of sentences: [CLS] A [SEP] B [SEP]
-_ENDS = 2  # of other samples, with a token at either end
+_ENDS = 2  # of other samples, with a token at each end
 _DEVIATIONS = 6  # of the number of hidden tokens; a sample in a billion has more
 _WHOLE_PHRASES = 3
 
@@ -68,7 +68,7 @@ class MaskingConfig(ConfigSection):
     )
 
     def predictions(self, sequence_length: int) -> int:
-        """How many tokens of a sample are hidden at most; not positive if it is too short for a single one."""
+        """The most tokens of a sample that are hidden; not positive if it is too short for a single one."""
         if self.masked_samples == SENTENCES:
             return math.floor(self.mask_prob * (sequence_length - ADDED_TOKENS))
         deviation = math.sqrt(self.mask_prob * (1 - self.mask_prob) * sequence_length)
@@ -81,7 +81,7 @@ class MaskingConfig(ConfigSection):
             return ""
         return (
             f"--seq-length {sequence_length} with --mask-prob {self.mask_prob} leaves no token of a sample to be "
-            "predicted. Use longer samples or a greater share."
+            "predicted. Use longer samples or a larger share."
         )
 
     def problems(self) -> Iterator[str]:
@@ -94,6 +94,6 @@ class MaskingConfig(ConfigSection):
             )
         if self.masking_ngrams > 1 and self.masked_samples != SENTENCES:
             yield (
-                f"--masking-ngrams {self.masking_ngrams} is for --masked-samples {SENTENCES}; of {self.masked_samples} "
-                "every word is chosen by itself. Drop the flag."
+                f"--masking-ngrams {self.masking_ngrams} is for --masked-samples {SENTENCES}; with "
+                f"{self.masked_samples} every word is chosen separately. Drop the flag."
             )

@@ -111,8 +111,8 @@ class OptimRequest(CurriculumFields):
                 yield f"{style} needs {name}, the weight decay at one end of the run."
             if self.weight_decay_incr_style == "constant" and value is not None:
                 yield (
-                    f"{name} {value} does not go with {style}. Use --weight-decay, or --weight-decay-incr-style linear "
-                    "or cosine."
+                    f"{name} {value} cannot be combined with {style}. Use --weight-decay, or --weight-decay-incr-style "
+                    "linear or cosine."
                 )
 
     def _rampup_problems(self) -> Iterator[str]:
@@ -156,12 +156,18 @@ class OptimRequest(CurriculumFields):
         foreign_decay = self.lr_decay_iters if by_samples else self.lr_decay_samples
         foreign_warmup = self.lr_warmup_iters if by_samples else self.lr_warmup_samples
         if foreign_decay is not None:
-            yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{measure}. Use --lr-decay-{measure}."
+            yield (
+                f"--lr-decay-{other} {foreign_decay} cannot be combined with --train-{measure}. Use "
+                f"--lr-decay-{measure}."
+            )
         if foreign_warmup:
-            yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{measure}. Use --lr-warmup-{measure}."
+            yield (
+                f"--lr-warmup-{other} {foreign_warmup} cannot be combined with --train-{measure}. Use "
+                f"--lr-warmup-{measure}."
+            )
         if self.rampup_batch_size is not None and not by_samples:
             shown = " ".join(map(str, self.rampup_batch_size))
-            yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
+            yield f"--rampup-batch-size {shown} cannot be combined with --train-iters. Use --train-samples."
         warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters
         given_decay = self.lr_decay_samples if by_samples else self.lr_decay_iters
         yield from self._repeated_problems(unit, warmup)

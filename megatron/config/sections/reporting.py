@@ -138,7 +138,7 @@ class WatchingConfig(ConfigSection):
         if len(self.profile or ()) > 1:
             yield f"--profile {' '.join(self.profile or ())} names {len(self.profile or ())} kinds. Name one, or none."
         if self.profile_steps is not None and _two_numbers(self.profile_steps) is None:
-            yield f"--profile-steps {self.profile_steps} is not START,END. Write two whole numbers, for example 2,4."
+            yield f"--profile-steps {self.profile_steps} is not START,END. Write two integers, for example 2,4."
         elif self.profile_steps is not None and (self.profile_step_start, self.profile_step_end) != (None, None):
             yield (
                 f"--profile-steps {self.profile_steps} says the same as --profile-step-start and --profile-step-end. "

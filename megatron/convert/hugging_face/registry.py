@@ -70,7 +70,7 @@ def family_for(model: ModelConfig, model_type: str | None = None, origin: str = 
         for family in FAMILIES:
             if family.model_type == model_type:
                 return family
-        raise ConversionError(f"--model-type {model_type} is not known. {known_types()}")
+        raise ConversionError(f"--model-type {model_type} is unknown. {known_types()}")
     obstacles: list[tuple[Family, Obstacle]] = []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != origin):
         obstacle = family.obstacle(model)

@@ -387,7 +387,7 @@ def _needed(stored: Stored, name: str) -> Any:
     value = stored.get(name)
     if type(value) is not int:
         raise ConversionError(
-            f"the stored arguments have {name} = {_shown(value)}, which is not a whole number. They do not come from a "
+            f"the stored arguments have {name} = {_shown(value)}, which is not an integer. They do not come from a "
             "Megatron run."
         )
     return value

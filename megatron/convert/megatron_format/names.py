@@ -70,7 +70,7 @@ def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]
         is_tied: whether the head shares the word embedding, so that a stored head is a copy.
 
     Raises:
-        ConversionError: a name is not known; all of them are shown.
+        ConversionError: names that are unknown; all of them are shown.
     """
     plain = {name: name.removeprefix("module.") for name in names}
     numbers = sorted(
@@ -86,7 +86,7 @@ def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
         raise ConversionError(
-            f"tensors are not known in a GPT: {', '.join(unknown[:8])}{more}. Only GPT networks are converted; "
+            f"tensors do not belong to a GPT: {', '.join(unknown[:8])}{more}. Only GPT networks are converted; "
             "experts, BERT, T5 and adapters are not."
         )
     if is_tied:

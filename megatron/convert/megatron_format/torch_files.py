@@ -176,8 +176,8 @@ def _rank_files(folder: Path) -> Iterator[RankFile]:
         match = _RANK_FOLDER.fullmatch(path.name)
         if match is None:
             raise ConversionError(
-                f"{path} is of a layout that is not known: folders are mp_rank_TT or mp_rank_TT_PPP (expert-parallel "
-                "checkpoints are not converted)."
+                f"{path} has an unknown layout: folders are mp_rank_TT or mp_rank_TT_PPP (expert-parallel checkpoints "
+                "are not converted)."
             )
         file = next((path / name for name in _FILES if (path / name).is_file()), None)
         if file is None:

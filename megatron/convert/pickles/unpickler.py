@@ -181,7 +181,7 @@ class NumberArray:
 
 
 def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """A tuple or list of whole numbers >= 0, at most 16 of them.
+    """A tuple or list of integers >= 0, at most 16 of them.
 
     Raises:
         RefusedError: it is something else.

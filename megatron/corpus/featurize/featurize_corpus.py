@@ -102,7 +102,7 @@ class WindowOptions:
         bos_id = begin if self.bos_id is None else self.bos_id
         needed = [("--eos-id", eos_id, reserved >= 1), ("--bos-id", bos_id, reserved == 2)]
         problems += [
-            f"{flag} is not known: the tokenizer names no end of document. Give {flag}, or "
+            f"{flag} is unknown: the tokenizer has no end-of-document token. Give {flag}, or "
             "--num-special-token-reserved 0 for windows of nothing but the documents' tokens."
             for flag, value, is_needed in needed
             if is_needed and value is None

@@ -148,7 +148,7 @@ def write_shards(plan: WindowPlan, output_path: str, shards: int, workers: int) 
 
 
 def check_integers(dataset: IndexedDataset) -> None:
-    """Checks that a pair holds whole numbers.
+    """Checks that a pair holds integers.
 
     Raises:
         DataError: it does not.

@@ -39,7 +39,7 @@ class InputTable(Protocol):
         ...
 
     def size_bytes(self, start: int, stop: int | None) -> int | None:
-        """What the rows [start, stop) take on disk, in bytes; None if that is not known."""
+        """What the rows [start, stop) take on disk, in bytes; None if unknown."""
         ...
 
     def check(self, keys: Sequence[str]) -> None:

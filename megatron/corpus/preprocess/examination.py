@@ -27,7 +27,7 @@ class Examination:
     """What a pair of token files holds.
 
     Args:
-        vocab_size: ids must lie below it; None when it is not known.
+        vocab_size: ids must lie below it; None if unknown.
         histogram: (least length, documents) of each class of lengths in tokens: 0, 1, 2 to 3, 4 to 7, ...
         out_of_range: ids below 0 or not in the vocabulary; `first_out_of_range` says where the first is.
         duplicates: documents that an earlier one equals; `shown_duplicates` are pairs (earlier, later).
@@ -90,7 +90,7 @@ def report(pair: Examination) -> list[str]:
             lines.append("  tokens per document")
         lines.append(f"  {words:>21} |{bar:<{_BAR_WIDTH}} {count}")
     if pair.vocab_size is None:
-        lines.append("  ids: the size of the vocabulary is not known (no sidecar and no tokenizer), so not checked")
+        lines.append("  ids: the size of the vocabulary is unknown (no sidecar and no tokenizer), so not checked")
     elif pair.out_of_range:
         lines.append(
             f"  ids: {pair.out_of_range} lie outside of 0 to {pair.vocab_size - 1}, the first at "

@@ -120,7 +120,7 @@ def remove_pair(prefix: str) -> None:
 
 
 def _joined_sources(sources: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
-    """One record per path; the hash of a source that came in several shares is not known."""
+    """One record per path; the hash of a source that came in several shares is unknown."""
     joined: dict[str, SourceRecord] = {}
     for source in sources:
         known = joined.get(source.path)

@@ -100,7 +100,7 @@ def _likely_cause(process_id: int | None) -> str:
 
 
 def _state_of(process_id: int | None) -> str:
-    """The letter that Linux gives to the state of a process; empty where it is not known."""
+    """The letter that Linux gives to the state of a process; empty if unknown."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -108,7 +108,7 @@ class WindowFacts:
                 tokenizer = content.pop("tokenizer")
                 for name in ("sequence_length", "special_tokens", "stride", "ignore_label", "pad_id"):
                     if type(content[name]) is not int:
-                        raise TypeError(f"{name} is {content[name]!r}, not a whole number")
+                        raise TypeError(f"{name} is {content[name]!r}, not an integer")
                 record = None if tokenizer is None else TokenizerRecord.from_json(tokenizer)
                 return WindowFacts(**content, tokenizer=record)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
@@ -282,7 +282,7 @@ class WindowFile:
                 types.is_integer(kind.value_type) or (name == "attention_mask" and types.is_floating(kind.value_type))
             )
             if not numbers:
-                wanted = "numbers" if name == "attention_mask" else "whole numbers"
+                wanted = "numbers" if name == "attention_mask" else "integers"
                 raise DataError(f"{self.path} holds no windows: column {name!r} is {kind}, not a list of {wanted}.")
 
     def _matrix(self, column: Any, name: str, first: int) -> npt.NDArray[Any]:

@@ -403,7 +403,7 @@ def _planned_rows(source: SourcePlan, samples: int, sequence_length: int, epoch_
 def _count(value: Mapping[str, Any], name: str, least: int = 0, most: int = _LARGEST_COUNT) -> int:
     number = value[name]
     if type(number) is not int or not least <= number <= most:
-        raise ValueError(f"{name} is {printable(number)}, not a whole number from {least} to {most}")
+        raise ValueError(f"{name} is {printable(number)}, not an integer from {least} to {most}")
     return number
 
 

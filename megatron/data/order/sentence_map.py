@@ -39,7 +39,7 @@ class SentenceRules:
 
     Args:
         most_tokens: of a sample, without the tokens that are added to it.
-        short_share: probability of a shorter sample; 1 over it is rounded to a whole number.
+        short_share: probability of a shorter sample; 1 over it is rounded to an integer.
         least_sentences: a sample's; 2 if it is to have two parts, and shorter documents are left out.
     """
 

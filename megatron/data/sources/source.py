@@ -89,9 +89,9 @@ class SourceUse:
     """What a source is to be used for, as far as it is known before anything is opened.
 
     Args:
-        sequence_length: tokens of a sample; None if it is not known.
+        sequence_length: tokens of a sample; None if unknown.
         needed_by: a flag that was given and is only for examples.
-        excluded_by: a flag that was given and does not go with examples.
+        excluded_by: a flag that was given and cannot be combined with examples.
     """
 
     sequence_length: int | None

@@ -135,7 +135,7 @@ def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, s
 def _refuse_options(options: str, text: str) -> None:
     if options:
         names = " and ".join(option.partition("=")[0] for option in options.split("&") if "=" in option)
-        what = f"the option {names} is not known" if names else "what follows the ? is not an option"
+        what = f"the option {names} is unknown" if names else "what follows the ? is not an option"
         raise ConfigError(f"{masked(text)}: {what}. A store's address takes table= (or collection=) and column=.")
 
 
@@ -200,7 +200,7 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
 
 def _config_problems(path: str, content: dict[str, Any]) -> list[str]:
     known = (CONNECTION_KEY, DATABASE_KEY, COLLECTIONS_KEY, COLUMN_KEY)
-    problems = [f"{path}: the key {key!r} is not known. Use {', '.join(known)}." for key in content if key not in known]
+    problems = [f"{path}: the key {key!r} is unknown. Use {', '.join(known)}." for key in content if key not in known]
     for key in (CONNECTION_KEY, DATABASE_KEY, COLUMN_KEY):
         if not isinstance(content.get(key, ""), str):
             held = "another kind of value" if key == CONNECTION_KEY else repr(content[key])

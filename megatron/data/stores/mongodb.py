@@ -77,8 +77,8 @@ class MongoCollections(StoreBackend):
         for entry in (first, last):
             if entry is not None and not isinstance(entry.get("idx"), int):
                 raise DataError(
-                    f"{self.shown}: a document of collection {name!r} has the idx {entry.get('idx')!r}; it must be a "
-                    "whole number. Import the collection with tools/corpus/corpus_store.py."
+                    f"{self.shown}: a document of collection {name!r} has the idx {entry.get('idx')!r}; it must be an "
+                    "integer. Import the collection with tools/corpus/corpus_store.py."
                 )
         return CollectionFacts(
             columns=() if first is None else tuple(first),

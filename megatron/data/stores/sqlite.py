@@ -197,7 +197,7 @@ class SqliteCollections(StoreBackend):
         for function in ("min", "max"):  # one at a time: only then does SQLite look at the ends of the index alone
             row = self._connection.execute(f"SELECT {function}({table.order}) FROM {quoted_name(name)}").fetchone()
             if row[0] is not None and not isinstance(row[0], int):
-                raise DataError(f"{self.path}: idx of table {name!r} holds {row[0]!r}; it must hold whole numbers.")
+                raise DataError(f"{self.path}: idx of table {name!r} holds {row[0]!r}; it must hold integers.")
             extremes.append(row[0])
         return extremes[0], extremes[1]
 

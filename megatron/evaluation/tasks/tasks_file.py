@@ -78,7 +78,7 @@ def task_from(description: Any, folder: Path, place: str) -> Task:
     kind = description.get("task")
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ConfigError(f"{place}: `task` {shown_value(kind)} is not known. Use one of: {', '.join(KINDS)}.")
+        raise ConfigError(f"{place}: `task` {shown_value(kind)} is unknown. Use one of: {', '.join(KINDS)}.")
     values, problems = _values(cls, description, place)
     if not problems:
         problems = missing_problems(flags_of(cls), values, set())

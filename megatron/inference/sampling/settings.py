@@ -15,7 +15,7 @@ from megatron.errors import ConfigError, printable
 MOST_LOGIT_BIASES = 1024
 _LARGEST_SEED = 2**63 - 1
 _LONGEST_ID = 20  # digits
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
+_KINDS = {bool: "true or false", int: "an integer", float: "a number"}
 _FLAGS = tuple(flag for flag in flags_of(SamplingFlags) if flag.field != "logit_bias")
 _SEED = Flag("seed", int, FlagFacts("the seed of the draws"), 1234, required=False, is_tuple=False, count=None)
 
@@ -95,7 +95,7 @@ class Sampling:
                     values_by_name[key] = value_from_file(readers[key], value)
                 elif key not in readers and key != "logit_bias":
                     known = ", ".join([*readers, "logit_bias"])
-                    problems.append(f"{printable(key, quoted=False)} is not known. Use one of: {known}.")
+                    problems.append(f"{printable(key, quoted=False)} is unknown. Use one of: {known}.")
             except ConfigError as failure:
                 problems.append(f"{key} {failure}.")
         try:

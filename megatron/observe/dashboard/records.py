@@ -21,7 +21,7 @@ _DEEPEST = 32
 
 
 def whole(value: Any, least: int = 0, most: int = LARGEST_WHOLE) -> int | None:
-    """The value if it is a whole number in these limits."""
+    """The value if it is an integer in these limits."""
     return value if type(value) is int and least <= value <= most else None
 
 

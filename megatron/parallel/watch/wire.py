@@ -124,10 +124,10 @@ class MessageFields:
         return self.text("kind", 16)
 
     def whole(self, name: str, limit: int = 2**53) -> int:
-        """A whole number from 0 to `limit`."""
+        """An integer from 0 to `limit`."""
         value = self._values.get(name)
         if type(value) is not int or not 0 <= value <= limit:
-            raise ValueError(f"{name} is not a whole number up to {limit}")
+            raise ValueError(f"{name} is not an integer up to {limit}")
         return value
 
     def seconds(self, name: str) -> float:
@@ -152,7 +152,7 @@ class MessageFields:
         return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in value)
 
     def wholes(self, name: str, limit: int, most: int) -> list[int]:
-        """A list of at most `most` whole numbers from 0 to `limit`."""
+        """A list of at most `most` integers from 0 to `limit`."""
         value = self._values.get(name)
         if type(value) is not list or len(value) > most:
             raise ValueError(f"{name} is not a list of at most {most} numbers")

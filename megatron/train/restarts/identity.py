@@ -37,7 +37,7 @@ class RunIdentity:
     """What the checkpoints of one run share.
 
     Attributes:
-        run_id: 16 hexadecimal digits, drawn at the first start; empty where it is not known.
+        run_id: 16 hexadecimal digits, drawn at the first start; empty if unknown.
         finetuned_from: the checkpoint whose weights a fine-tuning began with, as `base_of` describes it; else empty.
     """
 

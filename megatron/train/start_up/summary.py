@@ -118,7 +118,7 @@ def layout_rows(stages: int, replicas: int, ranks: int, zero_stage: int, memory_
     """How the ranks share the work.
 
     Args:
-        memory_bytes: the most that a rank holds of weights, gradients and optimizer; None if that is not known.
+        memory_bytes: the most that a rank holds of weights, gradients and optimizer; None if unknown.
     """
     memory = ""
     if memory_bytes is not None:

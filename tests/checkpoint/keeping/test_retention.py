@@ -197,7 +197,7 @@ def test_a_failure_is_a_warning_and_the_next_save_tries_again(
     storage.refuses = False
     assert len(retention.apply(save_step(tmp_path, 3))) == 2
     assert retention.apply(tmp_path / "iter_0000009") == []
-    assert "is deleted now, because it cannot be looked at: " in capsys.readouterr().err
+    assert "is deleted now, because it cannot be examined: " in capsys.readouterr().err
 
 
 def test_the_newest_whole_checkpoint_is_found_by_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

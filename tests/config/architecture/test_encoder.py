@@ -30,9 +30,9 @@ def test_token_types_come_with_the_sentence_order_head() -> None:
         ("--objective masked", "--objective masked needs --bidirectional"),
         (
             "--bidirectional",
-            "--bidirectional does not go with --objective causal: a token would see",
+            "--bidirectional cannot be combined with --objective causal: a token would see",
         ),
-        (f"{BERT} --norm-placement post --parallel-residual", "does not go with --norm-placement post,"),
+        (f"{BERT} --norm-placement post --parallel-residual", "cannot be combined with --norm-placement post,"),
     ],
 )
 def test_parts_of_an_encoder_need_each_other(words: str, message: str) -> None:

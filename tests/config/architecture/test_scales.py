@@ -52,7 +52,10 @@ def test_factors_that_are_given_are_kept_under_mup() -> None:
             {"init_method": "small", "init_method_std": 0.01},
             r"--init-method-std 0\.01 has no effect with --init-method small",
         ),
-        ({"init_method": "xavier_normal", "use_mup": True}, "--use-mup does not go with --init-method xavier_normal"),
+        (
+            {"init_method": "xavier_normal", "use_mup": True},
+            "--use-mup cannot be combined with --init-method xavier_normal",
+        ),
         ({"mup_base_hidden_size": 16}, "--mup-base-hidden-size 16 has no effect without --use-mup"),
         ({"mup_base_head_dim": 4.0}, r"--mup-base-head-dim 4\.0 has no effect without --use-mup"),
     ],

@@ -73,8 +73,8 @@ def test_what_upstream_takes_from_flags_is_not_taken_from_the_file(tmp_path: Pat
     config = with_file(tmp_path, tree, "--fp16 --loss-scale 12 --lr-decay-tokens 90 --lr-decay-iters 5")
     assert (config.precision.loss_scale, config.optim.lr, config.optim.adam_beta1) == (None, 1e-3, 0.8)
     assert [text.partition(": ")[2] for text in config.notices if "deepspeed_config" in text] == [
-        '"fp16.loss_scale" is 0 there, so the scale is dynamic: --loss-scale 12.0 is not used, as upstream.',
-        '"optimizer.params.lr" is 9.0 there, and --lr 0.001 was given: the flag is used, as upstream.',
+        '"fp16.loss_scale" is 0 there, so the scale is dynamic: --loss-scale 12.0 is not used, as in upstream.',
+        '"optimizer.params.lr" is 9.0 there, and --lr 0.001 was given: the flag is used, as in upstream.',
     ]
     assert "--lr-decay-iters 5 has no effect with --lr-decay-tokens 90, which is used." in config.notices
 
@@ -124,7 +124,7 @@ def test_the_rates_are_deepspeeds_one_step_earlier(tmp_path: Path) -> None:
     [
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
-            r'ds\.json: "scheduler\.params\.warmup_type" must be linear, not log \(which DeepSpeed takes if it is left',
+            r'ds\.json: "scheduler\.params\.warmup_type" must be linear, not log \(the default of DeepSpeed',
         ),
         ({"scheduler": {**DECAY, "params": {**DECAY["params"], "warmup_max_lr": 0.5}}}, "warmup_max_lr.* and --lr is"),
         ({"scheduler": {"params": {"warmup_type": "linear"}}}, r'"scheduler" has no "type"\. Give one of WarmupLR, W'),
@@ -182,7 +182,7 @@ def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
         (
             {"zero_optimization": {"stage": "two"}},
             "",
-            r"zero_optimization\.stage\" \(--zero-stage\) must be a whole number from 0 to 3, or be omitted, not 'two'",
+            r"zero_optimization\.stage\" \(--zero-stage\) must be an integer from 0 to 3, or be omitted, not 'two'",
         ),
         ({"zero_optimization": {"stage": 2}}, "--pipeline-model-parallel-size 2", "--zero-stage 2 cannot be used"),
         ("{", "", r"ds\.json is not JSON"),
@@ -222,7 +222,7 @@ def test_a_misspelled_key_is_rejected(tmp_path: Path, tree: Any, key: str, meant
     with pytest.raises(ConfigError) as caught:
         with_file(tmp_path, tree)
     assert caught.value.problems == [
-        f'--deepspeed_config {tmp_path / "ds.json"}: "{key}" is not known. Did you mean "{meant}"?'
+        f'--deepspeed_config {tmp_path / "ds.json"}: "{key}" is unknown. Did you mean "{meant}"?'
     ]
 
 
@@ -244,7 +244,7 @@ def test_bfloat16_of_the_file_holds_where_it_switches_fp16_off(tmp_path: Path) -
     config = with_file(tmp_path, tree, "--fp16")
     assert config.precision.dtype_name == "bfloat16"
     (notice,) = (text for text in config.notices if "deepspeed_config" in text)
-    assert "so the run trains in bfloat16: --fp16 is not used, as upstream" in notice
+    assert "so the run trains in bfloat16: --fp16 is not used, as in upstream" in notice
     with pytest.raises(ConfigError, match="--fp16 and --bf16 are both given"):
         with_file(tmp_path, tree, "--fp16 --bf16")
 

@@ -123,7 +123,7 @@ def test_the_flags_that_govern_keys_are_those_of_the_table() -> None:
 )
 def test_a_misspelled_key_is_recognized(key: str, meant: str) -> None:
     _, problems, _ = checked({key: 1, "train_batch_size": 2, "_comment": "ours", "//": "too"})
-    assert problems == [f'ds.json: "{key}" is not known. Did you mean "{meant}"?']
+    assert problems == [f'ds.json: "{key}" is unknown. Did you mean "{meant}"?']
 
 
 def test_unknown_keys_are_refused_in_every_section() -> None:
@@ -131,13 +131,13 @@ def test_unknown_keys_are_refused_in_every_section() -> None:
         {"warp_drive": 1, "fp16": {"enable": True}, "timers": {"throughput": {"on": 1}}, "x" * 10**6: 1}
     )
     assert problems[:3] == [
-        'ds.json: "warp_drive" is not known. DeepSpeed 0.19 reads no such key: remove it.',
-        'ds.json: "fp16.enable" is not known. Did you mean "fp16.enabled"?',
-        'ds.json: "timers.throughput.on" is not known. DeepSpeed 0.19 reads no such key: remove it.',
+        'ds.json: "warp_drive" is unknown. DeepSpeed 0.19 reads no such key: remove it.',
+        'ds.json: "fp16.enable" is unknown. Did you mean "fp16.enabled"?',
+        'ds.json: "timers.throughput.on" is unknown. DeepSpeed 0.19 reads no such key: remove it.',
     ]
     assert len(problems) == 4 and len(problems[3]) < 200
     _, problems, _ = checked({f"key{number}": 1 for number in range(10_000)})
-    assert len(problems) == 21 and problems[-1] == "ds.json: 9980 more keys are not known. Is it the right file?"
+    assert len(problems) == 21 and problems[-1] == "ds.json: 9980 more keys are unknown. Is it the right file?"
 
 
 SWITCHED_OFF: list[dict[str, Any]] = [
@@ -202,7 +202,7 @@ def test_what_is_switched_off_is_accepted_in_silence(tree: dict[str, Any]) -> No
         ),
         (
             {"curriculum_learning": {"enabled": True, "schedule_config": {"max_step": [5, 0]}}},
-            r"max_step. \(--curriculum-max-steps\) must be a list of whole numbers from 1 to .*, not \[5, 0\]",
+            r"max_step. \(--curriculum-max-steps\) must be a list of integers from 1 to .*, not \[5, 0\]",
         ),
         (
             {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "num_workers": 0}}},
@@ -214,12 +214,12 @@ def test_what_is_switched_off_is_accepted_in_silence(tree: dict[str, Any]) -> No
         ),
         (
             {"fp16": {"initial_scale_power": 5000}},
-            r'"fp16\.initial_scale_power" \(--initial-loss-scale\) must be a whole '
-            r"number from 0 to 127, or be omitted, not 5000",
+            r'"fp16\.initial_scale_power" \(--initial-loss-scale\) must be an integer '
+            r"from 0 to 127, or be omitted, not 5000",
         ),
         (
             {"zero_optimization": {"stage": 4}},
-            r'"zero_optimization\.stage" \(--zero-stage\) must be a whole number from 0',
+            r'"zero_optimization\.stage" \(--zero-stage\) must be an integer from 0',
         ),
         ({"zero_optimization": True}, r'"zero_optimization" must be an object, or be omitted, not True'),
         ({"zero_optimization": {"reduce_bucket_size": 10**20}}, r"reduce_bucket_size.*from 1 to 10000000000"),
@@ -233,7 +233,7 @@ def test_what_is_switched_off_is_accepted_in_silence(tree: dict[str, Any]) -> No
         ({"gradient_predivide_factor": float("nan")}, r"gradient_predivide_factor.*not nan"),
         ({"communication_data_type": "fp8"}, r"must be one of fp32, bf16, fp16, or be omitted, not .fp8."),
         ({"comms_logger": {"prof_ops": [1]}}, r"prof_ops.*must be a list of strings"),
-        ({"train_batch_size": True}, r"train_batch_size.*must be a whole number"),
+        ({"train_batch_size": True}, r"train_batch_size.*must be an integer"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tree: dict[str, Any], sentence: str) -> None:

@@ -51,9 +51,9 @@ def test_a_file_wins_over_a_preset_and_the_command_line_over_both(tmp_path: Path
 
 
 def test_an_unknown_name_is_rejected_with_its_neighbours() -> None:
-    with pytest.raises(ConfigError, match=r"--model-preset Llama-3\.2-1B is not known\. Similar: llama-3\.2-1b, "):
+    with pytest.raises(ConfigError, match=r"--model-preset Llama-3\.2-1B is unknown\. Similar: llama-3\.2-1b, "):
         small("--model-preset Llama-3.2-1B", drop=SIZES)
-    with pytest.raises(ConfigError, match=r"--model-preset \.\./x is not known\. Similar: bert-\.\.\., .*qwen3-"):
+    with pytest.raises(ConfigError, match=r"--model-preset \.\./x is unknown\. Similar: bert-\.\.\., .*qwen3-"):
         preset_path("../x")
 
 

@@ -91,8 +91,8 @@ def test_the_last_occurrence_wins() -> None:
         ("--input", r"--input takes at least one value"),
         ("--input x --workers", r"--workers takes one value, none given"),
         ("--input x --workers 1 2", r"--workers takes one value, 2 given \(1 2\)"),
-        ("--input x --workers many", r'--workers takes a whole number, not "many"'),
-        ("--input x --workers 1.5", r'--workers takes a whole number, not "1.5"'),
+        ("--input x --workers many", r'--workers takes an integer, not "many"'),
+        ("--input x --workers 1.5", r'--workers takes an integer, not "1.5"'),
         ("--input x --rate much", r'--rate takes a number, not "much"'),
         ("--input x --pair 1", r"--pair takes 2 values, 1 given \(1\)"),
         ("--input x --append-eod maybe", r'--append-eod takes no value, or true or false, not "maybe"'),
@@ -100,7 +100,7 @@ def test_the_last_occurrence_wins() -> None:
         ("--input x --workers 65", r"--workers 65 is out of range\. It must be at most 64\."),
         ("--input x --rate 0", r"--rate 0.0 is out of range\. It must be more than 0\."),
         ("--input x --rate 1", r"--rate 1.0 is out of range\. It must be less than 1\."),
-        ("--input x --kind c", r"--kind c is not known\. Use one of: a, b\. Kind c went away\."),
+        ("--input x --kind c", r"--kind c is unknown\. Use one of: a, b\. Kind c went away\."),
         ("--input x --workers 13", r"--workers 13 is unlucky"),
         ("--input x --worker 3", r"--worker is not a flag of this program\. Did you mean --workers\?"),
         ("--input x --append_eod", r"--append_eod is not a flag of this program\. Did you mean --append-eod\?"),
@@ -110,7 +110,7 @@ def test_the_last_occurrence_wins() -> None:
         ("--input x --rate -1e-3", r"--rate -0\.001 is out of range"),
         ("--input x --vocab-file=", r"--vocab-file takes a string, but its value is empty\. Is a variable"),
         ("stray --input x", r'"stray" does not belong to a flag'),
-        ("--input x --help=3", r"--help 3 names no flag and no area"),
+        ("--input x --help=3", r"--help 3 matches no flag and no area"),
     ],
 )
 def test_errors_are_one_sentence(words: str, sentence: str) -> None:
@@ -209,7 +209,7 @@ def test_help_shows_the_areas_and_flags_that_are_named(
 
 def test_help_for_nothing_names_the_areas() -> None:
     with pytest.raises(
-        ConfigError, match=r"--help zebra names no flag and no area. The areas are: options; flags; how "
+        ConfigError, match=r"--help zebra matches no flag and no area. The areas are: options; flags; how "
     ):
         parse_flags(SizedTool, ["--help", "zebra"])
 

@@ -92,7 +92,7 @@ def test_what_is_there_is_named(tmp_path: Path, use: PathUse) -> None:
         ("pipe", "is a pipe"),
         ("device", "is a device"),
         ("socket", "is a socket"),
-        ("loop", f"is a link to {tmp_path}/loop that leads back to itself"),
+        ("loop", f"is a link to {tmp_path}/loop that points back to itself"),
     ):
         assert said[name].startswith(f"--flag {tmp_path}/{name} {words}. Give "), said[name]
     is_written = use in (PathUse.NEW_FILE, PathUse.NEW_STREAM, PathUse.NEW_PREFIX)

@@ -23,10 +23,10 @@ def test_a_program_adds_names() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--log-style mine is not known. Use one of: megatron, short\.") as caught:
+    with pytest.raises(ConfigError, match=r"--log-style mine is unknown. Use one of: megatron, short\.") as caught:
         parse(words("--log-style mine --run-files mine"))
-    assert "--run-files mine is not known. Use one of: megatron." in str(caught.value)
-    with pytest.raises(ConfigError, match=r"--log-style yours is not known. Use one of: megatron, short, mine\."):
+    assert "--run-files mine is unknown. Use one of: megatron." in str(caught.value)
+    with pytest.raises(ConfigError, match=r"--log-style yours is unknown. Use one of: megatron, short, mine\."):
         parse(words("--log-style yours"), program=MINE)
 
 

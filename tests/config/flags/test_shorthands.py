@@ -101,15 +101,15 @@ def test_what_they_stand_for(text: str, values: dict[str, Any]) -> None:
             "--position-embedding-type rope --use-rope-scaling --rope-scaling-type yarn",
             "--use-rope-scaling and --rope-scaling-type yarn contradict",
         ),
-        ("--glu-activation gelu", "--glu-activation gelu is not known. Use one of: geglu, reglu"),
+        ("--glu-activation gelu", "--glu-activation gelu is unknown. Use one of: geglu, reglu"),
         ("--window-size 15", "--window-size 15 is not a causal window"),
         ("--window-size 15,3", "--window-size 15,3 is not a causal window"),
         ("--window-size a,0", "--window-size a,0 is not a causal window"),
         ("--moe-layer-freq [1,0]", r"--moe-layer-freq \[1,0\] has 2 entries, and --num-layers is 4"),
         ("--expert-interval 0", "--expert-interval 0 is not a choice of layers"),
-        ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn is not known"),
+        ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn is unknown"),
         ("--num-experts 4 8 4", "--num-experts 4 8 4 has 3 numbers, and 4 of the 4 layers have experts"),
-        ("--num-experts 4 --mlp-type wide", "--mlp-type wide is not known. Use one of: standard, residual"),
+        ("--num-experts 4 --mlp-type wide", "--mlp-type wide is unknown. Use one of: standard, residual"),
     ],
 )
 def test_contradictions_and_wrong_values(text: str, sentence: str) -> None:

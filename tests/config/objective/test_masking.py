@@ -31,7 +31,7 @@ def test_shares_of_what_predicted_tokens_are_shown_as():
 
 
 def test_phrases_are_for_sentences():
-    with pytest.raises(ConfigError, match="--masking-ngrams 2 is for --masked-samples sentences; of documents"):
+    with pytest.raises(ConfigError, match="--masking-ngrams 2 is for --masked-samples sentences; with documents"):
         MaskingConfig(masked_samples="documents", masking_ngrams=2)
-    with pytest.raises(ConfigError, match="--masked-samples words is not known"):
+    with pytest.raises(ConfigError, match="--masked-samples words is unknown"):
         MaskingConfig(masked_samples="words")

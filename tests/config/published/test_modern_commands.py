@@ -195,7 +195,9 @@ def test_what_published_commands_cannot_have_yet() -> None:
     assert [problem.split()[0] for problem in caught.value.problems] == [
         "--decoupled-lr", "--fp8-format", "--grad-reduce-in-bf16", "--context-parallel-size", "--mock-data",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="--expert-model-parallel-size 8 does not go with --pipeline-model-parallel"):
+    with pytest.raises(
+        ConfigError, match="--expert-model-parallel-size 8 cannot be combined with --pipeline-model-parallel"
+    ):
         parse(shlex.split(MIXTRAL))
 
 

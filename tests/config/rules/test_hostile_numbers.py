@@ -87,7 +87,7 @@ def test_hostile_numbers_are_refused_or_harmless(pytestconfig: pytest.Config) ->
     ("words", "sentence"),
     [
         (["--seed", "4294967296"], r"--seed 4294967296 is out of range\. It must be at most 4294967295\."),
-        (["--seed", "9" * 400], r"--seed takes a whole number of at most 9223372036854775807, not .9{200}\.\.\."),
+        (["--seed", "9" * 400], r"--seed takes an integer of at most 9223372036854775807, not .9{200}\.\.\."),
         (["--clip-grad", "1e300"], r"--clip-grad 1e300 is out of range\. Its magnitude must be at most 3\.40"),
         (["--lr", "nan"], r"--lr takes a number, not .nan"),
         (["--init-method-std", "1e38"], r"--init-method-std 1e\+38 is out of range\. It must be at most 1000"),

@@ -1,4 +1,4 @@
-"""What does not go with masked language modelling, and the program that gives its objective."""
+"""What cannot be combined with masked language modelling, and the program that gives its objective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MASKED = "--objective masked --bidirectional"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--sentence-order-head --masked-samples stream", "does not go with --masked-samples stream: only samples of"),
+        (
+            "--sentence-order-head --masked-samples stream",
+            "cannot be combined with --masked-samples stream: only samples of",
+        ),
         ("--reset-position-ids", "--reset-position-ids is for text in which documents follow each other"),
         ("--reset-attention-mask", "--reset-attention-mask is for text in which documents"),
         ("--eod-mask-loss", "--eod-mask-loss is for text in which documents"),

@@ -43,7 +43,7 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
         ),
         (
             EXPERTS + "--moe-expert-parallel-size 2 --pipeline-model-parallel-size 2",
-            "--expert-model-parallel-size 2 does not go with --pipeline-model-parallel-size 2.* Use --pipeline",
+            "--expert-model-parallel-size 2 cannot be combined with --pipeline-model-parallel-size 2.* Use --pipeline",
         ),
         (EXPERTS + "--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 is refused.* --tensor-model"),
         (

@@ -60,7 +60,7 @@ def test_a_split_needs_one_source_that_is_split() -> None:
     data = DataConfig(seq_length=8, train_data_path=("a",), vocab_file="v", merge_file="m")
     assert of_data(data) == []
     (problem,) = of_data(data, split="given")
-    assert problem.startswith("--split 969,30,1 does not go with --train-data-path, which already says")
+    assert problem.startswith("--split 969,30,1 cannot be combined with --train-data-path, which already says")
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,12 @@ def test_a_split_needs_one_source_that_is_split() -> None:
         ({"train_tokens": 64}, "--epochs 2 and --train-tokens 64 are both given"),
         (
             {"lr_warmup_iters": 4},
-            "--lr-warmup-iters 4 does not go with --epochs, which counts samples. Use --lr-warmup-f",
+            "--lr-warmup-iters 4 cannot be combined with --epochs, which counts samples. Use --lr-warmup-f",
         ),
-        ({"lr_decay_iters": 5}, "--lr-decay-iters 5 does not go with --epochs, which counts samples. Use --lr-decay-s"),
+        (
+            {"lr_decay_iters": 5},
+            "--lr-decay-iters 5 cannot be combined with --epochs, which counts samples. Use --lr-decay-s",
+        ),
     ],
 )
 def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> None:
@@ -87,14 +90,17 @@ def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> Non
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--zero-stage 3", "--compile does not go with --zero-stage 3, .* Use --zero-stage 2, or drop --compile"),
+        (
+            "--zero-stage 3",
+            "--compile cannot be combined with --zero-stage 3, .* Use --zero-stage 2, or drop --compile",
+        ),
         (
             "--num-experts 4",
-            "--compile does not go with --num-experts 4: the host reads how many tokens an expert gets",
+            "--compile cannot be combined with --num-experts 4: the host reads how many tokens an expert gets",
         ),
         (
             "--curriculum-learning --curriculum-min-length 8 --curriculum-steps 2",
-            "--compile does not go with --curriculum-learning: every length would be compiled anew",
+            "--compile cannot be combined with --curriculum-learning: every length would be compiled anew",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A curriculum: DeepSpeed's lengths and where they change; what its flags need, and what does not go with them."""
+"""A curriculum: DeepSpeed's lengths and where they change; what its flags need, and what they exclude."""
 
 from __future__ import annotations
 
@@ -122,13 +122,17 @@ def test_a_curriculum_by_flags() -> None:
         (GROWING + " --curriculum-root-degree 0.5", "--curriculum-root-degree 0.5 is out of range"),
         (
             GROWING + " --objective masked --bidirectional",
-            "--curriculum-learning does not go with --objective masked",
+            "--curriculum-learning cannot be combined with --objective masked",
         ),
         (
             GROWING + " --loss-on-targets-only",
-            "^--curriculum-learning does not go with --loss-on-targets-only: it cuts off the ends of samples, where",
+            "^--curriculum-learning cannot be combined with --loss-on-targets-only: it cuts off the ends of samples, "
+            "where",
         ),
-        (GROWING + " --objective multitask", "--curriculum-learning does not go with --objective multitask: it cuts"),
+        (
+            GROWING + " --objective multitask",
+            "--curriculum-learning cannot be combined with --objective multitask: it cuts",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(text: str, sentence: str) -> None:
@@ -141,5 +145,7 @@ def test_prefixes_are_drawn_within_the_length_in_use() -> None:
 
 
 def test_epochs_count_whole_samples() -> None:
-    with pytest.raises(ConfigError, match="--epochs 2 does not go with --curriculum-learning.*Give --train-iters"):
+    with pytest.raises(
+        ConfigError, match="--epochs 2 cannot be combined with --curriculum-learning.*Give --train-iters"
+    ):
         small(f"{GROWING} --epochs 2", drop="--train-iters")

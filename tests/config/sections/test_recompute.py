@@ -19,5 +19,5 @@ def test_both_recompute_flags_agree() -> None:
 def test_whole_blocks_and_attention_only_contradict_each_other() -> None:
     with pytest.raises(ConfigError, match="--recompute-activations means selective"):
         RecomputeConfig(recompute_activations=True, recompute_granularity="full")
-    with pytest.raises(ConfigError, match=r"--recompute-granularity some is not known\. Use one of: full, selective"):
+    with pytest.raises(ConfigError, match=r"--recompute-granularity some is unknown\. Use one of: full, selective"):
         RecomputeConfig(recompute_granularity="some")

@@ -116,7 +116,9 @@ def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
         opened.check()
     written = foreign(gpt2_arguments(num_layers=1))
     written.tensors["weight"]["decoder.layers.0.mlp.gate.weight"] = torch.zeros(2)
-    with pytest.raises(ConversionError, match=r"not known in a GPT: language_model.encoder.layers.0.mlp.gate.weight"):
+    with pytest.raises(
+        ConversionError, match=r"do not belong to a GPT: language_model.encoder.layers.0.mlp.gate.weight"
+    ):
         open_foreign(write_torch_layout(tmp_path / "unknown", written, with_optimizer=False), CHOICES)
     written = foreign(gpt2_arguments(num_layers=1))
     written.stored.hidden_size = 64
@@ -149,7 +151,7 @@ def test_incomplete_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="files of 3 ranks; 2 tensor-parallel ranks and 2 stages make 4"):
         open_foreign(folder, CHOICES)
     (folder / "mp_rank_00_000_003").mkdir()
-    with pytest.raises(ConversionError, match="mp_rank_00_000_003 is of a layout that is not known"):
+    with pytest.raises(ConversionError, match="mp_rank_00_000_003 has an unknown layout"):
         open_foreign(folder, CHOICES)
 
 

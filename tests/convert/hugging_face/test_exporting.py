@@ -127,7 +127,7 @@ def test_small_slices_write_the_same_file(imported: Path, tmp_path: Path, monkey
 def test_a_family_can_be_chosen(imported: Path, tmp_path: Path) -> None:
     folder = export_model(request(imported, tmp_path / "mistral", model_type="mistral"))
     assert type(loaded(folder)).__name__ == "MistralForCausalLM"
-    with pytest.raises(ConversionError, match=r"--model-type mamba is not known. Known are gpt2, llama"):
+    with pytest.raises(ConversionError, match=r"--model-type mamba is unknown. Known are gpt2, llama"):
         export_model(request(imported, tmp_path / "mamba", model_type="mamba"))
     with pytest.raises(ConversionError, match=r"of type gpt2 cannot express .*--position-embedding-type rope"):
         export_model(request(imported, tmp_path / "gpt2", model_type="gpt2"))

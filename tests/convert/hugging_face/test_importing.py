@@ -129,7 +129,7 @@ def test_an_existing_folder_is_refused(tiny_model: TinyModel, tmp_path: Path) ->
     [
         ({"model_type": "mamba"}, '"model_type": "mamba", which cannot be converted. Known are gpt2, llama'),
         ({"hidden_act": "mish"}, '"hidden_act": "mish", which is not among the supported values "silu"'),
-        ({"num_attention_heads": "4"}, '"num_attention_heads": "4", which should be a whole number'),
+        ({"num_attention_heads": "4"}, '"num_attention_heads": "4", which should be an integer'),
         ({"some_switch": True}, '"some_switch": true, which no rule of this family knows'),
         ({"num_attention_heads": 3}, "network that cannot be built: --num-attention-heads 3 cannot be divided"),
         ({"num_hidden_layers": 2}, "unexpected: model.layers.2.input_layernorm.weight"),

@@ -42,6 +42,6 @@ def test_a_network_that_none_can_express_is_refused() -> None:
         family_for(tiny_config(**experts, moe_residual=True))
     with pytest.raises(ConversionError, match=r"mixtral is closest: .*--moe-expert-counts 4 8"):
         family_for(tiny_config(**experts, moe_expert_counts=(4, 8)))
-    with pytest.raises(ConversionError, match=r"--model-type t5 is not known. Known are gpt2"):
+    with pytest.raises(ConversionError, match=r"--model-type t5 is unknown. Known are gpt2"):
         family_for(tiny_config(), "t5")
     assert known_types().startswith("Known are ")

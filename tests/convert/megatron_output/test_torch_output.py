@@ -50,7 +50,9 @@ def test_a_checkpoint_of_ours_comes_back_through_both_programs(tmp_path: Path) -
     assert comparison.holds_same_tensors and not comparison.progress
     sections = ("model.", "optim.", "precision.")
     assert not [change.field for change in comparison.config if change.field.startswith(sections)]
-    with pytest.raises(ConfigError, match="--naming bigscience does not go with --format torch. Use core or classic"):
+    with pytest.raises(
+        ConfigError, match="--naming bigscience cannot be combined with --format torch. Use core or classic"
+    ):
         export_megatron.main(["--load", "x", "--output", "y", "--format", "torch", "--naming", "bigscience"])
     with pytest.raises(ConfigError, match="--keep-padding is for --format universal"):
         export_megatron.main(["--load", "x", "--output", "y", "--format", "torch", "--keep-padding"])

@@ -83,8 +83,8 @@ def test_windows_of_other_tools_are_read(tmp_path: Path) -> None:
     ("changed", "text"),
     [
         ({"labels": None}, r"there is no column 'labels'; it has 'input_ids', 'attention_mask'"),
-        ({"input_ids": [1, 2]}, "column 'input_ids' is int64, not a list of whole numbers"),
-        ({"input_ids": [[1.0, 2.0], [3.0, 4.0]]}, "column 'input_ids' is list<.*double>, not a list of whole"),
+        ({"input_ids": [1, 2]}, "column 'input_ids' is int64, not a list of integers"),
+        ({"input_ids": [[1.0, 2.0], [3.0, 4.0]]}, "column 'input_ids' is list<.*double>, not a list of integers"),
         ({"attention_mask": [["a", "b"], ["c", "d"]]}, "'attention_mask' is list<.*string>, not a list of numbers"),
         ({"input_ids": [[1, 2], None]}, "row 1 of column 'input_ids' is null"),
         ({"labels": [[1, 2], [3, None]]}, "rows from 0 on hold a null inside of column 'labels'"),
@@ -171,7 +171,7 @@ def test_a_footer_that_counts_other_rows_is_refused(tmp_path: Path) -> None:
     ("key", "value", "text"),
     [
         ("megatron.windows", "no json", "description in its footer is damaged"),
-        ("megatron.windows", FACTS.to_json().replace('"stride": 2', '"stride": "2"'), "stride is '2', not a whole"),
+        ("megatron.windows", FACTS.to_json().replace('"stride": 2', '"stride": "2"'), "stride is '2', not an integer"),
         ("megatron.windows", FACTS.to_json().replace('"pad_id"', '"other"'), "KeyError: 'pad_id'"),
         ("megatron.windows", FACTS.to_json().replace('version": 1', 'version": 2'), "described in version 2"),
         ("megatron.windows", FACTS.to_json(), "have 2 positions; its footer says 4"),

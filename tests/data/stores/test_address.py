@@ -79,7 +79,7 @@ def test_an_address_from_a_record_is_read_but_not_opened() -> None:
     [
         ("sqlite://file.db", r"sqlite://file\.db names no file\. Write sqlite:///file\.db"),
         ("sqlite:///", r"sqlite:/// names no file"),
-        ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db\?tabel=\*\*\*: the option tabel is not known"),
+        ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db\?tabel=\*\*\*: the option tabel is unknown"),
         ("mongodb://u:pw@host?collection=web", r"mongodb://u:\*\*\*@host names no database"),
         ("mongodb://u:p@w@host/d", r"mongodb://u:\*\*\*@host/d: the user name, the password .* Write %40 for @"),
         ("mongodb://u:100%@host/d", r"mongodb://u:\*\*\*@host/d: .* and %25 for %"),
@@ -97,7 +97,7 @@ def test_wrong_addresses(text: str, message: str) -> None:
         ({"COLLECTIONS": "web"}, r"COLLECTIONS holds 'web'; it must be a list of names"),
         ({"COLLECTIONS": ["web", "web"]}, r"COLLECTIONS names a collection twice: web, web"),
         ({"MONGO_CONNECTION_DB": 5}, r"MONGO_CONNECTION_DB holds 5; it must be a text"),
-        ({"COLLECTION": ["web"]}, r"the key 'COLLECTION' is not known"),
+        ({"COLLECTION": ["web"]}, r"the key 'COLLECTION' is unknown"),
         ({"MONGO_CONNECTION_STRING": "redis://h"}, r"MONGO_CONNECTION_STRING 'redis://h' is not an address"),
         ({"MONGO_CONNECTION_STRING": "mongodb://h"}, r"mongodb://h names no database"),
     ],

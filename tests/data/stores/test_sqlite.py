@@ -83,9 +83,9 @@ def test_a_locked_file_is_reported(sqlite_database: Database, monkeypatch: pytes
 
 def test_non_numeric_idx(sqlite_database: Database, tmp_path: Path) -> None:
     sqlite_database.write({"web": [("one", "a")]})  # type: ignore[list-item]
-    with pytest.raises(DataError, match=r"idx of table 'web' holds b'one'; it must hold whole numbers"):
+    with pytest.raises(DataError, match=r"idx of table 'web' holds b'one'; it must hold integers"):
         open_store(sqlite_database.base)
     with new_database("mongomock", tmp_path) as database:
         database.write({"web": [("one", "a")]})  # type: ignore[list-item]
-        with pytest.raises(DataError, match=r"'web' has the idx 'one'; it must be a whole number"):
+        with pytest.raises(DataError, match=r"'web' has the idx 'one'; it must be an integer"):
             open_store(database.base)

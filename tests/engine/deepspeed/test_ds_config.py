@@ -172,7 +172,7 @@ def test_the_effective_zero_stage_overrides_the_requested_one(tmp_path: Path) ->
         ),
         ("--zero-stage 2", {"prescale_gradients": True}, r"is true there, which ZeRO stage 2 does not support"),
         ("--zero-stage 3", {"gradient_predivide_factor": 2}, r"is 2 there, .* Use --zero-stage 1 or remove it"),
-        ("--fp16 --min-loss-scale 0.5", {}, r"--min-loss-scale 0\.5 is not a whole number.* Use 1 or more"),
+        ("--fp16 --min-loss-scale 0.5", {}, r"--min-loss-scale 0\.5 is not an integer.* Use 1 or more"),
     ],
 )
 def test_what_does_not_fit_the_run_is_refused(

@@ -137,7 +137,7 @@ def test_sub_groups_are_small_enough_to_share(tmp_path: Path) -> None:
     ("stage", "extra", "sentence"),
     [
         (1, [], '"zero_optimization.offload_optimizer.ratio" is 0.3 there, and ZeRO stage 1 offloads'),
-        (3, ["--use-bnb-optimizer"], "is 0.3 there, which does not go with --use-bnb-optimizer"),
+        (3, ["--use-bnb-optimizer"], "is 0.3 there, which cannot be combined with --use-bnb-optimizer"),
     ],
 )
 def test_a_share_needs_stage_three_and_adamw(tmp_path: Path, stage: int, extra: list[str], sentence: str) -> None:

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         Perplexity(data="text.txt", window=33, folder=tmp_path).run(FakeScorer(), BYTES)
     with pytest.raises(DataError, match=r"empty\.txt holds no item"):
         Perplexity(data="empty.txt", folder=tmp_path).run(FakeScorer(), BYTES)
-    with pytest.raises(ConfigError, match="--detokenizer klingon is not known. Use one of: none, wikitext, ptb"):
+    with pytest.raises(ConfigError, match="--detokenizer klingon is unknown. Use one of: none, wikitext, ptb"):
         Perplexity(data="text.txt", detokenizer="klingon")
 
 

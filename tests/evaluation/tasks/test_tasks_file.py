@@ -46,7 +46,7 @@ def test_all_problems_of_a_file_are_shown(tmp_path: Path) -> None:
         read_tasks(path)
     problems = failure.value.problems
     assert len(problems) == 6
-    assert "task 1: `task` 'lambda' is not known. Use one of: perplexity, lambada, cloze" in problems[0]
+    assert "task 1: `task` 'lambda' is unknown. Use one of: perplexity, lambada, cloze" in problems[0]
     assert "task 2 (lambada): the key 'strickt' is not one of its keys. Did you mean \"strict\"?" in problems[1]
     assert "They are: name, data, train, key, strict." in problems[1]
     assert 'task 3 (lambada): "strict" must be true or false, not 3' in problems[2]
@@ -61,8 +61,8 @@ def test_all_problems_of_a_file_are_shown(tmp_path: Path) -> None:
         ("", "must hold a list of tasks"),
         ("task: lambada\ndata: a", "must hold a list of tasks"),
         ("- {task: lambada, data: x/a}\n- {task: lambada, data: y/a}", '2 tasks are called "lambada:a". Give each a'),
-        ("- {task: [], data: a}", r"`task` \[\] is not known"),
-        ("- {data: a}", "`task` None is not known"),
+        ("- {task: [], data: a}", r"`task` \[\] is unknown"),
+        ("- {data: a}", "`task` None is unknown"),
         ("- {task: lambada, data: ''}\n- {task: lambada, data: [}", "is not YAML"),
         ("- {task: cloze, data: a}\n" * 1001, "holds 1001 tasks; there may be 1000"),
     ],

@@ -114,8 +114,8 @@ def test_flags_of_the_trainer_win() -> None:
         ("--alpha 0.2", r"--alpha 0\.2 replaces answers by questions, and documents have neither"),
         ("--ckpt_id epoch0-step5", r"--ckpt_id epoch0-step5 is where a restart begins, and this is none"),
         ("--truncated_len 129", r"--truncated_len 129 is more than the 128 tokens that --model_select 112m reads"),
-        ("--model_select 1b", r"--model-select 1b is not known\. Use one of: 112m, 112m_half, 345m"),
-        ("--loss_type mse", r"--loss-type mse is not known"),
+        ("--model_select 1b", r"--model-select 1b is unknown\. Use one of: 112m, 112m_half, 345m"),
+        ("--loss_type mse", r"--loss-type mse is unknown"),
         ("--vocab_id_dir vocab_8000", r"vocab/vocab_8000 must hold one file \*-vocab\.json; it holds none"),
     ],
 )

@@ -102,21 +102,21 @@ DEV = {"dataset": "dev", "model": SMALL}
         ({"dataset": "foo"}, ["\"dataset\" must be dev or full, not 'foo'"]),
         ({}, ['"dataset" must be dev or full, not None']),
         ([1], [r"holds \[1\]. It must hold an object with dataset, model, trainer"]),
-        ({**DEV, "seed": 1}, ['the key "seed" is not known.* Known are dataset, model, trainer']),
+        ({**DEV, "seed": 1}, ['the key "seed" is unknown.* Known are dataset, model, trainer']),
         ({**DEV, "model": 3}, ['"model" must be an object, not 3']),
         (
             {**DEV, "model": {"n_heads": 8}},
-            ['the key "model.n_heads" is not known. Did you mean "n_head"\\? Known are .*n_head.*mlp_activation'],
+            ['the key "model.n_heads" is unknown. Did you mean "n_head"\\? Known are .*n_head.*mlp_activation'],
         ),
         (
             {**DEV, "model": {"gradient_checkpoint": True}},
-            ['the key "model.gradient_checkpoint" is not known. It belongs to "trainer"'],
+            ['the key "model.gradient_checkpoint" is unknown. It belongs to "trainer"'],
         ),
         (
             {**DEV, "trainer": {"bfloat16": "false", "lr": "1e-3", "n_epochs": 1.5, "batch_size": 0}},
             [
                 "\"trainer.lr\" must be a number, not '1e-3'",
-                '"trainer.n_epochs" must be a whole number, not 1.5',
+                '"trainer.n_epochs" must be an integer, not 1.5',
                 "\"trainer.bfloat16\" must be true or false, not 'false'",
                 '"trainer.batch_size" must be at least 1, not 0',
             ],

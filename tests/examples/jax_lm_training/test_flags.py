@@ -85,7 +85,7 @@ def test_the_trainers_flags_win() -> None:
     [
         ("--wandb-username me", "--wandb-username me has no effect without --wandb-project"),
         ("--wandb-run-dir here", "--wandb-run-dir here has no effect without --wandb-project"),
-        ("--dtype int8", "--dtype int8 is not known. Use one of: float32, float16, bfloat16"),
+        ("--dtype int8", "--dtype int8 is unknown. Use one of: float32, float16, bfloat16"),
         ("--batch-size 0", "--batch-size 0 is out of range"),
     ],
 )

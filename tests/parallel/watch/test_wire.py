@@ -95,11 +95,11 @@ def test_a_peer_that_does_not_read_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("ask", "value", "says"),
     [
-        (lambda fields: fields.whole("a", 5), 6, "whole number up to 5"),
-        (lambda fields: fields.whole("a"), True, "whole number"),
-        (lambda fields: fields.whole("a"), 1.5, "whole number"),
-        (lambda fields: fields.whole("a"), -1, "whole number"),
-        (lambda fields: fields.whole("a"), None, "whole number"),
+        (lambda fields: fields.whole("a", 5), 6, "integer up to 5"),
+        (lambda fields: fields.whole("a"), True, "integer"),
+        (lambda fields: fields.whole("a"), 1.5, "integer"),
+        (lambda fields: fields.whole("a"), -1, "integer"),
+        (lambda fields: fields.whole("a"), None, "integer"),
         (lambda fields: fields.seconds("a"), float("inf"), "not a time"),
         (lambda fields: fields.seconds("a"), float("nan"), "not a time"),
         (lambda fields: fields.seconds("a"), -0.5, "not a time"),
@@ -109,7 +109,7 @@ def test_a_peer_that_does_not_read_is_given_up() -> None:
         (lambda fields: fields.text("a"), 4, "not a text"),
         (lambda fields: fields.wholes("a", 5, 2), [1, 2, 3], "list of at most 2"),
         (lambda fields: fields.wholes("a", 5, 2), "12", "list"),
-        (lambda fields: fields.wholes("a", 5, 2), [9], "whole number up to 5"),
+        (lambda fields: fields.wholes("a", 5, 2), [9], "integer up to 5"),
     ],
 )
 def test_a_value_that_no_rank_sends_is_refused(ask: Any, value: Any, says: str) -> None:

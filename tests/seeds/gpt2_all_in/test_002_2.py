@@ -16,8 +16,8 @@ from megatron.config import parse
 from megatron.errors import ConfigError, ExitCode
 
 MISTAKES = {
-    "unknown key": ({"model": {"n_layers": 4}}, 'the key "model.n_layers" is not known. Did you mean "n_layer"?'),
-    "wrong type": ({"model": {"n_ctx": 24.5}}, '"model.n_ctx" must be a whole number, not 24.5'),
+    "unknown key": ({"model": {"n_layers": 4}}, 'the key "model.n_layers" is unknown. Did you mean "n_layer"?'),
+    "wrong type": ({"model": {"n_ctx": 24.5}}, '"model.n_ctx" must be an integer, not 24.5'),
     "text for a switch": ({"trainer": {"bfloat16": "false"}}, "\"trainer.bfloat16\" must be true or false, not"),
     "heads": ({"model": {"n_head": 5, "d_model": 32}}, '"model.n_head" 5 does not divide "model.d_model" 32. Use one '),
     "data set": ({"dataset": "foo"}, "\"dataset\" must be dev or full, not 'foo'"),

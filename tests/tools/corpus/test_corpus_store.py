@@ -124,7 +124,7 @@ def test_the_lengths_of_documents(tool: Tool, folder: Path) -> None:
 
 
 def test_unknown_commands_are_reported(tool: Tool, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the command 'imprt' is not known\. Use one of: import, stat"):
+    with pytest.raises(ConfigError, match=r"the command 'imprt' is unknown\. Use one of: import, stat"):
         tool("imprt")
     with pytest.raises(ConfigError, match=r"nothing\.json is not a document store"):
         tool("import", "corpus/a.jsonl", "--config", "nothing.json", "--collection", "web")

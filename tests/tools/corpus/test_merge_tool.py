@@ -50,7 +50,7 @@ def test_three_chunks_are_the_whole_serially_and_under_torchrun(folder: Path) ->
     ("words", "code", "text"),
     [
         (["--output-prefix", "o"], 64, "--datasets is required"),
-        (["--datasets", "a_text_document", "--output-prefix", "o", "--torch-backend", "tcp"], 64, "tcp is not known"),
+        (["--datasets", "a_text_document", "--output-prefix", "o", "--torch-backend", "tcp"], 64, "tcp is unknown"),
         (["--datasets", "a_text_document", "gone", "--output-prefix", "o"], 65, "gone.idx does not exist"),
         (["--datasets", "a_text_document.bin", "--output-prefix", "o"], 65, "without its suffix: use a_text_document"),
     ],

@@ -108,7 +108,7 @@ def test_sentences_are_the_same_with_both_tools(folder: Path) -> None:
     ("words", "text"),
     [
         (["--input", "in.jsonl", "--seed", "5"], "--seed 5 has no effect without --shuffle"),
-        (["--input", "in.jsonl", "--torch-backend", "tcp"], "--torch-backend tcp is not known"),
+        (["--input", "in.jsonl", "--torch-backend", "tcp"], "--torch-backend tcp is unknown"),
         (["--input", "in.jsonl", "--columns", "a", "a"], "names a key twice"),
     ],
 )

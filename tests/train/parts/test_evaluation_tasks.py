@@ -84,7 +84,7 @@ def test_tasks_are_checked_before_training(tmp_path: Path) -> None:
     for task, says in (
         ({"task": "exact_match", "data": "a.jsonl"}, "the task exact_match:a of --eval-tasks .* generates text"),
         ({"task": "perplexity", "data": "missing.txt"}, "missing.txt"),
-        ({"task": "guess", "data": "a"}, "`task` 'guess' is not known"),
+        ({"task": "guess", "data": "a"}, "`task` 'guess' is unknown"),
         ({"task": "perplexity", "data": "empty.txt"}, "holds no item|is empty"),
     ):
         (tmp_path / "empty.txt").write_text("")

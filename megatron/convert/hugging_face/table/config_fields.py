@@ -281,11 +281,11 @@ def write_fields(rules: Sequence[FieldRule], model: ModelConfig) -> dict[str, An
 
 
 def _is_of(value: Any, wanted: type) -> bool:
-    """Whether a JSON value is of a type; a whole number is also a float, true is not a number."""
+    """Whether a JSON value is of a type; an integer is also a float, true is not a number."""
     if wanted is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is wanted
 
 
-_TYPE_WORDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_WORDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 _OUR_TYPES: Mapping[str, type] = {flag.field: flag.element for flag in flags_of(ModelConfig) if not flag.is_tuple}

@@ -199,11 +199,11 @@ def _numbers(entries: Entries, name: str, value: Any, is_list: bool = False) -> 
     """A parameter as a float, or as a tuple of them.
 
     Raises:
-        ConversionError: it is something else, or a count of positions is not a whole number.
+        ConversionError: it is something else, or a count of positions is not an integer.
     """
     values = value if is_list and isinstance(value, list) else [value]
     is_wrong = is_list != isinstance(value, list) or name == _ORIGINAL
     if is_wrong or not all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values):
-        what = "a list of numbers" if is_list else "a whole number" if name == _ORIGINAL else "a number"
+        what = "a list of numbers" if is_list else "an integer" if name == _ORIGINAL else "a number"
         raise entries.refused(name, value, f"should be {what}")
     return tuple(map(float, values)) if is_list else float(value)

@@ -107,7 +107,7 @@ def checked_window(entries: Entries, window: Any) -> int | None:
     """A window in tokens, or None.
 
     Raises:
-        ConversionError: it is not a positive whole number.
+        ConversionError: it is not a positive integer.
     """
     if window is not None and (type(window) is not int or window < 1):
         raise entries.refused("sliding_window", window, "should be a number of tokens")

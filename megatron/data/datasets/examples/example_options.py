@@ -22,7 +22,7 @@ class ExampleOptions:
         on_targets_only: no loss on prompts (`--loss-on-targets-only`).
         copy_prompt_probability: share of the training samples whose answers are replaced by their prompts.
         needed_by: a flag that was given and has a meaning for examples only; empty if there is none.
-        excluded_by: a flag that was given and does not go with examples; empty if there is none.
+        excluded_by: a flag that was given and cannot be combined with examples; empty if there is none.
         flags: those that choose the tokenizer, whose folder may hold a template.
     """
 

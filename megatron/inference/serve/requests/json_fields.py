@@ -71,7 +71,7 @@ class JsonFields:
         return value
 
     def whole(self, name: str, default: Any, at_least: int, at_most: int) -> Any:
-        """A whole number within bounds; 3.0 counts as 3."""
+        """An integer within bounds; 3.0 counts as 3."""
         value = self.value(name)
         if value is None:
             return default
@@ -80,7 +80,7 @@ class JsonFields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(name, f"must be a whole number, not {kind_of(value)}")
+            raise self.refuse(name, f"must be an integer, not {kind_of(value)}")
         if not at_least <= value <= at_most:
             raise self.refuse(name, f"is {printable(value)}, but must be from {at_least} to {at_most}")
         return value
@@ -199,5 +199,5 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _whole(digits: str) -> int | float:
-    """A whole number; a huge one as infinity, which every bound refuses, instead of long arithmetic."""
+    """An integer; a huge one as infinity, which every bound refuses, instead of long arithmetic."""
     return int(digits) if len(digits) < 40 else math.copysign(math.inf, -1.0 if digits[0] == "-" else 1.0)

@@ -61,9 +61,9 @@ def test_rules_write_what_they_read() -> None:
     ("rule", "given", "says"),
     [
         (same("hidden_size", "n_embd"), {}, "config.json has no n_embd, which this family needs"),
-        (same("hidden_size", "n_embd"), {"n_embd": "32"}, '"n_embd": "32", which should be a whole number'),
-        (same("hidden_size", "n_embd"), {"n_embd": True}, '"n_embd": true, which should be a whole number'),
-        (same("hidden_size", "n_embd"), {"n_embd": 32.0}, '"n_embd": 32.0, which should be a whole number'),
+        (same("hidden_size", "n_embd"), {"n_embd": "32"}, '"n_embd": "32", which should be an integer'),
+        (same("hidden_size", "n_embd"), {"n_embd": True}, '"n_embd": true, which should be an integer'),
+        (same("hidden_size", "n_embd"), {"n_embd": 32.0}, '"n_embd": 32.0, which should be an integer'),
         (same("layernorm_epsilon", "eps"), {"eps": "1e-5"}, '"eps": "1e-5", which should be a number'),
         (mapped("hidden_size", "size", ((1, 1),)), {"size": True}, '"size": true, which is not among .* 1'),
         (only("scale", 1, 2), {"scale": 3}, '"scale": 3, which is supported only as 1 or 2'),

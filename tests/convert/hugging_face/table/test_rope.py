@@ -115,7 +115,7 @@ def network(fields: dict[str, Any]) -> ModelConfig:
         ({"rope_scaling": {"type": "longrope", **LONG, "long_factor": 3}}, '"rope_scaling.long_factor": 3, .* a list'),
         (
             {"rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": 10.5}},
-            '"rope_scaling.original_max_position_embeddings": 10.5, which should be a whole number',
+            '"rope_scaling.original_max_position_embeddings": 10.5, which should be an integer',
         ),
         ({"rope_scaling": "linear"}, '"rope_scaling": "linear", which should be an object'),
         ({"rope_theta": "big"}, '"rope_parameters.rope_theta": "big", which should be a number'),
