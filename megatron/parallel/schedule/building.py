@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE
 from megatron.errors import ConfigError
-from megatron.parallel.schedule.actions import Placement, Schedule
+from megatron.parallel.schedule.actions import Kind, Placement, Program, Schedule
 from megatron.parallel.schedule.generation import fixed_orders, greedy_orders
-from megatron.parallel.schedule.simulation import Orders, bubble_ratio, peak_alive, simulate, with_messages
+from megatron.parallel.schedule.schedule_files import read_orders
+from megatron.parallel.schedule.simulation import Computation, Orders, bubble_ratio, peak_alive, simulate, with_messages
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,15 @@ SCHEDULES = {
 def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> Schedule:
     """Builds a schedule; the same arguments give the same object.
 
+    Args:
+        name: of `SCHEDULES`, or a file (`schedule_files.py`), which has to have all the other arguments.
+
     Raises:
-        ConfigError: there is no schedule of this name, or not with this number of chunks.
+        ConfigError: there is no schedule of this name, or not with these ranks, chunks or micro-batches, or the file
+            is wrong, or its computations wait for each other.
     """
+    if name.endswith(SCHEDULE_FILE):
+        return _schedule_of_file(name, ranks, chunks_per_rank, micro_batches)
     named = SCHEDULES.get(name)
     if named is None:
         raise ConfigError(f"There is no pipeline schedule {name!r}. Use one of {', '.join(SCHEDULES)}.")
@@ -70,6 +77,42 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
         limits = [named.limit(rank, ranks, chunks_per_rank) for rank in range(ranks)]
         orders = greedy_orders(placement, micro_batches, limits, splits=named.splits)
     return schedule_of(name, placement, micro_batches, orders)
+
+
+def forward_programs(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> tuple[Program, ...]:
+    """The programs of a pass without gradients, for any number of micro-batches, whatever a file has.
+
+    Raises:
+        ConfigError: as of `build_schedule`.
+    """
+    if not name.endswith(SCHEDULE_FILE):
+        return build_schedule(name, ranks, chunks_per_rank, micro_batches).forward_only()
+    placement, _, _ = read_orders(name)
+    orders: list[list[Computation]] = [[] for _ in range(ranks)]
+    for group in range(0, micro_batches, ranks):
+        for chunk in range(placement.chunks):
+            batches = range(group, min(group + ranks, micro_batches))
+            orders[placement.owner(chunk)] += [(Kind.FORWARD, chunk, batch) for batch in batches]
+    return with_messages(simulate(orders, placement), placement)
+
+
+def _schedule_of_file(path: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> Schedule:
+    placement, batches, orders = read_orders(path)
+    chunks = len(placement.chunks_of(0))
+    misfits = {
+        f"{placement.ranks} ranks (--pipeline-model-parallel-size {ranks})": placement.ranks != ranks,
+        f"{chunks} chunks a rank (--virtual-pipeline-model-parallel-size {chunks_per_rank})": chunks != chunks_per_rank,
+        f"{batches} micro-batches (a step has {micro_batches}: --global-batch-size)": batches != micro_batches,
+    }
+    for misfit, is_wrong in misfits.items():
+        if is_wrong:
+            raise ConfigError(f"--pipeline-schedule {path} is for {misfit}. Use that number, or another schedule.")
+    try:
+        return schedule_of(path, placement, batches, orders)
+    except ConfigError as failure:
+        raise ConfigError(
+            f"--pipeline-schedule {path}: {failure}. Change the order of one of these ranks."
+        ) from failure
 
 
 def schedule_of(name: str, placement: Placement, micro_batches: int, orders: Orders) -> Schedule:

@@ -14,6 +14,7 @@ from megatron.train.preflight.inputs import (
     tokenizer_failures,
 )
 from megatron.train.preflight.machine import launch_failures, memory_problems
+from megatron.train.preflight.pipelines import schedule_problems
 
 # These start the same command on every rank, so that rank 0 shows what is wrong with the command.
 _SAME_COMMAND = ("torchrun", "deepspeed", "srun")
@@ -38,7 +39,7 @@ def checked_request(reading: RequestDraft, *, has_data: bool = True) -> RunReque
         of_files = [*source_failures(request, wrong), *tokenizer_failures(request, wrong), *of_files]
     failures = [*map(ConfigError, reading.problems), *launch, *package_failures(request, wrong), *of_files]
     if not reading.problems and not launch and ranks is not None:
-        failures += map(ConfigError, memory_problems(request, ranks))
+        failures += map(ConfigError, [*memory_problems(request, ranks), *schedule_problems(request, ranks.world_size)])
     if failures:
         failure = joined(failures)
         failure.is_on_all_ranks = ranks is not None and _is_shown_by_another(ranks, has_files=bool(of_files))

@@ -1,0 +1,38 @@
+"""Whether a pipeline schedule from a file fits the run and can end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
+from megatron.config.run_config import RunRequest
+from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.world import batch_sizes
+from megatron.errors import ConfigError
+from megatron.parallel.schedule.building import build_schedule
+
+
+def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
+    """What is wrong with the file of a schedule; named schedules take any number of micro-batches.
+
+    Args:
+        request: flags without a problem, whose batch sizes and layout fit the world.
+    """
+    parallel, optim, layers = request.parallel, request.optim, request.model.num_layers
+    name = schedule_name(parallel, layers)
+    if not name.endswith(SCHEDULE_FILE):
+        return
+    if optim.rampup_batch_size is not None:
+        yield (
+            f"--pipeline-schedule {name} is for one number of micro-batches, which --rampup-batch-size changes. Use a "
+            "schedule by name, or drop --rampup-batch-size."
+        )
+        return
+    replicas = world_size // parallel.model_parallel_size
+    micro, batch, _ = batch_sizes(optim, replicas)
+    try:
+        build_schedule(
+            name, parallel.pipeline_model_parallel_size, chunks_per_rank(parallel, layers), batch // (micro * replicas)
+        )
+    except ConfigError as failure:
+        yield from failure.problems
