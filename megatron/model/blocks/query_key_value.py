@@ -10,6 +10,7 @@ from megatron.kernels.rotary import split_heads
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, check_divisible
 from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor.gathered_linear import gathered_linear
 from megatron.parallel.tensor.layers import ColumnParallelLinear
 
 
@@ -62,7 +63,7 @@ class QueryKeyValue(ColumnParallelLinear):
                 return query, key, value
             query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
             return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
-        return self._project_replicated(self.whole(hidden, splits_sequence))
+        return self._project_replicated(hidden, splits_sequence)
 
     def joint(self, hidden: torch.Tensor, splits_sequence: bool = False) -> torch.Tensor:
         """Queries, key and value of each of this rank's groups, which must be split, in one tensor.
@@ -89,7 +90,7 @@ class QueryKeyValue(ColumnParallelLinear):
         """
         if self.bias is None:
             raise ValueError("heads() joins the gradients of a projection with a bias, and this one has none.")
-        product = linear(self.whole(hidden, splits_sequence), self.weight, self.bias.detach())
+        product = self.product(hidden, self.bias.detach(), splits_sequence)
         return split_heads(product.unflatten(-1, (-1, self.group_size + 2, self.head_size)), self.bias)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
@@ -104,20 +105,27 @@ class QueryKeyValue(ColumnParallelLinear):
             groups = sorted(set(groups))
         return states[:, :, groups]
 
-    def _project_replicated(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        count, heads = self.group_dimension.size, self.query_dimension.local_size
-        rows = slice(self.axis.rank * heads, (self.axis.rank + 1) * heads)
-        parts = []
-        weight = copy_to(self.weight, self.axis).view(count, self.group_size + 2, self.head_size, -1)
-        bias = None
-        if self.bias is not None:
-            bias = copy_to(self.bias, self.axis).view(count, self.group_size + 2, self.head_size)
-        for selected in (slice(0, self.group_size), self.group_size, self.group_size + 1):
-            own, own_bias = weight[:, selected], None if bias is None else bias[:, selected]
-            if isinstance(selected, slice):
-                own = own.flatten(0, 1)[rows]
-                own_bias = None if own_bias is None else own_bias.flatten(0, 1)[rows]
-            flat_bias = None if own_bias is None else own_bias.flatten()
-            states = linear(hidden, own.flatten(0, 1), flat_bias)
-            parts.append(states.unflatten(-1, (-1, self.head_size)))
-        return parts[0], parts[1], parts[2]
+    def _project_replicated(
+        self, hidden: torch.Tensor, splits_sequence: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight = self._own_rows(copy_to(self.weight, self.axis))
+        bias = None if self.bias is None else self._own_rows(copy_to(self.bias, self.axis))
+        if splits_sequence:
+            states = gathered_linear(hidden, weight, bias, self.axis)
+        else:
+            states = linear(copy_to(hidden, self.axis), weight, bias)
+        groups = self.group_dimension.size
+        query, key, value = states.unflatten(-1, (-1, self.head_size)).split(
+            [self.query_dimension.local_size, groups, groups], dim=2
+        )
+        return query, key, value
+
+    def _own_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Of the replicated weight or bias the rows of this rank's queries, then those of all keys and all values.
+
+        Shapes: `[g * (a/g + 2) * d, ...]` to `[(a/t + 2g) * d, ...]`.
+        """
+        heads = self.query_dimension.local_size
+        rows = values.unflatten(0, (-1, self.group_size + 2, self.head_size))
+        queries = rows[:, :-2].flatten(0, 1).narrow(0, self.axis.rank * heads, heads)
+        return torch.cat([queries, rows[:, -2], rows[:, -1]]).flatten(0, 1)

@@ -8,6 +8,8 @@ Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the operators f and g an
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
@@ -142,25 +144,56 @@ class _ScatterSequence(torch.autograd.Function):
 
 def gathered_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The tokens of all ranks, in their order, without derivatives. Shapes: `[b, s/t, ...]` to `[b, s, ...]`."""
-    own = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.all_gather_tensor(own, 1, axis.group)  # type: ignore[arg-type]
-    batch, *others = own.shape
-    parts = own.new_empty(axis.size * batch, *others)
-    with axis.timed():
-        dist.all_gather_into_tensor(parts, own, group=axis.group)
-    return parts.unflatten(0, (axis.size, batch)).movedim(0, 1).flatten(1, 2)  # a view if b is 1
+        return functional.all_gather_tensor(x.contiguous(), 1, axis.group)  # type: ignore[arg-type]
+    return start_gathering(x, axis).wait()
 
 
 def summed_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the ranks of this rank's tokens, without derivatives. Shapes: `[b, s, ...]` to `[b, s/t, ...]`."""
     if torch.compiler.is_compiling():
         return functional.reduce_scatter_tensor(x.contiguous(), "sum", 1, axis.group)  # type: ignore[arg-type]
+    return start_summing(x, axis).wait()
+
+
+class PendingTokens(NamedTuple):
+    """A message on its way, during which something else can be computed.
+
+    Attributes:
+        sent: kept until the message has arrived.
+        received: where it arrives.
+        is_gathered: whether these are the tokens of each rank after those of the one before, `[t * b, s/t, ...]`.
+    """
+
+    work: dist.Work
+    axis: Axis
+    sent: torch.Tensor
+    received: torch.Tensor
+    is_gathered: bool
+
+    def wait(self) -> torch.Tensor:
+        """What `gathered_tokens` or `summed_tokens` returns; only this waiting is timed."""
+        with self.axis.timed():
+            self.work.wait()
+        if not self.is_gathered:
+            return self.received
+        return self.received.unflatten(0, (self.axis.size, -1)).movedim(0, 1).flatten(1, 2)  # a view if b is 1
+
+
+def start_gathering(x: torch.Tensor, axis: Axis) -> PendingTokens:
+    """Begins what `gathered_tokens` does."""
+    own = x.contiguous()
+    parts = own.new_empty(axis.size * own.shape[0], *own.shape[1:])
+    work = dist.all_gather_into_tensor(parts, own, group=axis.group, async_op=True)
+    return PendingTokens(work, axis, own, parts, is_gathered=True)
+
+
+def start_summing(x: torch.Tensor, axis: Axis) -> PendingTokens:
+    """Begins what `summed_tokens` does."""
     parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()  # a view if b is 1
     total = torch.empty_like(parts[0])
-    with axis.timed():
-        dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=axis.group)
-    return total
+    work = dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=axis.group, async_op=True)
+    return PendingTokens(work, axis, parts, total, is_gathered=False)
 
 
 def _gathered(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:

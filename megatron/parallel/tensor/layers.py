@@ -19,7 +19,8 @@ from megatron.kernels.choice import Implementation
 from megatron.kernels.embedding import lookup
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
-from megatron.parallel.tensor.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
+from megatron.parallel.tensor.collectives import copy_to, reduce_from, scatter_sequence
+from megatron.parallel.tensor.gathered_linear import gathered_linear
 from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
 
 # What a layer does with its product and its bias instead of adding them: a fused operation of the caller. That runs
@@ -71,14 +72,15 @@ class ColumnParallelLinear(nn.Module):
         Args:
             splits_sequence: whether each rank has its own tokens of x, `[b, s/t, input]`.
         """
-        x = self.whole(x, splits_sequence)
         if finish is None:
-            return deferrable_linear(x, self.weight, self.bias, self.queue)
-        return finish(deferrable_linear(x, self.weight, None, self.queue), self.bias)
+            return self.product(x, self.bias, splits_sequence)
+        return finish(self.product(x, None, splits_sequence), self.bias)
 
-    def whole(self, x: torch.Tensor, splits_sequence: bool) -> torch.Tensor:
-        """The input of the product, all tokens of it."""
-        return gather_sequence(x, self.axis) if splits_sequence else copy_to(x, self.axis)
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None, splits_sequence: bool) -> torch.Tensor:
+        """The layer without what follows, with this bias."""
+        if splits_sequence:
+            return gathered_linear(x, self.weight, bias, self.axis, self.queue)
+        return deferrable_linear(copy_to(x, self.axis), self.weight, bias, self.queue)
 
 
 class RowParallelLinear(nn.Module):

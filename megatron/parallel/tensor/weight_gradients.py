@@ -9,7 +9,7 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.products import input_gradient, linear, weight_gradient
 
 Work = Callable[[], None]
+Gradients = tuple[torch.Tensor | None, ...]
 
 
 class WeightGradientQueue:
@@ -48,7 +49,7 @@ class WeightGradientQueue:
 
 
 def deferrable_linear(
-    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, queue: WeightGradientQueue | None
+    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradientQueue | None
 ) -> torch.Tensor:
     """`x W^T + b`, whose backward pass leaves the gradients of weight and bias to the queue while that is open.
 
@@ -57,6 +58,23 @@ def deferrable_linear(
     if queue is None or not torch.is_grad_enabled():
         return linear(x, weight, bias)
     return _DeferrableLinear.apply(x, weight, bias, queue)  # type: ignore[no-any-return]
+
+
+def now_or_later(
+    queue: WeightGradientQueue | None, parameters: Sequence[nn.Parameter | None], compute: Callable[[], Gradients]
+) -> Gradients:
+    """The gradients of parameters, or None for each where an open queue is to add them to `.grad` later."""
+    if queue is None or not queue.is_open:
+        return compute()
+
+    @torch.no_grad()
+    def later() -> None:
+        for parameter, value in zip(parameters, compute(), strict=True):
+            if parameter is not None and value is not None:
+                parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+
+    queue.add(later)
+    return (None,) * len(parameters)
 
 
 class _DeferrableLinear(torch.autograd.Function):
@@ -73,19 +91,10 @@ class _DeferrableLinear(torch.autograd.Function):
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
 
-        def of_parameters() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        def of_parameters() -> Gradients:
             of_weight = weight_gradient(x, gradient, weight.dtype) if needs_weight else None
             of_bias = gradient.flatten(0, -2).sum(0).to(bias.dtype) if needs_bias else None
             return of_weight, of_bias
 
         of_x = input_gradient(gradient, weight) if needs_x else None
-        if not ctx.queue.is_open:
-            return of_x, *of_parameters(), None
-
-        def later() -> None:
-            for parameter, value in zip((weight, bias), of_parameters(), strict=True):
-                if value is not None:
-                    parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
-
-        ctx.queue.add(later)
-        return of_x, None, None, None
+        return of_x, *now_or_later(ctx.queue, (weight, bias), of_parameters), None
