@@ -29,11 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from docs.site.drawings.batch import draw_batch
     from docs.site.drawings.checkpoint import draw_checkpoint
     from docs.site.drawings.ranks import draw_ranks
+    from megatron.parallel.schedule.building import build_schedule
+    from megatron.parallel.schedule.drawing import svg
 
     folder = Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in (("ranks", draw_ranks), ("checkpoint", draw_checkpoint), ("batch", draw_batch)):
-        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+    pictures = {"ranks": draw_ranks(), "checkpoint": draw_checkpoint(), "batch": draw_batch()}
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
+        pictures[f"schedule-{name}"] = svg(build_schedule(name, 4, chunks, 8))
+    for name, text in pictures.items():
+        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
         print(folder / f"{name}.svg")
     return 0
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.config import ModelConfig
 from megatron.model.costs import bert_head_cost, block_cost, head_cost
+from megatron.parallel.schedule.building import build_schedule
 
 _TERA = 1e12
 
@@ -64,6 +65,8 @@ class Workload:
         model_flops_per_sample: FLOPs per sample that training takes without recompute, see `model_flops_per_sample`.
         peak_flops_per_second: what a device could do at most; None if unknown.
         stages: number of pipeline stages.
+        schedule: of the pipeline, by name or file.
+        chunks_per_rank: chunks of the network on each stage.
         micro_batch_size: samples of a micro-batch.
         attention_flops_per_sample: the part of `flops_per_sample` that grows with the square of the length.
         model_attention_flops_per_sample: the same part of `model_flops_per_sample`.
@@ -77,6 +80,8 @@ class Workload:
     model_flops_per_sample: float = 0.0
     peak_flops_per_second: float | None = None
     stages: int = 1
+    schedule: str = "1f1b"
+    chunks_per_rank: int = 1
     micro_batch_size: int = 1
     attention_flops_per_sample: float = dataclasses.field(default=0.0, compare=False)
     model_attention_flops_per_sample: float = dataclasses.field(default=0.0, compare=False)
@@ -89,7 +94,7 @@ class Workload:
         *,
         recomputes: bool = False,
         predicted_share: float = 1.0,
-        **constants: float | None,
+        **constants: float | str | None,
     ) -> Workload:
         """The workload of a resolved model.
 
@@ -143,15 +148,16 @@ class Workload:
     def bubble_ratio(self, global_batch_size: int) -> float | None:
         """The share of a step that a stage of a pipeline has nothing to do, if all passes take equally long.
 
-        (p - 1) / (m + p - 1) for p stages and m micro-batches; None without a pipeline. Transfers between stages,
-        uneven stages and what follows the last backward pass are not in it.
+        That is the simulated share of the schedule; (p - 1) / (m + p - 1) for 1F1B with p stages and m micro-batches.
+        None without a pipeline. Transfers between stages, uneven stages and what follows the last backward pass are
+        not in it.
 
         Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, of the ideal time; here of the whole time.
         """
         if self.stages == 1:
             return None
         micro_batches = global_batch_size // (self.micro_batch_size * self.replica_count)
-        return (self.stages - 1) / (micro_batches + self.stages - 1)
+        return build_schedule(self.schedule, self.stages, self.chunks_per_rank, micro_batches).bubble_ratio
 
 
 def flops_per_sample(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.observe.speed import Workload, flops_per_sample, model_flops_per_sample
+from megatron.parallel.schedule.building import build_schedule
 from tests.train.samples import model_config
 
 
@@ -44,6 +45,11 @@ def test_model_flops_are_six_for_each_parameter_and_token_and_those_of_attention
 def test_the_bubble_shrinks_with_the_number_of_micro_batches(stages: int, batch: int, ratio: float | None) -> None:
     workload = Workload(36, 1.0, replica_count=2, stages=stages, micro_batch_size=1)
     assert workload.bubble_ratio(batch) == ratio
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    workload = Workload(36, 1.0, stages=4, schedule="interleaved", chunks_per_rank=2)
+    assert workload.bubble_ratio(8) == build_schedule("interleaved", 4, 2, 8).bubble_ratio
 
 
 def test_shorter_samples_have_fewer_tokens_and_operations() -> None:

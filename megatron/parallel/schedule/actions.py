@@ -134,6 +134,11 @@ class Schedule:
         """The programs of a pass without gradients: the same ones, without what belongs to the backward pass."""
         return self._forward_only
 
+    @property
+    def stages_alive(self) -> tuple[float, ...]:
+        """`peak_alive` in micro-batches of all the layers of a rank."""
+        return tuple(round(alive / self.chunks_per_rank, 1) for alive in self.peak_alive)
+
     @cached_property
     def _forward_only(self) -> tuple[Program, ...]:
         return tuple(tuple(action for action in program if not action.kind.is_of_backward) for program in self.actions)

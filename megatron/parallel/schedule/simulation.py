@@ -153,8 +153,8 @@ def with_messages(spans: Sequence[Span], placement: Placement) -> tuple[Program,
 
 def bubble_ratio(spans: Sequence[Span], ranks: int) -> float:
     """The share of all ranks' time, from the first start to the last end, in which they compute nothing."""
-    busy = sum(span.end - span.start for span in spans)
-    return 1 - busy / (ranks * max(span.end for span in spans))
+    total = ranks * max(span.end for span in spans)
+    return (total - sum(span.end - span.start for span in spans)) / total
 
 
 def peak_alive(orders: Orders) -> tuple[int, ...]:

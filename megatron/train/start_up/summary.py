@@ -10,7 +10,7 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint.record import Progress
-from megatron.config import KernelConfig, ModelConfig, ReportConfig, RunConfig, SavingConfig
+from megatron.config import KernelConfig, ModelConfig, ParallelConfig, ReportConfig, RunConfig, SavingConfig
 from megatron.config.flags.legacy import IGNORING
 from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
@@ -26,6 +26,7 @@ from megatron.observe.speed import Workload, peak_flops_per_second
 from megatron.parallel.kernels import kernels_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
+from megatron.parallel.schedule.building import build_schedule
 from megatron.train.run_data import RunData
 from megatron.train.start_up.engine_opening import refusal_of_graphs
 
@@ -34,6 +35,7 @@ Row = tuple[str, str]  # label and text
 _WIDTH = 12
 _SOURCES = 3
 _RULE = "-" * 80
+_MOST_STAGES = 8
 _GRID_ROWS = _GRID_BRACKETS = _GRID_RANKS = 4
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -95,6 +97,8 @@ def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embedd
             given_teraflops=config.watching.peak_tflops,
         ),
         stages=mesh.pp.size,
+        schedule=config.parallel.schedule_name,
+        chunks_per_rank=config.parallel.chunks_per_rank,
         micro_batch_size=config.optim.micro_batch_size,
     )
 
@@ -130,6 +134,24 @@ def layout_rows(stages: int, replicas: int, ranks: int, zero_stage: int, memory_
     return [("layout", text), *(("", row) for row in rank_grid(stages, replicas, within))]
 
 
+def pipeline_rows(parallel: ParallelConfig, micro_batches: int) -> list[Row]:
+    """The schedule of a pipeline, its idle share, and what the stages hold; nothing without a pipeline."""
+    stages = parallel.pipeline_model_parallel_size
+    if stages * parallel.chunks_per_rank == 1:
+        return []
+    schedule = build_schedule(parallel.schedule_name, stages, parallel.chunks_per_rank, micro_batches)
+    held = [f"{alive:g}" for alive in schedule.stages_alive]
+    shown = " ".join(held if len(held) <= _MOST_STAGES else [*held[:2], "...", *held[-2:]])
+    chunks = f", {schedule.chunks_per_rank} chunks a stage" if schedule.chunks_per_rank > 1 else ""
+    return [
+        (
+            "pipeline",
+            f"{schedule.name}{chunks}: {schedule.bubble_ratio:.1%} idle if all passes take equally long; "
+            f"activations of {shown} micro-batches by stage",
+        )
+    ]
+
+
 def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[Row]:
     """The next step, and the length of the run; nothing for a run that trains nothing."""
     optim, consumed, length = config.optim, progress.consumed_samples, config.data.seq_length
@@ -147,6 +169,7 @@ def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[R
             + f", growing to {last:,} samples"
             * (last != batch),
         ),
+        *pipeline_rows(config.parallel, batch // (micro * replicas)),
         ("length", f"{steps:,} steps, {short_count(samples * length)} tokens"),
     ]
 

@@ -25,7 +25,7 @@ def test_the_committed_files_are_those_that_are_drawn(tmp_path: Path, capsys: py
     assert drawn == {path.name: path.read_bytes() for path in PICTURES.glob("*.svg")}, (
         "run python docs/site/draw_pictures.py, and look at the pictures"
     )
-    assert len(capsys.readouterr().out.splitlines()) == len(drawn) == 3
+    assert len(capsys.readouterr().out.splitlines()) == len(drawn) == 6
     for text in drawn.values():
         root = ElementTree.fromstring(text)
         assert not re.search(rb"(href|src)=|url\(h", text), "a drawing needs no other file"

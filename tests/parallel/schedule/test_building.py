@@ -80,7 +80,7 @@ def memory_limit(schedule: Schedule, rank: int) -> int:
     """What a rank may hold, from the papers: written down here apart from the code that keeps to it."""
     ranks, chunks = schedule.ranks, schedule.chunks_per_rank
     interleaved = 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
-    limits = {"1f1b": ranks - rank, "zb-h1": ranks, "zbv": 2 * ranks, "v-half": ranks + 1, "v-1f1b": 2 * ranks}
+    limits = {"1f1b": ranks - rank, "zb-h1": ranks, "zbv": 2 * ranks, "v-half": ranks + 1, "v-1f1b": 3 * ranks}
     return limits.get(schedule.name, interleaved)
 
 

@@ -33,15 +33,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_summary_says_what_was_built(run: Path) -> None:
     lines = (run / "log.txt").read_text().splitlines()
-    assert lines[1:13] == [
+    assert lines[1:14] == [
         "model        47.0K parameters (embeddings 21.5K, 46%): 2 layers, hidden 32, 2 heads, vocabulary 640, float32",
         lines[2],
         "             stage 0   [0]",
         "             stage 1   [1]",
         "step         4 samples x 32 = 128 tokens, 4 micro-batches of 1 per replica",
+        "pipeline     1f1b: 20.0% idle if all passes take equally long; activations of 2 1 micro-batches by stage",
         "length       4 steps, 512 tokens",
         "data         tiny_text_document 100.0% (0.14 epochs)",
-        lines[8],
+        lines[9],
         "start        step 0, new weights",
         f"run folder   {run}: log.txt, metrics.jsonl, config.json",
         "checkpoints  none are written (--save)",
@@ -49,9 +50,9 @@ def test_the_summary_says_what_was_built(run: Path) -> None:
     ]
     # The first stage has 20,480 + 1,024 parameters of embeddings and 12,704 of a block; 20 bytes each.
     assert lines[2].startswith("layout       2 ranks = 2 pp x 1 dp x 1 tp, ZeRO stage 1; 668 KiB a rank for weights")
-    assert lines[8].startswith("kernels      ") and "; blocks compiled (aot_eager)" in lines[8]
-    assert lines[8].endswith("; no CUDA graphs: there is no GPU")
-    assert lines[14] == f"steps 3 to 3 are profiled on rank 0, 1, into {run / 'profile'}"
+    assert lines[9].startswith("kernels      ") and "; blocks compiled (aot_eager)" in lines[9]
+    assert lines[9].endswith("; no CUDA graphs: there is no GPU")
+    assert lines[15] == f"steps 3 to 3 are profiled on rank 0, 1, into {run / 'profile'}"
 
 
 def test_each_step_records_what_it_waited_for(run: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.config import ParallelConfig
 from megatron.data.build import TakenSource
 from megatron.data.order.plan import SourcePlan
-from megatron.train.start_up.summary import layout_rows, shares_text, size_text, summary_lines
+from megatron.train.start_up.summary import layout_rows, pipeline_rows, shares_text, size_text, summary_lines
 
 
 def taken(name: str, ratio: float, epochs: float) -> TakenSource:
@@ -37,6 +38,28 @@ def test_the_ranks_of_the_largest_run_take_four_rows() -> None:
     assert rows[0] == ("layout", "1024 ranks = 8 pp x 16 dp x 8 tp, ZeRO stage 1")
     assert rows[1] == ("", "stage 0   [0-7] [8-15] ... [120-127]")
     assert len(rows) == 5
+
+
+def test_a_pipeline_says_how_long_it_is_idle_and_what_its_stages_hold() -> None:
+    assert pipeline_rows(resolved(1, "1f1b", 1), 8) == []
+    idle = "idle if all passes take equally long; activations of"
+    assert pipeline_rows(resolved(4, "interleaved", 2), 8) == [
+        ("pipeline", f"interleaved, 2 chunks a stage: 15.8% {idle} 5.5 4.5 3.5 2.5 micro-batches by stage")
+    ]
+    (row,) = pipeline_rows(resolved(16, "1f1b", 1), 64)
+    assert row[1].endswith("activations of 16 15 ... 2 1 micro-batches by stage")
+
+
+def resolved(stages: int, schedule: str, chunks: int) -> ParallelConfig:
+    return ParallelConfig(
+        pipeline_model_parallel_size=stages,
+        distributed_backend="gloo",
+        world_size=stages,
+        data_parallel_size=1,
+        effective_zero_stage=1,
+        schedule_name=schedule,
+        chunks_per_rank=chunks,
+    )
 
 
 def test_the_largest_sources_come_first_and_the_rest_in_one_word() -> None:

@@ -1,0 +1,41 @@
+"""Compares schedules by what they cost: idle time, and the activations that ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE
+from megatron.parallel.schedule.actions import Schedule
+from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.schedule_files import read_orders
+
+
+def schedule_with_sizes(name: str, ranks: int, chunks_per_rank: int | None, micro_batches: int) -> Schedule:
+    """The schedule of this name with these sizes, or of this file with its own.
+
+    Args:
+        chunks_per_rank: as few as the schedule takes if None.
+
+    Raises:
+        ConfigError: as of `build_schedule`.
+    """
+    if name.endswith(SCHEDULE_FILE):
+        placement, count, _ = read_orders(name)
+        return build_schedule(name, placement.ranks, len(placement.chunks_of(0)), count)
+    fewest, _ = SCHEDULE_CHUNKS.get(name, (1, None))
+    return build_schedule(name, ranks, fewest if chunks_per_rank is None else chunks_per_rank, micro_batches)
+
+
+def table_lines(ranks: int, chunks_per_rank: int | None, micro_batches: int) -> Iterator[str]:
+    """A table of all schedules that take these chunks."""
+    yield f"{ranks} ranks, {micro_batches} micro-batches"
+    yield f"{'schedule':<16}{'chunks':>6}{'idle':>8}   activations held, in micro-batches of a stage, by rank"
+    for name, (fewest, most) in SCHEDULE_CHUNKS.items():
+        if chunks_per_rank is None or fewest <= chunks_per_rank <= (most or chunks_per_rank):
+            schedule = schedule_with_sizes(name, ranks, chunks_per_rank, micro_batches)
+            yield f"{name:<16}{schedule.chunks_per_rank:>6}{schedule.bubble_ratio:>8.1%}   {held_text(schedule)}"
+
+
+def held_text(schedule: Schedule) -> str:
+    """What each rank holds, in micro-batches of activations of all its layers."""
+    return " ".join(f"{alive:g}" for alive in schedule.stages_alive)

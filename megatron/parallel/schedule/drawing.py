@@ -1,0 +1,144 @@
+"""Draws schedules: time to the right, a row for each pipeline rank; as SVG and as lines of text.
+
+The colors are distinct for all kinds of color vision, and every box has its micro-batch and, where there is room, its
+kind as text.
+
+Source: the colors are from Okabe and Ito, "Color Universal Design" (2008).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from xml.sax.saxutils import escape
+
+from megatron.parallel.schedule.actions import Kind, Schedule
+from megatron.parallel.schedule.simulation import Span, simulate
+
+_COLORS = {
+    Kind.FORWARD: "#56b4e9",
+    Kind.BACKWARD: "#e69f00",
+    Kind.INPUT_BACKWARD: "#f0e442",
+    Kind.WEIGHT_BACKWARD: "#009e73",
+}
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_BACKWARD: "gradient of the input",
+    Kind.WEIGHT_BACKWARD: "gradients of the weights",
+}
+_LEFT, _TOP, _UNIT, _ROW = 64, 40, 24, 30  # pixels
+_TERMINAL_COLORS = {
+    Kind.FORWARD: 117,
+    Kind.BACKWARD: 214,
+    Kind.INPUT_BACKWARD: 227,
+    Kind.WEIGHT_BACKWARD: 79,
+}  # of 256 colors
+
+
+def spans_of(schedule: Schedule) -> list[Span]:
+    """When each computation of a schedule runs, in units of a forward pass."""
+    orders = [
+        [(action.kind, action.chunk, action.micro_batch) for action in program if not action.kind.is_message]
+        for program in schedule.actions
+    ]
+    return simulate(orders, schedule.placement)
+
+
+def title_of(schedule: Schedule) -> str:
+    """Name, sizes and idle share of a schedule."""
+    chunks = f" x {schedule.chunks_per_rank} chunks" if schedule.chunks_per_rank > 1 else ""
+    return (
+        f"{schedule.name}: {schedule.ranks} ranks{chunks}, {schedule.micro_batches} micro-batches, "
+        f"{schedule.bubble_ratio:.1%} idle"
+    )
+
+
+def svg(schedule: Schedule) -> str:
+    """The schedule as an SVG document, which follows the color scheme of whoever looks at it."""
+    spans = spans_of(schedule)
+    height = _TOP + schedule.ranks * _ROW + 44
+    width = _LEFT + round(max(span.end for span in spans) * _UNIT) + 16
+    title = escape(title_of(schedule))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {max(width, 560)} {height}" role="img" '
+            f'font-family="system-ui, sans-serif" font-size="13" aria-label="{title}">',
+            "<style>text { fill: #1f2933 } .box { stroke: #1f2933; stroke-width: 0.5 } .label { fill: #000000 } "
+            "@media (prefers-color-scheme: dark) { text { fill: #e6ebf0 } .label { fill: #000000 } }</style>",
+            f"<title>{title}</title>",
+            f'<text x="{_LEFT}" y="22" font-weight="600">{title}</text>',
+            *(
+                f'<text x="{_LEFT - 8}" y="{_TOP + rank * _ROW + 19}" text-anchor="end">rank {rank}</text>'
+                for rank in range(schedule.ranks)
+            ),
+            *(_box(schedule, span) for span in spans),
+            *_legend(schedule, spans, height - 16),
+            "</svg>\n",
+        ]
+    )
+
+
+def _box(schedule: Schedule, span: Span) -> str:
+    """A computation; the later its chunk is on its rank, the paler."""
+    x, y, width = _LEFT + span.start * _UNIT, _TOP + span.rank * _ROW, (span.end - span.start) * _UNIT
+    place = schedule.placement.chunks_of(span.rank).index(span.chunk)
+    box = f'x="{x:g}" y="{y}" width="{width:g}" height="{_ROW - 4}"'
+    return (
+        f"<g><title>{_NAMES[span.kind]} of chunk {span.chunk}, micro-batch {span.micro_batch}</title>"
+        f'<rect fill="#ffffff" {box}/><rect class="box" fill="{_COLORS[span.kind]}" '
+        f'fill-opacity="{_opacity(place, schedule.chunks_per_rank):g}" {box}/>'
+        f'<text class="label" x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle">{span.micro_batch}</text></g>'
+    )
+
+
+def _opacity(place: int, chunks: int) -> float:
+    return round(1 - 0.65 * place / max(1, chunks - 1), 3)
+
+
+def _legend(schedule: Schedule, spans: Sequence[Span], y: int) -> Iterator[str]:
+    used = {span.kind for span in spans}
+    x = _LEFT
+    for kind in (kind for kind in Kind if kind in used):
+        yield f'<rect class="key" fill="{_COLORS[kind]}" x="{x}" y="{y - 11}" width="14" height="14"/>'
+        yield f'<text x="{x + 20}" y="{y}">{_NAMES[kind]}</text>'
+        x += 50 + 7 * len(_NAMES[kind])
+    if schedule.chunks_per_rank > 1:
+        yield f'<text x="{x}" y="{y}">paler: later chunk</text>'
+
+
+def text_lines(schedule: Schedule, width: int, *, in_color: bool = False) -> list[str]:
+    """The schedule in lines of a terminal, a unit of time in three columns, or in one where there is no room.
+
+    Args:
+        width: columns of the terminal; a longer schedule is cut off.
+        in_color: whether the boxes get colors (escape codes).
+    """
+    spans = spans_of(schedule)
+    label = len(f"rank {schedule.ranks - 1} ")
+    length = round(max(span.end for span in spans))
+    digits = len(str(schedule.micro_batches - 1))
+    unit = 2 + digits if label + (2 + digits) * length <= width else 1
+    shown = min(length, (width - label) // unit)
+    lines = [title_of(schedule)]
+    for rank in range(schedule.ranks):
+        cells = ["." + " " * (unit - 1)] * length
+        for span in (span for span in spans if span.rank == rank):
+            place = schedule.placement.chunks_of(rank).index(span.chunk)
+            letter = span.kind.value if place % 2 == 0 else span.kind.value.lower()
+            text = f"{letter}{span.micro_batch}" if unit > 1 else letter
+            count = round(span.end - span.start)
+            filled = text.ljust(unit * count - (unit > 1), "-" if unit > 1 else letter) + " " * (unit > 1)
+            for index in range(count):
+                part = filled[unit * index : unit * (index + 1)]
+                cells[round(span.start) + index] = _colored(part, span.kind) if in_color else part
+        lines.append(f"rank {rank}".ljust(label) + "".join(cells[:shown]).rstrip())
+    names = ", ".join(f"{kind.value} {_NAMES[kind]}" for kind in Kind if kind in {span.kind for span in spans})
+    lower = "; small letters: a rank's second chunk, and every other" if schedule.chunks_per_rank > 1 else ""
+    lines.append(f"{names}, . idle{lower}")
+    if shown < length:
+        lines.append(f"The terminal shows {shown} of {length} units of time; --draw FILE.svg draws all of them.")
+    return lines
+
+
+def _colored(text: str, kind: Kind) -> str:
+    return f"\x1b[30;48;5;{_TERMINAL_COLORS[kind]}m{text}\x1b[0m"

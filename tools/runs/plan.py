@@ -1,0 +1,73 @@
+"""Compares pipeline schedules before a run: how long ranks would be idle, and what they hold. Draws one of them.
+
+    python tools/runs/plan.py --pipeline-model-parallel-size 4 --micro-batches 8
+    python tools/runs/plan.py --pipeline-schedule zbv --draw zbv.svg
+    python tools/runs/plan.py --pipeline-schedule mine.csv
+
+Without a schedule all are listed. Times are those of forward passes and halves of backward passes that take equally
+long, and of messages that take none.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import ConfigSection, PathUse, flag, parse_flags
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
+
+
+@dataclass(frozen=True)
+class PlanFlags(ConfigSection):
+    """Flags of this program."""
+
+    pipeline_model_parallel_size: int = flag(4, "stages the layers are spread over", at_least=1, at_most=1024)
+    micro_batches: int = flag(
+        8, "micro-batches of a step: global batch / (micro-batch x replicas)", at_least=1, at_most=65_536
+    )
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None, "chunks of the network on each rank; as few as the schedule takes if unset", at_least=1, at_most=1024
+    )
+    pipeline_schedule: str | None = flag(None, f"{', '.join(SCHEDULE_CHUNKS)} or FILE.csv")
+    draw: str | None = flag(None, "SVG file to draw the schedule in", path=PathUse.NEW_FILE)
+    csv: str | None = flag(None, "CSV file to write the schedule to, for --pipeline-schedule", path=PathUse.NEW_FILE)
+
+    def problems(self) -> Iterator[str]:
+        for name, path in (("--draw", self.draw), ("--csv", self.csv)):
+            if path is not None and self.pipeline_schedule is None:
+                yield f"{name} {path} needs --pipeline-schedule: which one it is about. Give one."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table, or the drawing of one schedule, and writes the files that are asked for."""
+    words = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(PlanFlags, words, prog="plan.py", description=__doc__ or "")
+    from megatron.files.replacing import write_atomically
+    from megatron.parallel.schedule.comparison import held_text, schedule_with_sizes, table_lines
+    from megatron.parallel.schedule.drawing import svg, text_lines
+    from megatron.parallel.schedule.schedule_files import schedule_text
+
+    sizes = (flags.pipeline_model_parallel_size, flags.virtual_pipeline_model_parallel_size, flags.micro_batches)
+    if flags.pipeline_schedule is None:
+        for line in table_lines(*sizes):
+            print(line)
+        return 0
+    schedule = schedule_with_sizes(flags.pipeline_schedule, *sizes)
+    for line in text_lines(schedule, shutil.get_terminal_size().columns, in_color=sys.stdout.isatty()):
+        print(line)
+    print(f"activations held, in micro-batches of a stage, by rank: {held_text(schedule)}")
+    for path, text in ((flags.draw, svg), (flags.csv, schedule_text)):
+        if path is not None:
+            write_atomically(Path(path), text(schedule).encode())
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
