@@ -33,17 +33,17 @@ __device__ __forceinline__ void with_function(ActivationFunction function, const
 template <typename T, bool kGated>
 __global__ void __launch_bounds__(kTileThreads)
     forward(T* __restrict__ y, const T* __restrict__ x, Call call) {
-  const OwnColumns<T> own(call.columns);
-  if (own.count == 0) return;
+  const OwnColumns<T> own(call.columns, call.aligned);
+  if (own.is_empty()) return;
   const int64_t width = kGated ? 2 * call.columns : call.columns;
-  const Values<T> gate_bias = load_columns<T>(call.bias, own.first, own.count);
+  const Values<T> gate_bias = own.load_vector(call.bias);
   Values<T> up_bias = {};
-  if (kGated) up_bias = load_columns<T>(call.bias, call.columns + own.first, own.count);
+  if (kGated) up_bias = own.load_vector(call.bias, call.columns);
   const int64_t step = static_cast<int64_t>(gridDim.y) * kTileRows;
   for (int64_t row = static_cast<int64_t>(blockIdx.y) * kTileRows + threadIdx.y; row < call.rows; row += step) {
-    const T* from = x + row * width + own.first;
-    Values<T> gate = load_values(from, own.count, call.aligned), up = {};
-    if (kGated) up = load_values(from + call.columns, own.count, call.aligned);
+    const T* from = x + row * width;
+    Values<T> gate = own.load(from), up = {};
+    if (kGated) up = own.load(from + call.columns);
     add(gate, gate_bias);
     add(up, up_bias);
     with_function(call.function, [&](auto function) {
@@ -52,30 +52,30 @@ __global__ void __launch_bounds__(kTileThreads)
         gate.of[i] = decltype(function)::at(gate.of[i]).value * (kGated ? up.of[i] : 1.0f);
       }
     });
-    store_values(y + row * call.columns + own.first, gate, own.count, call.aligned);
+    own.store(y + row * call.columns, gate);
   }
 }
 
 // Block row `y` of the grid takes `rows_each` rows, then others at the grid's distance; with a bias, each such part of the
 // rows has its row of `parts`.
 template <typename T, bool kGated>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, kGated ? 3 : 4)
     backward(T* __restrict__ dx, float* __restrict__ parts, const T* __restrict__ dy, const T* __restrict__ x,
              Call call, int64_t rows_each) {
-  const OwnColumns<T> own(call.columns);
+  const OwnColumns<T> own(call.columns, call.aligned);
   const int64_t width = kGated ? 2 * call.columns : call.columns;
-  const Values<T> gate_bias = load_columns<T>(call.bias, own.first, own.count);
+  const Values<T> gate_bias = own.load_vector(call.bias);
   Values<T> up_bias = {};
-  if (kGated) up_bias = load_columns<T>(call.bias, call.columns + own.first, own.count);
+  if (kGated) up_bias = own.load_vector(call.bias, call.columns);
   for (int64_t part = blockIdx.y; part * rows_each < call.rows; part += gridDim.y) {
     const int64_t end = (part + 1) * rows_each < call.rows ? (part + 1) * rows_each : call.rows;
     Values<T> gate_sums = {}, up_sums = {};
-    for (int64_t row = part * rows_each + threadIdx.y; row < end && own.count > 0; row += kTileRows) {
-      const T* from = x + row * width + own.first;
-      T* to = dx + row * width + own.first;
-      const Values<T> gradient = load_values(dy + row * call.columns + own.first, own.count, call.aligned);
-      Values<T> gate = load_values(from, own.count, call.aligned), up = {};
-      if (kGated) up = load_values(from + call.columns, own.count, call.aligned);
+    for (int64_t row = part * rows_each + threadIdx.y; row < end && !own.is_empty(); row += kTileRows) {
+      const T* from = x + row * width;
+      T* to = dx + row * width;
+      const Values<T> gradient = own.load(dy + row * call.columns);
+      Values<T> gate = own.load(from), up = {};
+      if (kGated) up = own.load(from + call.columns);
       add(gate, gate_bias);
       add(up, up_bias);
       with_function(call.function, [&](auto function) {
@@ -87,14 +87,14 @@ __global__ void __launch_bounds__(kTileThreads)
           up.of[i] = both.up;
         }
       });
-      store_values(to, gate, own.count, call.aligned);
-      if (kGated) store_values(to + call.columns, up, own.count, call.aligned);
+      own.store(to, gate);
+      if (kGated) own.store(to + call.columns, up);
       add(gate_sums, gate);
       add(up_sums, up);
     }
     if (call.bias.entries != nullptr) {
-      store_part<T>(parts + part * width, gate_sums, call.columns);
-      if (kGated) store_part<T>(parts + part * width + call.columns, up_sums, call.columns);
+      own.store_part(parts + part * width, gate_sums);
+      if (kGated) own.store_part(parts + part * width + call.columns, up_sums);
     }
   }
 }

@@ -1,7 +1,9 @@
 // Elementwise kernels over rows of columns: tiles of 32 packets by 8 rows; only `.cu` files include it.
 //
 // A thread meets the same columns in all its rows. So it loads or computes once what belongs to columns (a bias, hashes),
-// and adds up sums over rows (the gradient of a bias) in registers.
+// and adds up sums over rows (the gradient of a bias) in registers. Where rows begin at 16-byte boundaries, its columns are
+// a packet; elsewhere they are pairs, between which lie those of the other threads of the warp, so that what a warp reads
+// at once lies together.
 #pragma once
 
 #include "base/column_sums.h"
@@ -19,36 +21,6 @@ struct Values {
   float of[kSize];
 };
 
-// The elements of a packet; those beyond `count` are 0. `aligned`: full packets begin at 16-byte boundaries.
-template <typename T>
-__device__ __forceinline__ Values<T> load_values(const T* from, int count, bool aligned) {
-  Values<T> values;
-  if (aligned && count == Packet<T>::kSize) {
-    const Packet<T> packet = load_packet(from);
-    MEGATRON_UNROLL
-    for (int i = 0; i < Packet<T>::kSize; ++i) values.of[i] = to_float(packet.values[i]);
-  } else {
-    MEGATRON_UNROLL
-    for (int i = 0; i < Packet<T>::kSize; ++i) values.of[i] = i < count ? to_float(from[i]) : 0.0f;
-  }
-  return values;
-}
-
-template <typename T>
-__device__ __forceinline__ void store_values(T* to, const Values<T>& values, int count, bool aligned) {
-  if (aligned && count == Packet<T>::kSize) {
-    Packet<T> packet;
-    MEGATRON_UNROLL
-    for (int i = 0; i < Packet<T>::kSize; ++i) packet.values[i] = from_float<T>(values.of[i]);
-    store_packet(to, packet);
-  } else {
-    MEGATRON_UNROLL
-    for (int i = 0; i < Packet<T>::kSize; ++i) {
-      if (i < count) to[i] = from_float<T>(values.of[i]);
-    }
-  }
-}
-
 template <typename T>
 __device__ __forceinline__ void add(Values<T>& to, const Values<T>& values) {
   MEGATRON_UNROLL
@@ -61,54 +33,95 @@ struct ColumnVector {
   DType dtype;
 };
 
-// `count` entries from `first` on, 0 if the vector is missing. The dtype is asked for here, since a thread comes here
-// once, and kernels need not be compiled for each pair of dtypes.
-template <typename T>
-__device__ __forceinline__ Values<T> load_columns(const ColumnVector& vector, int64_t first, int count) {
-  Values<T> values = {};
-  if (vector.entries == nullptr) return values;
-  MEGATRON_UNROLL
-  for (int i = 0; i < Packet<T>::kSize; ++i) {
-    if (i >= count) continue;
-    switch (vector.dtype) {
-      case DType::kFloat16: values.of[i] = to_float(static_cast<const __half*>(vector.entries)[first + i]); break;
-      case DType::kBFloat16:
-        values.of[i] = to_float(static_cast<const __nv_bfloat16*>(vector.entries)[first + i]);
-        break;
-      default: values.of[i] = static_cast<const float*>(vector.entries)[first + i];
-    }
-  }
-  return values;
-}
-
-// The columns of this thread.
+// The columns of this thread: as many as a packet has.
 template <typename T>
 struct OwnColumns {
-  int64_t first;
-  int count;  // 0 beyond the last column
+  static constexpr int kSize = Packet<T>::kSize, kWidth = kWarp * kSize;  // of the tile
 
-  __device__ __forceinline__ explicit OwnColumns(int64_t columns) {
-    first = (static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x) * Packet<T>::kSize;
-    const int64_t left = columns - first;
-    count = left < 0 ? 0 : static_cast<int>(left < Packet<T>::kSize ? left : Packet<T>::kSize);
+  int64_t tile;  // the tile's first column
+  int first;     // of this thread, in the tile
+  int left;      // columns of the tile; 0 or less beyond the last
+  bool aligned;  // all rows of all tensors begin at 16-byte boundaries
+
+  __device__ __forceinline__ OwnColumns(int64_t columns, bool are_aligned) : aligned(are_aligned) {
+    tile = static_cast<int64_t>(blockIdx.x) * kWidth;
+    first = threadIdx.x * (aligned ? kSize : 2);
+    left = static_cast<int>(columns - tile < kWidth ? columns - tile : kWidth);
+  }
+
+  // Whether it has none: then it has no first one.
+  __device__ __forceinline__ bool is_empty() const { return first >= left; }
+
+  // Column `i` in the tile. Pairs lie together, and the first of a pair is even.
+  __device__ __forceinline__ int in_tile(int i) const { return first + (aligned ? i : i / 2 * 2 * kWarp + i % 2); }
+
+  // The elements of a row; 0 beyond the last column.
+  __device__ __forceinline__ Values<T> load(const T* row) const {
+    Values<T> values;
+    const T* from = row + tile;
+    if (aligned) {
+      const Packet<T> packet = load_packet(from + first);
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) values.of[i] = to_float(packet.values[i]);
+    } else {
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        const int column = first + i / 2 * 2 * kWarp + i % 2;
+        values.of[i] = column < left ? to_float(from[column]) : 0.0f;
+      }
+    }
+    return values;
+  }
+
+  __device__ __forceinline__ void store(T* row, const Values<T>& values) const {
+    T* to = row + tile;
+    if (aligned) {
+      Packet<T> packet;
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) packet.values[i] = from_float<T>(values.of[i]);
+      store_packet(to + first, packet);
+    } else {
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        const int column = first + i / 2 * 2 * kWarp + i % 2;
+        if (column < left) to[column] = from_float<T>(values.of[i]);
+      }
+    }
+  }
+
+  // The entries of a vector that begins with column 0 at `start`, 0 if it is missing. The dtype is asked for here, since a
+  // thread comes here once, and kernels need not be compiled for each pair of dtypes.
+  __device__ __forceinline__ Values<T> load_vector(const ColumnVector& vector, int64_t start = 0) const {
+    Values<T> values = {};
+    if (vector.entries == nullptr) return values;
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      if (in_tile(i) >= left) continue;
+      const int64_t at = start + tile + in_tile(i);
+      switch (vector.dtype) {
+        case DType::kFloat16: values.of[i] = to_float(static_cast<const __half*>(vector.entries)[at]); break;
+        case DType::kBFloat16:
+          values.of[i] = to_float(static_cast<const __nv_bfloat16*>(vector.entries)[at]);
+          break;
+        default: values.of[i] = static_cast<const float*>(vector.entries)[at];
+      }
+    }
+    return values;
+  }
+
+  // Writes the sums of the tile's columns over its rows of threads, in their order.
+  __device__ __forceinline__ void store_part(float* part, const Values<T>& sums) const {
+    __shared__ float shared[kTileRows][kWidth];
+    __syncthreads();  // a block may come here more than once
+    for (int i = 0; i < kSize; ++i) shared[threadIdx.y][in_tile(i)] = sums.of[i];
+    __syncthreads();
+    for (int column = threadIdx.y * kWarp + threadIdx.x; column < left; column += kTileThreads) {
+      float sum = 0.0f;
+      for (int row = 0; row < kTileRows; ++row) sum += shared[row][column];
+      part[tile + column] = sum;
+    }
   }
 };
-
-// Writes the sums of a block's columns over its threads' rows, in the order of the threads.
-template <typename T>
-__device__ __forceinline__ void store_part(float* part, const Values<T>& sums, int64_t columns) {
-  constexpr int kColumns = kWarp * Packet<T>::kSize;
-  __shared__ float shared[kTileRows][kColumns];
-  __syncthreads();  // a block may come here more than once
-  for (int i = 0; i < Packet<T>::kSize; ++i) shared[threadIdx.y][threadIdx.x * Packet<T>::kSize + i] = sums.of[i];
-  __syncthreads();
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kColumns;
-  for (int column = threadIdx.y * kWarp + threadIdx.x; column < kColumns; column += kTileThreads) {
-    float sum = 0.0f;
-    for (int row = 0; row < kTileRows; ++row) sum += shared[row][column];
-    if (first + column < columns) part[first + column] = sum;
-  }
-}
 
 // Adds up the parts of 32 columns a block, in a fixed order.
 template <typename T>

@@ -21,16 +21,17 @@ struct Call {
   bool aligned;  // all rows of all tensors begin at 16-byte boundaries
 };
 
-// The part of the hashes that belongs to a thread's columns, the first of which is even.
+// The part of the hashes that belongs to a thread's pairs of columns.
 template <typename T>
 struct ColumnHashes {
   static constexpr int kPairs = Packet<T>::kSize / 2;
   uint32_t of[kPairs];
 
-  __device__ __forceinline__ ColumnHashes(const Call& call, int64_t first) {
+  __device__ __forceinline__ ColumnHashes(const Call& call, const OwnColumns<T>& own) {
     MEGATRON_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) {
-      of[pair] = call.rows != nullptr ? megatron::column_hash(first / 2 + pair, call.column_base) : 0;
+      const int64_t first = own.tile + own.in_tile(2 * pair);
+      of[pair] = call.rows != nullptr ? megatron::column_hash(first / 2, call.column_base) : 0;
     }
   }
 
@@ -53,22 +54,22 @@ struct ColumnHashes {
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads)
     forward(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ residual, Call call) {
-  const OwnColumns<T> own(call.columns);
-  if (own.count == 0) return;
-  const Values<T> bias = load_columns<T>(call.bias, own.first, own.count);
-  const ColumnHashes<T> hashes(call, own.first);
+  const OwnColumns<T> own(call.columns, call.aligned);
+  if (own.is_empty()) return;
+  const Values<T> bias = own.load_vector(call.bias);
+  const ColumnHashes<T> hashes(call, own);
   const int64_t step = static_cast<int64_t>(gridDim.y) * kTileRows;
   for (int64_t row = static_cast<int64_t>(blockIdx.y) * kTileRows + threadIdx.y; row < call.row_count; row += step) {
-    const int64_t at = row * call.columns + own.first;
-    Values<T> values = load_values(x + at, own.count, call.aligned), added = {};
-    if (residual != nullptr) added = load_values(residual + at, own.count, call.aligned);
+    const int64_t at = row * call.columns;
+    Values<T> values = own.load(x + at), added = {};
+    if (residual != nullptr) added = own.load(residual + at);
     const Values<T> factors = hashes.factors(call, row);
     MEGATRON_UNROLL
     for (int i = 0; i < Packet<T>::kSize; ++i) {
       const float dropped = __fmul_rn(__fadd_rn(values.of[i], bias.of[i]), factors.of[i]);
       values.of[i] = __fadd_rn(added.of[i], __fmul_rn(dropped, call.multiplier));
     }
-    store_values(y + at, values, own.count, call.aligned);
+    own.store(y + at, values);
   }
 }
 
@@ -77,23 +78,23 @@ __global__ void __launch_bounds__(kTileThreads)
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads)
     backward(T* __restrict__ dx, float* __restrict__ parts, const T* __restrict__ dy, Call call, int64_t rows_each) {
-  const OwnColumns<T> own(call.columns);
-  const ColumnHashes<T> hashes(call, own.first);
+  const OwnColumns<T> own(call.columns, call.aligned);
+  const ColumnHashes<T> hashes(call, own);
   for (int64_t part = blockIdx.y; part * rows_each < call.row_count; part += gridDim.y) {
     const int64_t end = (part + 1) * rows_each < call.row_count ? (part + 1) * rows_each : call.row_count;
     Values<T> sums = {};
-    for (int64_t row = part * rows_each + threadIdx.y; row < end && own.count > 0; row += kTileRows) {
-      const int64_t at = row * call.columns + own.first;
-      Values<T> values = load_values(dy + at, own.count, call.aligned);
+    for (int64_t row = part * rows_each + threadIdx.y; row < end && !own.is_empty(); row += kTileRows) {
+      const int64_t at = row * call.columns;
+      Values<T> values = own.load(dy + at);
       const Values<T> factors = hashes.factors(call, row);
       MEGATRON_UNROLL
       for (int i = 0; i < Packet<T>::kSize; ++i) {
         values.of[i] = __fmul_rn(__fmul_rn(values.of[i], call.multiplier), factors.of[i]);
       }
-      store_values(dx + at, values, own.count, call.aligned);
+      own.store(dx + at, values);
       add(sums, values);
     }
-    if (parts != nullptr) store_part<T>(parts + part * call.columns, sums, call.columns);
+    if (parts != nullptr) own.store_part(parts + part * call.columns, sums);
   }
 }
 

@@ -156,24 +156,25 @@ __global__ void __launch_bounds__(kTileThreads)
     join_heads(T* __restrict__ to, float* __restrict__ parts, const megatron::JoinedHeads heads, int64_t rows_each) {
   const int64_t members = heads.queries + 2, columns = heads.groups * members * heads.channels;
   const int64_t rows = heads.batch * heads.tokens;
-  const OwnColumns<T> own(columns);
-  const int64_t head = own.first / heads.channels, group = head / members, member = head - group * members;
+  const OwnColumns<T> own(columns, true);
+  const int64_t first = own.tile + own.first;
+  const int64_t head = first / heads.channels, group = head / members, member = head - group * members;
   const int part_of = member < heads.queries ? 0 : static_cast<int>(1 + member - heads.queries);
   const megatron::HeadStrides& strides = heads.strides[part_of];
   const T* from = static_cast<const T*>(heads.from[part_of]) + group * strides.group +
-                  (part_of == 0 ? member * strides.head : 0) + own.first - head * heads.channels;
+                  (part_of == 0 ? member * strides.head : 0) + first - head * heads.channels;
   for (int64_t part = blockIdx.y; part * rows_each < rows; part += gridDim.y) {
     const int64_t end = (part + 1) * rows_each < rows ? (part + 1) * rows_each : rows;
     int64_t row = part * rows_each + threadIdx.y, sample = row / heads.tokens, token = row - sample * heads.tokens;
     Values<T> sums = {};
-    for (; row < end && own.count > 0; row += kTileRows) {
+    for (; row < end && !own.is_empty(); row += kTileRows) {
       const Packet<T> packet = load_packet(from + sample * strides.sample + token * strides.token);
-      store_packet(to + row * columns + own.first, packet);
+      store_packet(to + row * columns + first, packet);
       MEGATRON_UNROLL
       for (int i = 0; i < Packet<T>::kSize; ++i) sums.of[i] += to_float(packet.values[i]);
       for (token += kTileRows; token >= heads.tokens; token -= heads.tokens) ++sample;
     }
-    if (parts != nullptr) store_part<T>(parts + part * columns, sums, columns);
+    if (parts != nullptr) own.store_part(parts + part * columns, sums);
   }
 }
 
