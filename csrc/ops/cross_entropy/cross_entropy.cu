@@ -1,13 +1,16 @@
-// Cross-entropy over a slice of the vocabulary on a GPU: a block per row, which is read once, in packets of 16 bytes.
+// Cross-entropy over a slice of the vocabulary on a GPU: a row is read once, in packets of 16 bytes, by a block, or by a
+// warp where a block would find a packet or two for each thread and then wait at its barriers.
 #include "cross_entropy/cross_entropy.h"
 
 #include <cfloat>
+#include <type_traits>
 
 #include "base/device.h"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of a block
+constexpr int64_t kPacketsOfWarp = 16;  // the most for each of its threads
 
 // Maximum, sum of exp(logit - maximum) and sum of the logits seen so far.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
@@ -35,36 +38,61 @@ __device__ __forceinline__ void add_one(Running& running, T value, float cap) {
   running.add(logit);
 }
 
-// What a thread sees of a row: single entries up to the first 16-byte boundary, packets, and the entries left.
-template <typename T>
+// The number of a thread among those of its row, and of the row among those of its block.
+template <int kRowThreads>
+__device__ __forceinline__ unsigned own_thread() {
+  return kRowThreads == kThreads ? threadIdx.x : threadIdx.x % kRowThreads;
+}
+template <int kRowThreads>
+__device__ __forceinline__ unsigned own_row() {
+  return kRowThreads == kThreads ? 0u : threadIdx.x / kRowThreads;
+}
+
+// What a thread, of those of a row, sees of it: single entries up to the first 16-byte boundary, packets, and the entries
+// left.
+template <int kRowThreads, typename T>
 __device__ __forceinline__ Running read_row(const T* row, int64_t valid, float cap) {
   constexpr int kSize = Packet<T>::kSize;
+  const unsigned thread = own_thread<kRowThreads>();
   Running running;
   const int64_t head = elements_to_alignment(row, valid), packets = (valid - head) / kSize;
-  for (int64_t i = threadIdx.x; i < head; i += kThreads) add_one(running, row[i], cap);
-  for (int64_t i = threadIdx.x; i < packets; i += kThreads) {
+  for (int64_t i = thread; i < head; i += kRowThreads) add_one(running, row[i], cap);
+  for (int64_t i = thread; i < packets; i += kRowThreads) {
     const Packet<T> packet = load_packet(row + head + i * kSize);
     float logits[kSize];
     MEGATRON_UNROLL
     for (int j = 0; j < kSize; ++j) logits[j] = megatron::capped(to_float(packet.values[j]), cap);
     running.add(logits);
   }
-  for (int64_t i = head + packets * kSize + threadIdx.x; i < valid; i += kThreads) add_one(running, row[i], cap);
+  for (int64_t i = head + packets * kSize + thread; i < valid; i += kRowThreads) add_one(running, row[i], cap);
   return running;
 }
 
-template <typename T>
+// The reduction over the threads of a row, on each of them.
+template <int kRowThreads, typename Operation>
+__device__ __forceinline__ float row_reduce(float value, float* parts, Operation operation, float neutral) {
+  if constexpr (kRowThreads == kWarp) {
+    return warp_reduce(value, operation);
+  } else {
+    return block_reduce(value, parts, operation, neutral);
+  }
+}
+
+template <int kRowThreads, typename T>
 __global__ void __launch_bounds__(kThreads)
     statistics_of_rows(float* __restrict__ result, const T* __restrict__ logits, const int64_t* __restrict__ labels,
                        int64_t rows, int64_t stride, int64_t valid, float cap) {
+  constexpr int kRows = kThreads / kRowThreads;  // at a time
   __shared__ float parts[kThreads / kWarp];
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows + own_row<kRowThreads>();
+  for (int64_t row = first; row < rows; row += static_cast<int64_t>(gridDim.x) * kRows) {
     const T* from = logits + row * stride;
-    const Running own = read_row(from, valid, cap);
-    const float largest = block_reduce(own.largest, parts, Max(), -FLT_MAX);
-    const float total = block_reduce(own.total * megatron::exp_of(own.largest - largest), parts, Sum(), 0.0f);
-    const float whole = block_reduce(own.whole, parts, Sum(), 0.0f);
-    if (threadIdx.x == 0) {
+    const Running own = read_row<kRowThreads>(from, valid, cap);
+    const float largest = row_reduce<kRowThreads>(own.largest, parts, Max(), -FLT_MAX);
+    const float total =
+        row_reduce<kRowThreads>(own.total * megatron::exp_of(own.largest - largest), parts, Sum(), 0.0f);
+    const float whole = row_reduce<kRowThreads>(own.whole, parts, Sum(), 0.0f);
+    if (own_thread<kRowThreads>() == 0) {
       const int64_t label = labels[row];
       result[row] = largest;
       result[rows + row] = total;
@@ -75,16 +103,17 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // `to` may be `from`: each entry is read and written by one thread.
-template <typename T>
+template <int kRowThreads, typename T>
 __device__ __forceinline__ void write_row(T* to, const T* from, int64_t label, int64_t valid, int64_t columns,
                                           const megatron::RowTerms<float>& terms) {
   constexpr int kSize = Packet<T>::kSize;
+  const unsigned thread = own_thread<kRowThreads>();
   const int64_t head = share_alignment(to, from) ? elements_to_alignment(from, valid) : valid;
   const int64_t packets = (valid - head) / kSize, tail = head + packets * kSize;
-  for (int64_t i = threadIdx.x; i < head; i += kThreads) {
+  for (int64_t i = thread; i < head; i += kRowThreads) {
     to[i] = from_float<T>(megatron::logit_gradient(to_float(from[i]), i == label, terms));
   }
-  for (int64_t i = threadIdx.x; i < packets; i += kThreads) {
+  for (int64_t i = thread; i < packets; i += kRowThreads) {
     const int64_t first = head + i * kSize;
     Packet<T> packet = load_packet(from + first);
     MEGATRON_UNROLL
@@ -94,19 +123,28 @@ __device__ __forceinline__ void write_row(T* to, const T* from, int64_t label, i
     }
     store_packet(to + first, packet);
   }
-  for (int64_t i = tail + threadIdx.x; i < valid; i += kThreads) {
+  for (int64_t i = tail + thread; i < valid; i += kRowThreads) {
     to[i] = from_float<T>(megatron::logit_gradient(to_float(from[i]), i == label, terms));
   }
-  for (int64_t i = valid + threadIdx.x; i < columns; i += kThreads) to[i] = from_float<T>(0.0f);
+  for (int64_t i = valid + thread; i < columns; i += kRowThreads) to[i] = from_float<T>(0.0f);
 }
 
-template <typename T>
+template <int kRowThreads, typename T>
 __global__ void __launch_bounds__(kThreads)
     gradients_of_rows(T* result, const T* logits, const int64_t* __restrict__ labels, megatron::LossTerms<float> terms,
                       int64_t rows, int64_t columns, int64_t result_stride, int64_t stride, int64_t valid) {
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    write_row(result + row * result_stride, logits + row * stride, labels[row], valid, columns, terms.of_row(row));
+  constexpr int kRows = kThreads / kRowThreads;  // at a time
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows + own_row<kRowThreads>();
+  for (int64_t row = first; row < rows; row += static_cast<int64_t>(gridDim.x) * kRows) {
+    write_row<kRowThreads>(result + row * result_stride, logits + row * stride, labels[row], valid, columns, terms.of_row(row));
   }
+}
+
+// Calls `body` with the number of threads that share a row, as a constant.
+template <typename T, typename Body>
+int with_row_threads(int64_t columns, Body body) {
+  const bool is_short = columns <= kPacketsOfWarp * kWarp * Packet<T>::kSize;
+  return is_short ? body(std::integral_constant<int, kWarp>()) : body(std::integral_constant<int, kThreads>());
 }
 
 }  // namespace
@@ -115,9 +153,12 @@ extern "C" int megatron_logit_statistics(float* result, const void* logits, cons
                                          int64_t stride, int64_t valid, int dtype, float softcap, void* stream) {
   return with_type(dtype, [&](auto element) {
     using T = decltype(element);
-    MEGATRON_LAUNCH(statistics_of_rows<T>, grid_size(rows, 1), kThreads, 0, stream, result,
-                    static_cast<const T*>(logits), labels, rows, stride, valid, softcap);
-    return static_cast<int>(cudaGetLastError());
+    return with_row_threads<T>(valid, [&](auto row_threads) {
+      constexpr int kRowThreads = decltype(row_threads)::value;
+      MEGATRON_LAUNCH((statistics_of_rows<kRowThreads, T>), grid_size(rows, kThreads / kRowThreads), kThreads, 0,
+                      stream, result, static_cast<const T*>(logits), labels, rows, stride, valid, softcap);
+      return static_cast<int>(cudaGetLastError());
+    });
   });
 }
 
@@ -130,8 +171,12 @@ extern "C" int megatron_logit_gradient(void* result, const void* logits, const i
                                          static_cast<float>(vocab_size), softcap};
   return with_type(dtype, [&](auto element) {
     using T = decltype(element);
-    MEGATRON_LAUNCH(gradients_of_rows<T>, grid_size(rows, 1), kThreads, 0, stream, static_cast<T*>(result),
-                    static_cast<const T*>(logits), labels, terms, rows, columns, result_stride, stride, valid);
-    return static_cast<int>(cudaGetLastError());
+    return with_row_threads<T>(columns, [&](auto row_threads) {
+      constexpr int kRowThreads = decltype(row_threads)::value;
+      MEGATRON_LAUNCH((gradients_of_rows<kRowThreads, T>), grid_size(rows, kThreads / kRowThreads), kThreads, 0, stream,
+                      static_cast<T*>(result), static_cast<const T*>(logits), labels, terms, rows, columns,
+                      result_stride, stride, valid);
+      return static_cast<int>(cudaGetLastError());
+    });
   });
 }

@@ -44,7 +44,7 @@ def _check(run: emulator.Run, dtype: torch.dtype, rows: int, columns: int, valid
 @pytest.mark.parametrize("order", list(emulator.ORDERS))
 @pytest.mark.parametrize("dtype", list(emulator.DTYPE_CODES))
 def test_values_where_every_access_is_checked(dtype: torch.dtype, order: str) -> None:
-    for rows, columns, valid, softcap in [(1, 1, 1, None), (3, 24, 19, 3.0), (2, 16, 0, None), (2, 1037, 1030, 3.0)]:
+    for rows, columns, valid, softcap in [(1, 1, 1, None), (11, 24, 19, 3.0), (2, 16, 0, None), (2, 1037, 1030, 3.0)]:
         with emulator.launch("cross_entropy", order=order) as run:
             _check(run, dtype, rows, columns, valid, softcap)
 
@@ -52,6 +52,7 @@ def test_values_where_every_access_is_checked(dtype: torch.dtype, order: str) ->
 def test_large_inputs() -> None:
     with emulator.launch("cross_entropy", "plain") as run:
         for dtype in emulator.DTYPE_CODES:
+            _check(run, dtype, 19, 300, 290, 3.0)  # a warp to a row
             _check(run, dtype, 5, 20011, 20000, None if dtype is torch.float32 else 3.0)
 
 
