@@ -265,8 +265,6 @@ class BatchLoader:
 
     Args:
         ahead: the thread that reads ahead, which several loaders may share; None reads every batch when it is needed.
-        reads: whether this rank uses its micro-batches. One that does not (a pipeline stage between the first and the
-            last) gets None for each of them and reads no sample.
     """
 
     def __init__(
@@ -278,14 +276,12 @@ class BatchLoader:
         dp_size: int = 1,
         options: BatchOptions | None = None,
         ahead: ReadAhead | None = None,
-        reads: bool = True,
     ) -> None:
         self.dataset = dataset
         self._share = partial(
             MicroBatches, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size, options=options
         )
         self.ahead = ahead
-        self.reads = reads
         self._reading: PendingRead[Batch] | None = None
         self._expected: _Wanted | None = None
 
@@ -297,9 +293,7 @@ class BatchLoader:
     ) -> None:
         self.close()
 
-    def micro_batches(
-        self, first_sample: int, global_batch_size: int, stop_sample: int | None = None
-    ) -> list[Batch] | list[None]:
+    def micro_batches(self, first_sample: int, global_batch_size: int, stop_sample: int | None = None) -> list[Batch]:
         """This rank's micro-batches of the samples [first_sample, first_sample + global_batch_size).
 
         Raises:
@@ -307,8 +301,6 @@ class BatchLoader:
             StorageError: the thread that reads ahead ended.
         """
         wanted = (first_sample, global_batch_size, stop_sample)
-        if not self.reads:
-            return [None] * len(self._micro_batches(wanted))
         reading, self._reading = self._reading, None
         if reading is not None and self._expected == wanted:
             batches = reading.result()

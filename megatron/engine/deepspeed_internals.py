@@ -30,6 +30,7 @@ from megatron.engine.grid import PipelineGrid
 from megatron.engine.tensor_parts import MasterSlice, tensors_in
 from megatron.kernels.optimizer import can_skip
 from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
 
 # Attributes of the dynamic loss scaler that change from step to step (`runtime/fp16/loss_scaler.py`).
 _SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -55,6 +56,22 @@ class OptimizerView(ABC):
     def __init__(self, engine: Any) -> None:
         self.optimizer: torch.optim.Optimizer = engine.basic_optimizer
         self._wrapper = engine.optimizer
+        self._engine = engine
+
+    def accumulate(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027
+        """Takes the gradients of a backward pass that did not go through DeepSpeed's engine."""
+
+    def main_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum of a parameter's gradients; None if there were none."""
+        return parameter.grad
+
+    def reduce(self, tied: Sequence[tuple[nn.Parameter, Axis]]) -> None:
+        """Ends the backward passes of a step: sums tied weights over their axes, then all over data-parallel ranks."""
+        for weight, axis in tied:
+            gradient = self.main_gradient(weight)
+            all_reduce_sum(weight.new_zeros(weight.shape) if gradient is None else gradient, axis)
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.allreduce_gradients()
 
     @property
     def can_skip(self) -> bool:
@@ -224,6 +241,15 @@ class AccumulatedView(PartitionedView):
             wrapper.update_hp_grads = lambda clear_lp_grads=False: self._main.take()
             wrapper.clear_hp_grads = self._main.clear
             wrapper.clear_lp_grads = lambda set_to_none=True: self._main.release()
+
+    def accumulate(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Adds them to the flat sums."""
+        self._main.take()
+        self._main.release()
+
+    def main_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Its part of the flat sums."""
+        return parameter._hp_grad  # type: ignore[attr-defined,no-any-return]
 
     def guard(self, gate: UpdateGate) -> None:
         """Leaves every update to a gate, which clips as well."""

@@ -19,6 +19,7 @@ from megatron import log
 from megatron.config import OptimConfig
 from megatron.device import Stopwatch
 from megatron.engine.deepspeed_internals import (
+    BuiltStage,
     keep_on_device,
     mark_parameter,
     partition_of,
@@ -33,7 +34,7 @@ from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw, eager, keep_compiler_unloaded
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.messages import all_reduce_max
+from megatron.parallel.messages import TRANSFER, all_reduce_max
 from megatron.parallel.shard_spec import shard_spec_of
 
 # Means "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
@@ -41,8 +42,6 @@ _NO_CLIPPING = 1.0e30
 
 _PLACEHOLDER = "placeholder_"
 
-# The kind of time that sends and receives of pipeline stages take.
-TRANSFER = "transfer"
 _TRANSFERS = frozenset({"send", "recv", "isend", "irecv"})
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce", "broadcast")
 
@@ -84,7 +83,7 @@ def initialize(
             model=module,
             optimizer=build_optimizer(optim, module, mesh, freezing, is_offloaded=_is_offloaded(settings)),
             config=settings,
-            mpu=None if mesh.pp.size > 1 else ModelParallelUnit(mesh),
+            mpu=None if isinstance(module, BuiltStage) else ModelParallelUnit(mesh),
             dist_init_required=False,
         )
     if ratio < 1 and _is_offloaded(settings):

@@ -1,10 +1,4 @@
-"""Training steps: one `Engine` over both DeepSpeed's plain engine and its pipeline engine.
-
-In every layout, the loss is the sum of the token losses of the global batch divided by its number of counted tokens,
-plus, for objectives with a loss per sample, their sum divided by the number of samples. DeepSpeed averages over
-micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by (micro-batches * replicas / counted
-tokens), and the sum over samples by the same with their number.
-"""
+"""Training steps: one `Engine` over DeepSpeed's plain engine, with or without a pipeline, and its pipeline engine."""
 
 from __future__ import annotations
 
@@ -19,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.config import OptimConfig, PrecisionConfig
 from megatron.device import GraphCapturer
-from megatron.engine.cuda_graphs import MicroBatchGraphs
 from megatron.engine.deepspeed_internals import view_of, whole_numel
 from megatron.engine.deepspeed_setup import (
     initialize,
@@ -33,14 +26,18 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.update_gate import StepFigures, StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
-from megatron.engine.stage_build import StageHooks, StageModule, announce_phases, build_module
-from megatron.engine.totals import StepResult, StepTotals
-from megatron.model.interface.auxiliary import AuxiliaryLosses
-from megatron.model.interface.network import LayerSpec, LayerStack
+from megatron.engine.passes.plain import Passes, PlainPasses
+from megatron.engine.passes.step_loss import StepLoss
+from megatron.engine.pipeline.chunks import Chunks, tied_weights
+from megatron.engine.pipeline.deepspeed_pipeline import DeepSpeedPasses, StageModule
+from megatron.engine.pipeline.executor import Executor
+from megatron.engine.pipeline.passes import ONE_FORWARD_ONE_BACKWARD, PipelinePasses, PipelineSettings
+from megatron.engine.stage_build import build_stack
+from megatron.engine.totals import StepResult
+from megatron.model.interface.network import LayerSpec
 from megatron.model.interface.step_context import StepSettings
-from megatron.objective.base import Objective, Outputs
+from megatron.objective.base import Objective
 from megatron.parallel.mesh import Axis, ParallelMesh
-from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.shard_spec import shard_spec_of
 
 
@@ -58,8 +55,11 @@ class Engine:
         seed: seed of the initial parameter values.
         skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
         freezing: which parameters are not trained, or not since the beginning.
+        pipeline: how the layers are divided over the ranks of a pipeline.
 
     Attributes:
+        stack: this rank's layers, of all its chunks.
+        tied: the weights that other ranks of the pipeline hold as well, each with the axis of these ranks.
         deepspeed: DeepSpeed's engine.
         view: the optimizer inside it.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
@@ -77,6 +77,7 @@ class Engine:
         seed: int,
         skip_spikes: float | None = None,
         freezing: Freezing = EVERYTHING_IS_TRAINED,
+        pipeline: PipelineSettings = ONE_FORWARD_ONE_BACKWARD,
     ) -> None:
         self.objective = objective
         self.optim = optim
@@ -87,24 +88,37 @@ class Engine:
         self._update_count = 0
         self._uncounted: deque[tuple[StepVerdict, bool]] = deque()
         self.zero_stage = int(settings["zero_optimization"]["stage"])
-        self._totals = StepTotals({}, mesh.device)
-        self._target_names: tuple[str, ...] = ()
-        self._micro_batch_count = 1
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
-        self._length: int | None = None
-        self._graphs: MicroBatchGraphs | None = None
         join_deepspeed()
-        hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
-        self.module = build_module(network, mesh, settings, self.steps, seed, hooks, freezing.frozen)
+        self.chunks = Chunks.of(network, pipeline.placement(mesh.pp.size), mesh.pp.rank)
+        self.stack = build_stack(self.chunks.specs, mesh, settings, steps.dtype, seed, freezing.frozen)
+        self.tied = tied_weights(network, self.stack, mesh)
+        by_deepspeed = pipeline.by_deepspeed and mesh.pp.size > 1
+        self.module: nn.Module = StageModule(self.stack, mesh, self.tied) if by_deepspeed else self.stack
         self.deepspeed = initialize(settings, optim, mesh, self.module, freezing)
         clipping = Clipping(optim.clip_grad, mesh.model, mesh.device, mesh.kernels.optimizer)
         self.view = view_of(self.deepspeed, self.zero_stage, mesh.gradient, clipping)
-        if self.is_pipelined:
-            announce_phases(self.deepspeed, self._enter)
+        self._losses = StepLoss(objective, self.steps, mesh, 1.0, 1)
+        self._passes = self._build_passes(pipeline)
         on_device = mesh.device.type == "cuda" and self.view.can_skip
         self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16, on_device=on_device)
         self.view.guard(self.gate)
+
+    def _build_passes(self, pipeline: PipelineSettings) -> Passes:
+        if isinstance(self.module, StageModule):
+            return DeepSpeedPasses(self.deepspeed, self.module, self._enter)
+        if self.chunks.count == 1:
+            return PlainPasses(self.deepspeed, self.stack, self.view, self._enter)
+        executor = Executor(
+            self.stack,
+            self.chunks,
+            self.mesh.pp,
+            self.view.accumulate,
+            self._enter,
+            splits_backward=pipeline.splits_backward,
+        )
+        return PipelinePasses(executor, pipeline, self.view, self.deepspeed, self.tied, self._enter)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -135,16 +149,6 @@ class Engine:
         If the host knows in time that an update is dropped, the work is not done.
         """
         return self.optimizer.register_step_pre_hook(lambda *_: work())
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether there is more than one pipeline stage."""
-        return self.mesh.pp.size > 1
-
-    @property
-    def stack(self) -> LayerStack:
-        """This rank's layers."""
-        return self.module.stack if self.is_pipelined else self.module  # type: ignore[return-value]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's layers, each once, without placeholders of the optimizer."""
@@ -178,24 +182,16 @@ class Engine:
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
         """Captures micro-batches as CUDA graphs from now on; see `graph_refusal` for what must hold."""
-        self._graphs = MicroBatchGraphs(self.parameters(), self._forward_alone, capturer)
-
-    def expect_length(self, length: int) -> None:
-        """Tells the stages of a pipeline that the samples that follow have this many tokens: their buffers are for one
-        shape.
-        """
-        if self.is_pipelined and self._length not in (None, length):
-            self.deepspeed.reset_activation_shape()
-        self._length = length
+        if isinstance(self._passes, PlainPasses):
+            self._passes.use_graphs(capturer)
 
     def train_batch(
-        self, micro_batches: Sequence[MicroBatch | None], learning_rate: float, weight_decay: float | None = None
+        self, micro_batches: Sequence[MicroBatch], learning_rate: float, weight_decay: float | None = None
     ) -> StepResult:
         """Trains one global batch.
 
         Args:
-            micro_batches: this rank's micro-batches of the global batch, the same number on every rank; None on a
-                pipeline stage that is neither the first nor the last.
+            micro_batches: this rank's micro-batches of the global batch, the same number on every rank.
             learning_rate: the learning rate of this step.
             weight_decay: the weight decay of this step; the last step's if left out.
         """
@@ -212,15 +208,12 @@ class Engine:
             self.module.train()
         zero_placeholder_gradients(self.module)
         with timed_messages(self.mesh.stopwatch):
-            if self.is_pipelined:
-                self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
-            else:
-                self._train_plain(batches)
+            self._passes.train(batches, self._losses)
         skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()
         self._uncounted.append((verdict, skipped))
         self._count_updates(self.gate.steps_in_flight)
         return StepResult(
-            self._totals.over_ranks(self.mesh),
+            self._losses.totals.over_ranks(self.mesh),
             self.objective.metric_sizes,
             gradient_norm=self.view.norm(),
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
@@ -229,14 +222,14 @@ class Engine:
             loss_scale=self._loss_scale(),
         )
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch | None]) -> tuple[float, float]:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
         training.
         """
         loss_sum, tokens = self._evaluated(micro_batches)[:2].tolist()
         return loss_sum, tokens
 
-    def measure(self, micro_batches: Sequence[MicroBatch | None], objective: Objective) -> dict[str, torch.Tensor]:
+    def measure(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> dict[str, torch.Tensor]:
         """The metrics of another objective over one global batch, equal on all ranks, without training.
 
         The micro-batches of a call have the same shape, which may differ from the shape in training.
@@ -246,137 +239,37 @@ class Engine:
         own, self.objective = self.objective, objective
         split, whole = self.steps, dataclasses.replace(self.steps, sequence_parallel=Axis.single("tp"))
         try:
-            self._use(whole)  # ranks could not share the tokens of any length
-            if self.is_pipelined:
-                self.deepspeed.reset_activation_shape()
+            self.steps = whole  # ranks could not share the tokens of any length
             sums = self._evaluated(micro_batches)[2:].cpu()
         finally:
-            self.objective = own
-            self._use(split)
-            if self.is_pipelined:
-                self.deepspeed.reset_activation_shape()
+            self.objective, self.steps = own, split
         sizes = objective.metric_sizes
         return dict(zip(sizes, sums.split(list(sizes.values())), strict=True))
 
-    def _use(self, steps: StepSettings) -> None:
-        self.steps = steps
-        if isinstance(self.module, StageModule):
-            self.module.settings = steps
-
-    def _evaluated(self, micro_batches: Sequence[MicroBatch | None]) -> torch.Tensor:
+    def _evaluated(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """The sums of one global batch, see `StepTotals.over_ranks`."""
         self._is_training = False
         batches = self._prepare(micro_batches)
-        if self.is_pipelined:
-            self.deepspeed.eval_batch(_pipeline_input(batches), num_micro_batches=len(batches))
-        else:
-            self.module.eval()
-            with torch.no_grad():
-                for batch in batches:
-                    self._plain_loss(batch)
+        self.module.eval()
+        self._passes.evaluate(batches, self._losses)
         self.module.train()
         self._is_training = True
-        return self._totals.over_ranks(self.mesh)
+        return self._losses.totals.over_ranks(self.mesh)
 
-    def _prepare(self, micro_batches: Sequence[MicroBatch | None]) -> list[DeviceBatch]:
-        """Resets the totals and copies to the device what this stage needs of the micro-batches, without
-        synchronizing.
-        """
-        mesh = self.mesh
-        self._micro_batch_count = len(micro_batches)
-        self._totals = StepTotals(self.objective.metric_sizes, mesh.device)
-        read = [batch for batch in micro_batches if batch is not None]
-        scales = torch.ones(2, device=mesh.device)
-        if mesh.is_last_stage:
-            tokens = sum(self.objective.token_count(batch) for batch in read)
-            counted = torch.tensor([tokens, sum(len(batch.sample_ids) for batch in read)], dtype=torch.float64)
-            counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.loss)
-            divisors = torch.where(counted > 0, counted, 1.0)  # without a counted token there is nothing to divide
-            scales = (len(read) * mesh.gradient.size / divisors).to(torch.float32)
-        batches = [
-            DeviceBatch.of(
-                batch,
-                self.objective,
-                self.steps,
-                scales,
-                with_inputs=mesh.is_first_stage,
-                with_targets=mesh.is_last_stage,
-            )
-            for batch in read
-        ]
-        self._target_names = batches[0].target_names if batches else ()
-        return batches or [DeviceBatch.nothing()] * len(micro_batches)
-
-    def _train_plain(self, batches: Sequence[DeviceBatch]) -> None:
-        for number, batch in enumerate(batches, start=1):
-            # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
-            self.deepspeed.set_gradient_accumulation_boundary(number == len(batches))
-            loss = self._plain_loss(batch) if self._graphs is None else self._graphed_loss(batch, self._graphs)
-            self._enter("backward")
-            self.deepspeed.backward(loss)
-            self._enter("step")
-            self.deepspeed.step()
+    def _prepare(self, micro_batches: Sequence[MicroBatch]) -> list[DeviceBatch]:
+        """Begins a global batch with new totals."""
+        self._losses = StepLoss(self.objective, self.steps, self.mesh, self._loss_scale(), len(micro_batches))
+        has_first, has_last = self.chunks.has_first, self.chunks.has_last
+        return self._losses.prepare(micro_batches, with_inputs=has_first, with_targets=has_last)
 
     def _enter(self, phase: str) -> None:
         self.on_phase(phase if self._is_training else "evaluation")
 
-    def _plain_loss(self, batch: DeviceBatch) -> torch.Tensor:
-        self._enter("forward")
-        context = batch.context(self.steps, self._backward_scale())
-        outputs = self.deepspeed(batch.network_input, context)
-        return self._loss(outputs, batch.targets, context.auxiliary.sums())
-
-    def _graphed_loss(self, batch: DeviceBatch, graphs: MicroBatchGraphs) -> torch.Tensor:
-        """The loss of a micro-batch whose gradients the parameters have already, so that its backward is empty."""
-        self._enter("forward")
-        count = self._micro_batch_count
-        outcome = graphs.run(batch, (count, batch.target_names, self.steps, id(self.objective)))
-        graphs.give(outcome, adds_up=self.view.is_direct and count > 1)
-        self._totals.add_sums(outcome.sums)
-        return outcome.loss.detach().requires_grad_().view(())  # DeepSpeed asks what it was computed by
-
-    def _forward_alone(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch as its backward pass begins with it, and its own totals, without DeepSpeed."""
-        totals, self._totals = self._totals, StepTotals(self.objective.metric_sizes, self.mesh.device)
-        try:
-            context = batch.context(self.steps, self._backward_scale())
-            loss = self._loss(self.stack(batch.network_input, context), batch.targets, context.auxiliary.sums())
-            return loss * self._backward_scale(), self._totals.sums
-        finally:
-            self._totals = totals
-
-    def _pipeline_loss(self, outputs: Outputs, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self._loss(outputs, targets, {})  # each stage reports its own auxiliary losses
-
-    def _loss(
-        self, outputs: Outputs, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        scales, *tensors = targets
-        named = dict(zip(self._target_names, tensors, strict=True))
-        result = self.objective(outputs, named, scales[0] * self._backward_scale())
-        self._totals.add(result, auxiliary)
-        loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scales[0]
-        return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
-
-    def _take_auxiliary(self, losses: AuxiliaryLosses) -> None:
-        self._totals.add_auxiliary(losses.sums())
-
     def _figures(self) -> StepFigures:
         """What the step is judged by, when its gradients are complete."""
-        loss_sum, tokens = self._totals.over_ranks(self.mesh)[:2]
+        loss_sum, tokens = self._losses.totals.over_ranks(self.mesh)[:2]
         norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
         return StepFigures(torch.where(tokens > 0, loss_sum / tokens, loss_sum), norm.reshape(()), tokens)
 
     def _loss_scale(self) -> float:
         return self.view.loss_scale() if self.precision.fp16 else 1.0
-
-    def _backward_scale(self) -> float:
-        """The factor by which DeepSpeed multiplies the loss of a micro-batch before backward."""
-        return self._loss_scale() / self._micro_batch_count
-
-
-def _pipeline_input(
-    batches: Sequence[DeviceBatch],
-) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-    """Micro-batches in the form that DeepSpeed's pipeline engine expects."""
-    return iter([((*batch.inputs, *batch.passed), batch.targets) for batch in batches])

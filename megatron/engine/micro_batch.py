@@ -31,8 +31,9 @@ class DeviceBatch:
     """A micro-batch on the device.
 
     Attributes:
-        inputs: the inputs of the first layer.
+        inputs: the inputs of the first layer; empty where that is not.
         passed: the tensors from which each stage builds the `StepContext`.
+        shape: samples and tokens of each, the first two dimensions of hidden states.
         first_sample: the first sample id, as a Python integer; None if the host does not know it.
         targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the
             order of `target_names`.
@@ -41,6 +42,7 @@ class DeviceBatch:
 
     inputs: tuple[torch.Tensor, ...]
     passed: tuple[torch.Tensor, ...]
+    shape: tuple[int, int]
     first_sample: int | None
     targets: tuple[torch.Tensor, ...]
     target_names: tuple[str, ...]
@@ -62,20 +64,16 @@ class DeviceBatch:
             return device.copy_to_device(array, scales.device)
 
         targets = objective.targets(batch) if with_targets else {}
-        inputs = objective.inputs(batch) if with_inputs else ()
-        passed = (batch.sample_ids, *(getattr(batch, name) for name in settings.passed)) if with_inputs else ()
+        inputs = objective.inputs(batch)
+        passed = (batch.sample_ids, *(getattr(batch, name) for name in settings.passed))
         return cls(
-            inputs=tuple(move(array) for array in inputs),
+            inputs=tuple(move(array) for array in inputs) if with_inputs else (),
             passed=tuple(move(array) for array in passed),
+            shape=inputs[0].shape[:2],
             first_sample=int(batch.sample_ids[0]),
             targets=(scales, *(move(array) for array in targets.values())) if with_targets else (),
             target_names=tuple(targets),
         )
-
-    @classmethod
-    def nothing(cls) -> DeviceBatch:
-        """The batch of a middle stage, which uses no part of a micro-batch."""
-        return cls((), (), 0, (), ())
 
     def context(self, settings: StepSettings, backward_scale: float) -> StepContext:
         """Builds the micro-batch's context."""

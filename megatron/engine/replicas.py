@@ -23,7 +23,6 @@ from torch import nn
 from megatron.engine.deepspeed_internals import is_whole, partition_of
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
-from megatron.engine.stage_build import StageModule
 from megatron.engine.state import moment_kinds, moments, part_of
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_gather_json, all_reduce_max, all_reduce_sum, broadcast
@@ -99,8 +98,7 @@ def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
 
     On all ranks of an axis, its entries come in the same order.
     """
-    tied = engine.module.tied_weights() if isinstance(engine.module, StageModule) else []
-    tied_ids = set(map(id, tied))
+    tied_ids = {id(weight) for weight, _ in engine.tied}
     for parameter in engine.parameters():
         spec, mesh = shard_spec_of(parameter), engine.mesh
         data = mesh.expert_gradient if mesh.ep.name in spec.split_axes else mesh.gradient

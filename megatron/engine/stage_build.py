@@ -1,150 +1,49 @@
-"""Builds this rank's part of a network from the list of layers, initializes it, and shapes it for DeepSpeed.
-
-Between pipeline stages only tensors are exchanged: only here is a `StepContext` turned into tensors and back.
-"""
+"""Builds the layers of a rank, as DeepSpeed's engine wants them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.pipe import schedule
 from torch import nn
 
-from megatron.engine.deepspeed_internals import BuiltStage, call_before_instructions, mark_parameter, partition_of
+from megatron.engine.deepspeed_internals import mark_parameter, partition_of
 from megatron.engine.deepspeed_setup import quiet
 from megatron.engine.freezing import freeze, is_frozen
 from megatron.engine.grid import ModelParallelUnit
-from megatron.engine.stages import stage_bounds
-from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerSpec, LayerStack, build_layer
-from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import shard_spec_of
 
-# What each instruction of a pipeline schedule does.
-_PHASES = {
-    schedule.LoadMicroBatch: "forward",
-    schedule.ForwardPass: "forward",
-    schedule.BackwardPass: "backward",
-    schedule.SendActivation: "p2p",
-    schedule.RecvActivation: "p2p",
-    schedule.SendGrad: "p2p",
-    schedule.RecvGrad: "p2p",
-    schedule.ReduceGrads: "step",
-    schedule.ReduceTiedGrads: "step",
-    schedule.OptimizerStep: "step",
-}
 
-
-@dataclass(frozen=True)
-class StageHooks:
-    """The engine's callbacks for a pipeline stage.
-
-    Attributes:
-        loss: computes the loss of a micro-batch from its outputs and targets.
-        backward_scale: returns the factor by which the loss is multiplied before backward.
-        take_auxiliary: receives the losses that layers added in a forward pass.
-    """
-
-    loss: Callable[..., torch.Tensor]
-    backward_scale: Callable[[], float]
-    take_auxiliary: Callable[[AuxiliaryLosses], None]
-
-
-class StageModule(BuiltStage):
-    """A stack of layers as a `PipelineModule`.
-
-    The first stage takes `(*inputs, *StepContext.tensors)`, stages send `(hidden, *StepContext.tensors)` to the next
-    one, and the last returns the outputs, which may be several tensors.
-
-    Args:
-        stack: the layers of this stage.
-        hooks: the engine's callbacks.
-        tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
-    """
-
-    def __init__(
-        self,
-        stack: LayerStack,
-        mesh: ParallelMesh,
-        settings: StepSettings,
-        hooks: StageHooks,
-        tied: list[tuple[nn.Parameter, Axis]],
-    ) -> None:
-        super().__init__(mesh, hooks.loss)
-        self.stack = stack
-        self.settings = settings
-        self._hooks = hooks
-        self._tied = tied
-        self._is_last = mesh.is_last_stage
-
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Runs the stage on the output of the data loader or of the previous stage."""
-        own, passed = inputs[: -self.settings.tensor_count], inputs[-self.settings.tensor_count :]
-        context = self.settings.context_of(passed, backward_scale=self._hooks.backward_scale())
-        hidden = self.stack(own[0] if len(own) == 1 else own, context)
-        self._hooks.take_auxiliary(context.auxiliary)
-        if self._is_last:
-            return hidden
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # all before it is frozen, and the engine runs a backward pass from it
-        return hidden, *context.tensors
-
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""
-        return [(weight, axis.group) for weight, axis in self._tied if not is_frozen(weight)]
-
-    def tied_weights(self) -> list[nn.Parameter]:
-        """The weights that another stage also holds."""
-        return [weight for weight, _ in self._tied]
-
-
-def announce_phases(engine: Any, on_phase: Callable[[str], None]) -> None:
-    """Makes one pipeline engine call `on_phase` before each instruction of its schedule."""
-
-    def announce(instruction: type) -> None:
-        if instruction in _PHASES:
-            on_phase(_PHASES[instruction])
-
-    call_before_instructions(engine, announce)
-
-
-def build_module(
-    network: Sequence[LayerSpec],
+def build_stack(
+    specs: Sequence[LayerSpec],
     mesh: ParallelMesh,
     settings: Mapping[str, Any],
-    steps: StepSettings,
+    dtype: torch.dtype,
     seed: int,
-    hooks: StageHooks,
     frozen: frozenset[str] = frozenset(),
-) -> nn.Module:
-    """Builds and initializes this rank's part of a network: one pipeline stage, or the whole network.
+) -> LayerStack:
+    """Builds and initializes this rank's layers.
 
     Args:
-        network: the layers of the whole network.
+        specs: the layers.
         settings: the DeepSpeed configuration; under ZeRO-3 each layer is partitioned as soon as it is built.
-        steps: settings shared by all micro-batches.
+        dtype: of the weights.
         seed: seed of the initial parameter values.
-        hooks: the engine's callbacks for a pipeline stage.
         frozen: global names of the parameters that are not trained.
     """
-    bounds = stage_bounds(network, mesh.pp.size)
-    own = network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]]
     if settings["zero_optimization"]["stage"] == 3:
-        stack = _partitioned_stack(own, mesh, settings, seed)
+        stack = _partitioned_stack(specs, mesh, settings, seed)
     else:
-        stack = LayerStack(own, seed=seed, initial_values=mesh.kernels.initial_values).to(steps.dtype)
+        stack = LayerStack(specs, seed=seed, initial_values=mesh.kernels.initial_values).to(dtype)
     freeze(stack.parameters(), frozen)
     _mark_for_deepspeed(stack, mesh)
-    if mesh.pp.size == 1:
-        return stack
-    return StageModule(stack, mesh, steps, hooks, _tied_weights(network, own, stack, mesh))
+    return stack
 
 
 def _partitioned_stack(
@@ -202,16 +101,3 @@ def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
         return all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), axis)
 
     return sum_gradient
-
-
-def _tied_weights(
-    network: Sequence[LayerSpec], own: Sequence[LayerSpec], stack: LayerStack, mesh: ParallelMesh
-) -> list[tuple[nn.Parameter, Axis]]:
-    """The weights that both this stage and another one hold, each with the axis over which its gradient is summed."""
-    names = {spec.name for spec in own}
-    tied: list[tuple[nn.Parameter, Axis]] = []
-    for spec in network:
-        here = {spec.name, spec.tied_to} & names if spec.tied_to is not None else set()
-        if len(here) == 1:
-            tied.append((stack.weight_of(here.pop()), mesh.embedding))
-    return tied

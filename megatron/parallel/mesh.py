@@ -76,9 +76,9 @@ class Axis:
     group: dist.ProcessGroup | None = None
     stopwatch: Stopwatch | None = field(default=None, compare=False, repr=False)
 
-    def timed(self) -> AbstractContextManager[None]:
+    def timed(self, kind: str = "") -> AbstractContextManager[None]:
         """Around each message between the ranks of the axis."""
-        return contextlib.nullcontext() if self.stopwatch is None else self.stopwatch.running()
+        return contextlib.nullcontext() if self.stopwatch is None else self.stopwatch.running(kind)
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:
@@ -216,16 +216,6 @@ class ParallelMesh:
         those of `tp`, or this one alone.
         """
         return self.tp if self.splits_sequence else Axis.single("tp", self.world.rank)
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.pp.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the head and sees the loss."""
-        return self.pp.rank == self.pp.size - 1
 
 
 def requested_axes(parallel: ParallelRequest, world_size: int) -> tuple[AxisSize, ...]:

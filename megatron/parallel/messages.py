@@ -15,6 +15,9 @@ import torch.distributed as dist
 from megatron import device
 from megatron.parallel.mesh import Axis
 
+# The kind of time that sends and receives of pipeline stages take.
+TRANSFER = "transfer"
+
 _LOST_PEER_TEXTS = (
     "Connection reset by peer",
     "Connection closed by peer",
@@ -79,6 +82,44 @@ def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
     """Overwrites `tensor` with the one that rank `source` of the axis sends, of equal shape and dtype; returns it."""
     dist.recv(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
+
+
+class PendingMessage:
+    """A tensor on its way between two ranks; its memory must not be written to before `wait` has returned.
+
+    Args:
+        tensor: what is sent, or where the values arrive.
+    """
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None, stopwatch_of: Axis) -> None:
+        self._tensor, self._work, self._axis = tensor, work, stopwatch_of
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> torch.Tensor:
+        """Waits for the message, on a GPU only the work that is queued from now on; returns its tensor."""
+        if self._work is not None:
+            with self._axis.timed(TRANSFER):
+                self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def start_send(tensor: torch.Tensor, axis: Axis, destination: int) -> PendingMessage:
+    """Sends a tensor to rank `destination` of the axis, which calls `receive` or `start_receive`, without waiting.
+
+    Two ranks that send to each other begin their messages in the same order.
+    """
+    whole = tensor.contiguous()
+    return PendingMessage(whole, dist.isend(whole, dst=axis.ranks[destination], group=axis.group), axis)
+
+
+def start_receive(tensor: torch.Tensor, axis: Axis, source: int) -> PendingMessage:
+    """Begins to receive what rank `source` of the axis sends, of equal shape and dtype; see `start_send`."""
+    return PendingMessage(tensor, dist.irecv(tensor, src=axis.ranks[source], group=axis.group), axis)
 
 
 def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:

@@ -67,6 +67,7 @@ def step_settings(config: RunConfig) -> StepSettings:
         has_token_types=masked and config.model.token_types > 1 and config.masking.masked_samples == SENTENCES,
         has_predicted=masked,
         dtype=getattr(torch, config.precision.dtype_name),
+        hidden_size=config.model.hidden_size,
         explicit_attention=not config.kernels.fused_attention,
         # ZeRO-3 takes the weight of the head apart again before the losses are computed; a teacher's logits are
         # compared with the network's logits, which then have to be materialized.

@@ -50,8 +50,8 @@ class Run:
         """Tokens of each sample in the next step; fewer than --seq-length early in a curriculum."""
         return self.config.optim.length_of_step(self.progress.step + 1)
 
-    def train_batches(self) -> Sequence[Batch | None]:
-        """This rank's micro-batches of the next global batch; None for each on middle pipeline stages."""
+    def train_batches(self) -> Sequence[Batch]:
+        """This rank's micro-batches of the next global batch."""
         return self.data.train_batches(self.progress.consumed_samples, self.next_length)
 
     def pass_over(self, batches: int) -> None:

@@ -54,7 +54,7 @@ class RunData:
         self._loader: BatchLoader | None = None
         self._loaded_length: int | None = None
 
-    def train_batches(self, consumed_samples: int, length: int) -> Sequence[Batch | None]:
+    def train_batches(self, consumed_samples: int, length: int) -> Sequence[Batch]:
         """This rank's micro-batches of the global batch that comes after some samples.
 
         Args:
@@ -80,7 +80,6 @@ class RunData:
             dp_size=self._mesh.batch.size,
             options=options or self._options,
             ahead=self._ahead if self._config.data.num_workers > 0 else None,
-            reads=self._mesh.is_first_stage or self._mesh.is_last_stage,
         )
 
     def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:

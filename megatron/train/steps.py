@@ -11,10 +11,10 @@ from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
 from megatron.device import Elapsed, peak_memory_bytes
-from megatron.engine.deepspeed_setup import TRANSFER
 from megatron.engine.totals import StepResult
 from megatron.errors import DataError, NumericsError
 from megatron.observe.metrics import Waits
+from megatron.parallel.messages import TRANSFER
 from megatron.train.run import Run
 
 EMPTY_ADVICE = (
@@ -54,7 +54,6 @@ def train_step(run: Run) -> TrainedStep:
     data_seconds = time.monotonic() - started_at
     if stopwatch is not None:
         stopwatch.start()
-    run.engine.expect_length(length)
     result = run.engine.train_batch(batches, rate, decay)
     progress = before.after(result.sample_count, result.sample_count * length, result.skipped)
     seconds = time.monotonic() - started_at

@@ -93,7 +93,6 @@ def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float | None:
     """
     loss_sum, token_count = 0.0, 0.0
     batch_size = run.config.optim.global_batch_size
-    run.engine.expect_length(run.config.data.seq_length)
     with run.data.loader(dataset) as loader:
         for first in range(0, count, batch_size):
             run.parts.entering(run, "evaluation")

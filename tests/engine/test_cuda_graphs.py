@@ -159,7 +159,7 @@ class Line(nn.Module):
 def numbers(rows: int, value: float, *, shifted: bool = True) -> DeviceBatch:
     """A batch of equal inputs."""
     targets = (torch.ones(1),) if shifted else ()
-    return DeviceBatch((torch.full((rows, 2), value),), (), 0, targets, ())
+    return DeviceBatch((torch.full((rows, 2), value),), (), (rows, 2), 0, targets, ())
 
 
 def graphs_of(line: Line) -> tuple[MicroBatchGraphs, TapeCapturer]:

@@ -31,16 +31,16 @@ def test_one_process_uses_everything() -> None:
     assert batch.context(StepSettings(seed=3), 1.0).first_sample == 5
 
 
-def test_stages_take_what_they_use() -> None:
+def test_ranks_of_a_pipeline_take_what_they_use() -> None:
     objective, settings = LanguageModelObjective(Axis.single("tp"), 100), StepSettings(mask=MaskKind.DOCUMENTS)
     first = moved(objective, settings, with_targets=False)
     assert (len(first.inputs), len(first.passed), first.targets) == (1, 2, ())
     assert torch.equal(first.passed[1], torch.from_numpy(SEGMENTS))
     last = moved(objective, settings, with_inputs=False)
-    assert (last.inputs, last.passed, len(last.targets)) == ((), (), 3)
-    assert DeviceBatch.nothing().targets == ()
+    assert (last.inputs, len(last.passed), len(last.targets)) == ((), 2, 3)
+    assert first.shape == last.shape == (2, 4)
 
 
 def test_several_inputs_are_passed_as_a_tuple() -> None:
-    batch = DeviceBatch((torch.ones(1), torch.zeros(1)), (), 0, (), ())
+    batch = DeviceBatch((torch.ones(1), torch.zeros(1)), (), (1, 1), 0, (), ())
     assert batch.network_input == batch.inputs

@@ -40,7 +40,6 @@ def test_ranks_are_numbered_in_deepspeed_order(rank: int) -> None:
     mesh = ParallelMesh.at(standard_axes(16, tp=2, pp=4), rank)
     assert (mesh.pp.size, mesh.dp.size, mesh.tp.size) == (4, 2, 2)
     assert (mesh.pp.rank * 2 + mesh.dp.rank) * 2 + mesh.tp.rank == rank
-    assert (mesh.is_first_stage, mesh.is_last_stage) == (rank < 4, rank >= 12)
     assert [axis.name for axis in mesh.axes] == ["pp", "dp", "ep", "cp", "sp", "tp"]
     assert [axis.name for axis in mesh.axes_of("stage", "tensor")] == ["pp", "tp"]
 
@@ -104,7 +103,6 @@ def test_inner_axes_that_do_not_divide_the_replicas_are_rejected() -> None:
 
 def test_single_mesh_needs_no_process_group() -> None:
     mesh = ParallelMesh.single()
-    assert mesh.is_first_stage and mesh.is_last_stage
     assert all(axis.ranks == (0,) and axis.group is None for axis in _all_groups(mesh))
 
 

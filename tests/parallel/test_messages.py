@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.device import Stopwatch
 from megatron.parallel import messages
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis, ParallelMesh
@@ -34,8 +36,24 @@ def exchange(rank: int) -> dict[str, Any]:
         "gathered": gathered,
         "sizes": (sizes.sent_bytes, sizes.received_bytes),
         "all": messages.all_gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp),
+        "swapped": swap(torch.full((3,), float(rank)), mesh.tp),
         "received": pass_on(torch.tensor([[rank + 0.5]], dtype=torch.bfloat16), mesh.tp).item(),
     }
+
+
+def swap(tensor: torch.Tensor, axis: Axis) -> list[float]:
+    """What the other rank of the axis sends, twice, begun before either waits; with the time that it took."""
+    watch = Stopwatch()
+    watch.start()
+    axis, other = dataclasses.replace(axis, stopwatch=watch), 1 - axis.rank
+    sent = [messages.start_send(tensor + step, axis, other) for step in (0.25, 0.5)]
+    arriving = [messages.start_receive(torch.empty(3), axis, other) for _ in range(2)]
+    values = [float(message.wait()[0]) for message in arriving]
+    assert all(message.has_arrived for message in arriving)
+    for message in sent:
+        message.wait()
+    assert [kind for kind, *_ in watch.take().parts] == [messages.TRANSFER] * 4
+    return values
 
 
 def pass_on(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -56,6 +74,7 @@ def test_four_ranks_exchange() -> None:
         assert met["bytes"] == b"\x00\xff\x03"
         assert met["no bytes"] == b""
         assert met["received"] == pair[0] + 0.5
+        assert met["swapped"] == [pair[0] + pair[1] - rank + 0.25, pair[0] + pair[1] - rank + 0.5]
         assert met["json"] == {"rank": [pair[1], "é"]}
         assert met["all"] == [{"rank": member, "pad": "x" * member} for member in pair]
         if rank < 3:

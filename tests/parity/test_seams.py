@@ -155,10 +155,8 @@ def toy_engine(name: str) -> Engine:
         AxisSize("tp", tp, "tensor"),
     )
     mesh = build_mesh(sizes, torch.device("cpu"), 0, timedelta(minutes=2))
-    settings = deepspeed_config(config)
-    return Engine(
-        toy_network(mesh), ToyObjective(), config.optim, config.precision, mesh, settings, StepSettings(), SEED
-    )
+    settings, steps = deepspeed_config(config), StepSettings(hidden_size=WIDTH)
+    return Engine(toy_network(mesh), ToyObjective(), config.optim, config.precision, mesh, settings, steps, SEED)
 
 
 def toy_batches(engine: Engine, step: int) -> list[ToyBatch]:

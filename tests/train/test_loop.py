@@ -11,10 +11,10 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config.sections.safety import SafetyConfig
 from megatron.device import Elapsed
-from megatron.engine.deepspeed_setup import TRANSFER
 from megatron.errors import DataError, ExitCode, NumericsError
 from megatron.observe.metrics import Waits
 from megatron.parallel.mesh import ParallelMesh, standard_axes
+from megatron.parallel.messages import TRANSFER
 from megatron.train.loop import run_to_end
 from megatron.train.part import Part, PartSequence
 from megatron.train.signals import StopSignals
@@ -57,9 +57,7 @@ class FakeRun:
         self.mesh = ParallelMesh.single()
         self.waits: list[Waits] = []
         self.gate = SimpleNamespace(has_open_row=False)
-        self.engine = SimpleNamespace(
-            train_batch=self._train, expect_length=lambda length: None, gate=self.gate, update_count=0
-        )
+        self.engine = SimpleNamespace(train_batch=self._train, gate=self.gate, update_count=0)
         self.next_length = 10
         self.parts = PartSequence([Noting(self.events)])
         self.evaluator = SimpleNamespace(

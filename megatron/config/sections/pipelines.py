@@ -47,7 +47,7 @@ OWN, DEEPSPEED = "own", "deepspeed"
 DEFAULT_ENGINE = DEEPSPEED
 ENGINES: Mapping[str, PipelineAbilities] = types.MappingProxyType(
     {
-        OWN: PipelineAbilities(schedules=(), reads_files=False, zero_stages=(0, 1)),
+        OWN: PipelineAbilities(schedules=tuple(SCHEDULE_CHUNKS), reads_files=True, zero_stages=(0, 1)),
         DEEPSPEED: PipelineAbilities(schedules=("1f1b",), reads_files=False, zero_stages=(0, 1)),
     }
 )

@@ -60,7 +60,7 @@ class LayerSpec:
 
 
 class LayerStack(nn.Module):
-    """Consecutive layers of a network as one module; `named_parameters` yields global names.
+    """Layers of a network as one module; `named_parameters` yields global names.
 
     Args:
         specs: the layers in order.
@@ -90,22 +90,29 @@ class LayerStack(nn.Module):
             built[spec.name] = module
             self._layers.append((spec, module))
             _attach(self, spec.name, module)
-        modules = [module for _, module in self._layers]
-        takers = [getattr(module, "takes_sum", False) for module in modules[1:]] + [False]
-        self._calls = [
-            (module, takes and getattr(module, "leaves_sum", False))
-            for module, takes in zip(modules, takers, strict=False)  # a stack may be empty
+        takers = [getattr(module, "takes_sum", False) for _, module in self._layers[1:]]
+        self._leaves_sum = [
+            takes and getattr(module, "leaves_sum", False)
+            for (_, module), takes in zip(self._layers, [*takers, False], strict=False)  # a stack may be empty
         ]
 
-    def forward(self, inputs: Any, context: StepContext) -> torch.Tensor:
+    def forward(self, inputs: Any, context: StepContext, layers: range | None = None) -> torch.Tensor:
         """Runs the layers. A block leaves its last addition to the norm of the next layer, where that computes both.
 
         Args:
-            inputs: hidden states; for a stack with the first layer, the micro-batch's inputs.
+            inputs: hidden states; for the first layer of a network, the micro-batch's inputs.
+            layers: places of the consecutive layers that run; None for all.
         """
-        for layer, leaves_sum in self._calls:
+        layers = range(len(self._layers)) if layers is None else layers
+        for place in layers:
+            _, layer = self._layers[place]
+            leaves_sum = self._leaves_sum[place] and place + 1 < layers.stop
             inputs = layer(inputs, context, leaves_sum=True) if leaves_sum else layer(inputs, context)
         return inputs  # type: ignore[no-any-return]
+
+    def has(self, kind: LayerKind) -> bool:
+        """Whether a layer of this kind is among them."""
+        return any(spec.kind is kind for spec, _ in self._layers)
 
     def named_layers(self) -> Iterator[tuple[LayerSpec, nn.Module]]:
         """The layers and their specs, in order."""

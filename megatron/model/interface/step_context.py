@@ -193,6 +193,7 @@ class StepSettings:
         has_token_types: whether every micro-batch has token types.
         has_predicted: whether every micro-batch names the positions to predict.
         dtype: dtype of activations.
+        hidden_size: width of the hidden states.
         explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
         factored_logits: whether the head returns `FactoredLogits`, for objectives that never hold the logits.
         split: how ranks share the samples; None if each rank computes on whole ones.
@@ -207,10 +208,21 @@ class StepSettings:
     has_token_types: bool = False
     has_predicted: bool = False
     dtype: torch.dtype = torch.float32
+    hidden_size: int = 0
     explicit_attention: bool = False
     factored_logits: bool = False
     split: SequenceSplit | None = None
     sequence_parallel: Axis = _ALONE
+
+    def hidden_shape(self, samples: int, tokens: int) -> tuple[int, int, int]:
+        """The shape of hidden states between blocks, on one rank.
+
+        Raises:
+            ValueError: nobody has said how wide they are.
+        """
+        if not self.hidden_size:
+            raise ValueError("a pipeline needs StepSettings.hidden_size, the width of what its ranks send each other")
+        return samples, tokens // self.sequence_parallel.size, self.hidden_size
 
     @property
     def needs_segments(self) -> bool:

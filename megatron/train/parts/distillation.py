@@ -15,11 +15,10 @@ from megatron.config.layout import heads_problems, widths_problems
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.interface.network import LayerStack
-from megatron.model.interface.step_context import Recompute, StepSettings
+from megatron.model.interface.step_context import Recompute
 from megatron.model.networks import network_layers
 from megatron.objective.distillation import DistillationObjective, Teacher
 from megatron.objective.language_model import LanguageModelObjective
-from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -49,7 +48,7 @@ class Distillation(Part):
         how, student = self._setup.config.distillation, engine.objective
         if how.is_over(progress.step) or not isinstance(student, LanguageModelObjective):
             return
-        teacher = open_teacher(self._setup.config, engine.steps, engine.mesh, self._setup.tokenizer)
+        teacher = open_teacher(self._setup.config, engine, self._setup.tokenizer)
         engine.objective = DistillationObjective(student, teacher, how.kd_alpha_ce, how.kd_beta_ce, how.kd_temp)
         self._student = student
 
@@ -60,12 +59,13 @@ class Distillation(Part):
             run.engine.objective, self._student = self._student, None
 
 
-def open_teacher(config: RunConfig, steps: StepSettings, mesh: ParallelMesh, tokenizer: Tokenizer) -> Teacher | None:
-    """The teacher, whole but for the split over the tensor-parallel ranks; None on all stages but the last.
+def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Teacher | None:
+    """The teacher, whole but for the split over the tensor-parallel ranks; None where the head of the network is not.
 
     Raises:
         CheckpointError, ConfigError: as `Distillation.restore`.
     """
+    mesh, sees_loss = engine.mesh, engine.chunks.has_last
     source = Path(str(config.distillation.load_teacher))
     newest = newest_record(source, mesh)
     if newest is None:
@@ -81,14 +81,14 @@ def open_teacher(config: RunConfig, steps: StepSettings, mesh: ParallelMesh, tok
     if problems:
         raise ConfigError(problems)
     model = dataclasses.replace(model, padded_vocab_size=config.model.padded_vocab_size)
-    network = LayerStack(network_layers(model, mesh) if mesh.is_last_stage else [])
+    network = LayerStack(network_layers(model, mesh) if sees_loss else [])
     loaded = load_newest(source, lambda: filling_weights(network.parameters()), mesh, known=newest, announce=log.info)
     if loaded is None:
         raise CheckpointError(f"the checkpoint in {source} disappeared while it was being loaded. Start again.")
     log.info(f"teacher: {loaded.path}, {model.num_layers} layers of width {model.hidden_size}")
-    if not mesh.is_last_stage:
+    if not sees_loss:
         return None
-    steps = dataclasses.replace(steps, recompute=Recompute.NONE, factored_logits=False)
+    steps = dataclasses.replace(engine.steps, recompute=Recompute.NONE, factored_logits=False)
     return Teacher(network.eval().requires_grad_(False).to(steps.dtype), steps)
 
 

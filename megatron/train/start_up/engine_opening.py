@@ -12,13 +12,14 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint.record import Record
-from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
+from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.sections.computation import INDUCTOR
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.cuda_graphs import AUTO, graph_refusal
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
+from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
 from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
@@ -59,6 +60,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         config.random.seed,
         config.safety.skip_spikes,
         freezing,
+        pipeline_settings(config.parallel),
     )
     if config.kernels.compile:
         engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
@@ -70,6 +72,12 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
 def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:
     """See `graph_refusal`."""
     return graph_refusal(config, engine.mesh.device.type, by_hooks=engine.view.takes_by_hooks)
+
+
+def pipeline_settings(parallel: ParallelConfig) -> PipelineSettings:
+    """How the layers are divided over the ranks of a pipeline."""
+    by_deepspeed = parallel.pipeline_engine == "deepspeed"
+    return PipelineSettings(parallel.schedule_name, parallel.chunks_per_rank, by_deepspeed)
 
 
 def check_compiler(backend: str, target: torch.device) -> None:

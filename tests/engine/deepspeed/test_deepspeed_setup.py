@@ -9,7 +9,8 @@ import deepspeed
 import pytest
 
 from megatron.device import Stopwatch
-from megatron.engine.deepspeed_setup import TRANSFER, timed_messages
+from megatron.engine.deepspeed_setup import timed_messages
+from megatron.parallel.messages import TRANSFER
 
 
 def test_messages_are_timed_in_the_block_and_everything_else_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from megatron.engine.gradients.update_gate import (
     UpdateDecision,
     UpdateGate,
 )
+from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.state import owned_pieces
 from megatron.kernels.optimizer import build_adamw
 from megatron.parallel.joining import open_mesh
@@ -90,15 +91,15 @@ def _state(engine: Engine) -> list[torch.Tensor]:
 
 def _spoil_loss(engine: Engine) -> Any:
     """Only the reported loss of this rank becomes NaN; its gradients stay as they are."""
-    own = engine._loss
+    own = StepLoss.of
 
-    def spoiled(*given: Any) -> torch.Tensor:
-        loss = own(*given)
-        engine._totals._sums[0] = math.nan
+    def spoiled(losses: StepLoss, *given: Any) -> torch.Tensor:
+        loss = own(losses, *given)
+        losses.totals.sums[0] = math.nan
         return loss
 
-    engine._loss = spoiled  # type: ignore[method-assign]
-    return lambda: setattr(engine, "_loss", own)
+    StepLoss.of = spoiled  # type: ignore[method-assign]
+    return lambda: setattr(StepLoss, "of", own)
 
 
 def _spoil_gradient(engine: Engine) -> Any:

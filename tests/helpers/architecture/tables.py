@@ -90,7 +90,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (".", "keeping", "analysis"),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
-    "megatron.engine": ("gradients", ".", "memory"),
+    "megatron.engine": ("gradients", ".", "passes", "pipeline", "engine", "state", "replicas", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "execution", "."),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),

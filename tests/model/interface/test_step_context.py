@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron.model.interface.key_value_cache import BatchCaches
@@ -61,3 +62,9 @@ def test_a_shared_value_is_computed_by_the_first_layer_that_asks() -> None:
     assert context.once("mask", lambda: 1) == 1
     assert context.once("mask", lambda: 2) == 1
     assert context.once(("mask", 5), lambda: 2) == 2
+
+
+def test_a_pipeline_needs_the_width_of_hidden_states() -> None:
+    assert StepSettings(hidden_size=8).hidden_shape(2, 5) == (2, 5, 8)
+    with pytest.raises(ValueError, match=r"needs StepSettings\.hidden_size"):
+        StepSettings().hidden_shape(2, 5)

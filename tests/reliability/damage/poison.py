@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.engine.engine import Engine
+from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.state import moments, part_of
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.helpers.ranks import run_ranks
@@ -176,9 +177,9 @@ def _damage(engine: Engine, poison: Poison, shared: list[bool]) -> Callable[[], 
     else:
         chosen = parameters[int(poison.parameter * len(parameters))]
     if poison.target == "loss":
-        loss = engine._loss
-        engine._loss = lambda *given: _poisoned_loss(engine, loss(*given), poison)  # type: ignore[method-assign]
-        return lambda: setattr(engine, "_loss", loss)
+        loss = StepLoss.of
+        StepLoss.of = lambda losses, *given: _poisoned_loss(losses, loss(losses, *given), poison)  # type: ignore[method-assign]
+        return lambda: setattr(StepLoss, "of", loss)
     if poison.target == "gradient":
 
         def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -206,9 +207,9 @@ def _damage(engine: Engine, poison: Poison, shared: list[bool]) -> Callable[[], 
     return lambda: None
 
 
-def _poisoned_loss(engine: Engine, loss: torch.Tensor, poison: Poison) -> torch.Tensor:
+def _poisoned_loss(losses: StepLoss, loss: torch.Tensor, poison: Poison) -> torch.Tensor:
     factor = {"nan": math.nan, "inf": math.inf, "1e30": 1e30, "flip": 2.0}[poison.value]
-    engine._totals._sums[0] *= factor
+    losses.totals.sums[0] *= factor
     return loss * factor
 
 

@@ -1,0 +1,105 @@
+"""The loss of a global batch, micro-batch by micro-batch.
+
+In every layout, it is the sum of the token losses of the global batch divided by its number of counted tokens, plus,
+for objectives with a loss per sample, their sum divided by the number of samples. Gradients are averaged over
+micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by (micro-batches * replicas / counted
+tokens), and the sum over samples by the same with their number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron.engine.micro_batch import DeviceBatch, MicroBatch
+from megatron.engine.totals import StepTotals
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.step_context import StepContext, StepSettings
+from megatron.objective.base import Objective, Outputs
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
+
+
+class StepLoss:
+    """Computes the losses of the micro-batches of one global batch, and their totals.
+
+    Args:
+        objective: the objective of the batch.
+        settings: shared by its micro-batches.
+        loss_scale: the loss scale in fp16, else 1.
+        micro_batches: their number on this rank.
+
+    Attributes:
+        backward_scale: what the loss of a micro-batch is multiplied by before backward.
+        totals: the sums so far.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        settings: StepSettings,
+        mesh: ParallelMesh,
+        loss_scale: float,
+        micro_batches: int,
+    ) -> None:
+        self.objective, self.settings, self._mesh = objective, settings, mesh
+        self.backward_scale = loss_scale / max(1, micro_batches)
+        self.totals = StepTotals(objective.metric_sizes, mesh.device)
+        self._target_names: tuple[str, ...] = ()
+
+    def prepare(
+        self, micro_batches: Sequence[MicroBatch], *, with_inputs: bool, with_targets: bool
+    ) -> list[DeviceBatch]:
+        """Copies to the device what this rank needs of the micro-batches, without synchronizing; collective over the
+        ranks that see the loss.
+
+        Args:
+            with_inputs: whether this rank has the first layer.
+            with_targets: whether it sees the loss.
+        """
+        mesh = self._mesh
+        scales = torch.ones(2, device=mesh.device)
+        if with_targets:
+            tokens = sum(self.objective.token_count(batch) for batch in micro_batches)
+            counted = torch.tensor([tokens, sum(len(batch.sample_ids) for batch in micro_batches)], dtype=torch.float64)
+            counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.loss)
+            divisors = torch.where(counted > 0, counted, 1.0)  # without a counted token there is nothing to divide
+            scales = (len(micro_batches) * mesh.gradient.size / divisors).to(torch.float32)
+        given = self.objective, self.settings, scales
+        batches = [
+            DeviceBatch.of(batch, *given, with_inputs=with_inputs, with_targets=with_targets) for batch in micro_batches
+        ]
+        self._target_names = batches[0].target_names if batches else ()
+        return batches
+
+    def context_of(self, batch: DeviceBatch) -> StepContext:
+        """The context of a micro-batch."""
+        return batch.context(self.settings, self.backward_scale)
+
+    def with_new_totals(self) -> StepLoss:
+        """The same, with totals that begin at zero."""
+        other = copy.copy(self)
+        other.totals = StepTotals(self.objective.metric_sizes, self._mesh.device)
+        return other
+
+    def of(
+        self, outputs: Outputs, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The loss of a micro-batch, which is added to the totals.
+
+        Args:
+            targets: of a `DeviceBatch`.
+            auxiliary: see `StepTotals.add`.
+        """
+        scales, *tensors = targets
+        named = dict(zip(self._target_names, tensors, strict=True))
+        result = self.objective(outputs, named, scales[0] * self.backward_scale)
+        self.totals.add(result, auxiliary or {})
+        loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scales[0]
+        return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
+
+    def take_auxiliary(self, losses: AuxiliaryLosses) -> None:
+        """Adds what layers have recorded to the totals."""
+        self.totals.add_auxiliary(losses.sums())

@@ -1,0 +1,117 @@
+"""The passes of a global batch through DeepSpeed's pipeline engine.
+
+It knows 1F1B with one stage a rank. Between its stages only tensors are exchanged: only here is a `StepContext` turned
+into tensors and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from torch import nn
+
+from megatron.engine.deepspeed_internals import BuiltStage, call_before_instructions
+from megatron.engine.freezing import is_frozen
+from megatron.engine.micro_batch import DeviceBatch
+from megatron.engine.passes.step_loss import StepLoss
+from megatron.model.interface.network import LayerKind, LayerStack
+from megatron.objective.base import Outputs
+from megatron.parallel.mesh import Axis, ParallelMesh
+
+# What each instruction of a pipeline schedule does.
+_PHASES = {
+    schedule.LoadMicroBatch: "forward",
+    schedule.ForwardPass: "forward",
+    schedule.BackwardPass: "backward",
+    schedule.SendActivation: "p2p",
+    schedule.RecvActivation: "p2p",
+    schedule.SendGrad: "p2p",
+    schedule.RecvGrad: "p2p",
+    schedule.ReduceGrads: "step",
+    schedule.ReduceTiedGrads: "step",
+    schedule.OptimizerStep: "step",
+}
+
+
+class StageModule(BuiltStage):
+    """A stack of layers as a `PipelineModule`.
+
+    The first stage takes `(*inputs, *StepContext.tensors)`, stages send `(hidden, *StepContext.tensors)` to the next
+    one, and the last returns the outputs, which may be several tensors.
+
+    Args:
+        stack: the layers of this stage.
+        tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
+
+    Attributes:
+        losses: of the global batch that passes through.
+    """
+
+    losses: StepLoss
+
+    def __init__(self, stack: LayerStack, mesh: ParallelMesh, tied: Sequence[tuple[nn.Parameter, Axis]]) -> None:
+        super().__init__(mesh, self._loss)
+        self.stack = stack
+        self._tied = tied
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Runs the stage on the output of the data loader or of the previous stage."""
+        settings = self.losses.settings
+        own, passed = inputs[: -settings.tensor_count], inputs[-settings.tensor_count :]
+        context = settings.context_of(passed, backward_scale=self.losses.backward_scale)
+        hidden = self.stack(own[0] if len(own) == 1 else own, context)
+        self.losses.take_auxiliary(context.auxiliary)
+        if self.stack.has(LayerKind.HEAD):
+            return hidden
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # all before it is frozen, and the engine runs a backward pass from it
+        return hidden, *context.tensors
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""
+        return [(weight, axis.group) for weight, axis in self._tied if not is_frozen(weight)]
+
+    def _loss(self, outputs: Outputs, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self.losses.of(outputs, targets)
+
+
+class DeepSpeedPasses:
+    """Has DeepSpeed's pipeline engine run the passes of a global batch.
+
+    Args:
+        deepspeed: the engine.
+        module: its stage.
+        enter: called with each phase that begins.
+    """
+
+    def __init__(self, deepspeed: Any, module: StageModule, enter: Callable[[str], None]) -> None:
+        self._deepspeed, self._module = deepspeed, module
+        self._shape: tuple[int, int, int] | None = None
+
+        def announce(instruction: type) -> None:
+            if instruction in _PHASES:
+                enter(_PHASES[instruction])
+
+        call_before_instructions(deepspeed, announce)
+
+    def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
+        """Trains a global batch."""
+        self._deepspeed.train_batch(data_iter=self._begin(batches, losses))
+
+    def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
+        """Evaluates one."""
+        self._deepspeed.eval_batch(self._begin(batches, losses), num_micro_batches=len(batches))
+
+    def _begin(
+        self, batches: Sequence[DeviceBatch], losses: StepLoss
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+        """Micro-batches in the form that the engine expects; its buffers are for one shape."""
+        self._module.losses = losses
+        shape = losses.settings.hidden_shape(*batches[0].shape)
+        if self._shape not in (None, shape):
+            self._deepspeed.reset_activation_shape()
+        self._shape = shape
+        return iter([((*batch.inputs, *batch.passed), batch.targets) for batch in batches])

@@ -1,0 +1,99 @@
+"""The passes of a global batch through a pipeline of our own, and what its ranks do with the gradients afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.engine.deepspeed_internals import OptimizerView
+from megatron.engine.freezing import is_frozen
+from megatron.engine.micro_batch import DeviceBatch
+from megatron.engine.passes.step_loss import StepLoss
+from megatron.engine.pipeline.executor import Executor
+from megatron.parallel.mesh import Axis
+from megatron.parallel.schedule.actions import Kind, Placement
+from megatron.parallel.schedule.building import SCHEDULES, build_schedule, forward_programs
+from megatron.parallel.schedule.schedule_files import read_orders
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a network is divided over the ranks of a pipeline, and in which order these work.
+
+    Attributes:
+        schedule: its name, see `build_schedule`.
+        chunks_per_rank: parts of the network on each rank.
+        by_deepspeed: whether DeepSpeed's pipeline engine runs it instead, in the order of 1F1B.
+    """
+
+    schedule: str = "1f1b"
+    chunks_per_rank: int = 1
+    by_deepspeed: bool = False
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes the gradients of weights apart from those of inputs."""
+        if self.schedule.endswith(SCHEDULE_FILE):
+            _, _, orders = read_orders(self.schedule)
+            return any(kind is Kind.WEIGHT_BACKWARD for order in orders for kind, _, _ in order)
+        return SCHEDULES[self.schedule].splits
+
+    def placement(self, ranks: int) -> Placement:
+        """Which rank holds which chunk.
+
+        Raises:
+            ConfigError: as `build_schedule`.
+        """
+        if self.schedule.endswith(SCHEDULE_FILE):
+            return read_orders(self.schedule)[0]
+        return build_schedule(self.schedule, ranks, self.chunks_per_rank, 1).placement
+
+
+ONE_FORWARD_ONE_BACKWARD = PipelineSettings()
+
+
+class PipelinePasses:
+    """Has the executor run the programs of a schedule.
+
+    Args:
+        executor: of this rank.
+        settings: which schedule.
+        view: sums the gradients.
+        deepspeed: the engine that updates the weights.
+        tied: the weights that other ranks of the pipeline hold as well.
+        enter: called with each phase that begins.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        settings: PipelineSettings,
+        view: OptimizerView,
+        deepspeed: Any,
+        tied: Sequence[tuple[nn.Parameter, Axis]],
+        enter: Callable[[str], None],
+    ) -> None:
+        self._executor, self._settings, self._view, self._deepspeed = executor, settings, view, deepspeed
+        self._tied = [(weight, axis) for weight, axis in tied if not is_frozen(weight)]
+        self._enter = enter
+
+    def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
+        """Runs the programs, sums the gradients of tied weights and of replicas, and updates."""
+        axis = self._executor.axis
+        settings = self._settings
+        schedule = build_schedule(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
+        self._executor.run(schedule.actions[axis.rank], batches, losses, trains=True)
+        self._enter("step")
+        self._view.reduce(self._tied)
+        self._deepspeed.step()
+
+    def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
+        """Runs the forward passes of the programs."""
+        axis = self._executor.axis
+        settings = self._settings
+        programs = forward_programs(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
+        self._executor.run(programs[axis.rank], batches, losses, trains=False)
