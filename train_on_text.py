@@ -1,10 +1,10 @@
-"""Trains a network on a text of one's own: text, tokens and training in one line.
+"""Trains a network on your own text: text, tokens and training in one line.
 
     python train_on_text.py my_text.txt
     torchrun --nproc-per-node 4 train_on_text.py my_text.jsonl --tensor-model-parallel-size 2 --train-iters 1000
 
-All flags of `pretrain_gpt.py` may follow. Beside the text a folder appears (my_text-training) with the tokenizer, the
-token files, the checkpoints and the metrics. What is there is used again: the same line continues where it stopped.
+All flags of `pretrain_gpt.py` may follow. Next to the text a folder appears (my_text-training) with the tokenizer, the
+token files, the checkpoints and the metrics. Existing files are reused: the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BYTES_PER_ENTRY = 512  # of text for each entry of a learnt vocabulary: 2 MB giv
 
 @dataclass(frozen=True)
 class OwnTextFlags(ProgramFlags):
-    """Flags of this program: a text, and what the trainer is to do with it."""
+    """Flags of this program: a text, and how to train on it."""
 
     text: str = flag(
         help="a text file, jsonl or Parquet with a column text, or a folder or quoted pattern of these; its name may "
@@ -47,7 +47,9 @@ class OwnTextFlags(ProgramFlags):
         path=PathUse.PLACE,
     )
     vocab_size: int = flag(
-        VOCAB_SIZE, "the most entries of a tokenizer trained on the text; a short text gets fewer", at_least=512
+        VOCAB_SIZE,
+        "largest vocabulary of a tokenizer trained on the text; a short text gets a smaller one",
+        at_least=512,
     )
     model_preset: str | None = flag(
         None, "the network, see docs/models.md; if unset `laptop` on a CPU and `workstation` on a GPU"
@@ -57,12 +59,12 @@ class OwnTextFlags(ProgramFlags):
         """Rules between the flags."""
         if self.output_folder is None and ("://" in self.text or any(mark in self.text for mark in "*?[")):
             yield (
-                f"--text {self.text} is not one file or folder, so there is no folder next to it to use. Name one: "
+                f"--text {self.text} is not one file or folder, so no output folder can be derived from it. Name one: "
                 "--output-folder my-training"
             )
         if self.tokenizer is not None and self.vocab_size != VOCAB_SIZE:
             yield (
-                f"--vocab-size {self.vocab_size} has no effect with --tokenizer {self.tokenizer}, which has a "
+                f"--vocab-size {self.vocab_size} has no effect with --tokenizer {self.tokenizer}, which has its own "
                 "vocabulary. Give one of them."
             )
 
@@ -75,7 +77,7 @@ class OwnTextFlags(ProgramFlags):
         return text.with_name(f"{text.name.partition('.')[0] or text.name}-training")
 
     def words(self) -> list[str]:
-        """The trainer's command line that these flags stand for, without the network."""
+        """The trainer's command line that is equivalent to these flags, without the network."""
         return words_of(
             {
                 "--data-path": self.folder / "train_text_document",
@@ -86,7 +88,7 @@ class OwnTextFlags(ProgramFlags):
 
     @property
     def program(self) -> Program:
-        """What this program prefers: the same line goes on where it stopped."""
+        """What this program prefers: the same command continues where it stopped."""
         checkpoints = str(self.folder / "checkpoints")
         defaults = {
             "saving.save": checkpoints,
@@ -125,7 +127,7 @@ def _prepare_and_train(own: OwnTextFlags, words: Sequence[str]) -> int:
 
 
 def _preset_of_this_machine() -> str:
-    """`laptop` on a CPU, `workstation` on a GPU; torch is imported only where there may be one."""
+    """`laptop` on a CPU, `workstation` on a GPU; torch is imported only if there may be one."""
     from megatron.cuda_driver import why_no_cuda
 
     if why_no_cuda():

@@ -1,1 +1,1 @@
-"""Programs and scripts that show what the project does; one folder for each project that users come from."""
+"""Programs and scripts that show what the project does; one folder for each project that users migrate from."""

@@ -53,7 +53,7 @@ class Size:
     lr: float
 
 
-# Two CPU cores have the first done within four minutes, by when it writes sentences. The text is short and read twice:
+# Two CPU cores finish the first within four minutes, and by then it writes sentences. The text is short and read twice:
 # small batches learn more from it.
 SIZES = {"cpu": Size(360, 4, 192, 128, 16, 3e-3), "cuda": Size(600, 8, 512, 256, 64, 1e-3)}
 
@@ -83,7 +83,7 @@ class DemoFlags(ConfigSection):
             yield f"--hidden-size {self.hidden_size} cannot be split into 4 heads. Use a multiple of 4."
 
     def size(self, device: str) -> Size:
-        """The network on a device, with what the flags say otherwise."""
+        """The network for a device, as modified by the flags."""
         given = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(Size)}
         return dataclasses.replace(SIZES[device], **{name: value for name, value in given.items() if value is not None})
 
@@ -173,7 +173,7 @@ class Demo:
         ]
 
     def start_first_run(self) -> subprocess.Popen[bytes]:
-        """Starts training with TP 2 x PP 2, or as much of it as there are GPUs for, under torchrun."""
+        """Starts training with TP 2 x PP 2, or as far as the GPUs suffice, under torchrun."""
         launcher = [
             *("-m", "torch.distributed.run", "--nproc-per-node", self.ranks, "--master-addr", "127.0.0.1"),
             *("--master-port", free_port(), ROOT / "pretrain_gpt.py"),
@@ -187,7 +187,7 @@ class Demo:
         call(python(core_count(), ROOT / "pretrain_gpt.py", *self.layout_flags(1, 1), *self.training_flags("resumed")))
 
     def layout_flags(self, tensor: int, pipeline: int) -> list[object]:
-        """The flags of a layout; a pipeline has as many micro batches as keep its stages busy."""
+        """The flags of a layout; a pipeline gets enough micro batches to keep its stages busy."""
         micro_batch_size = self.size.global_batch_size // (4 if pipeline > 1 else 1)
         sizes = ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
         return [*sizes, "--micro-batch-size", micro_batch_size]
@@ -300,7 +300,7 @@ def show_samples(demo: Demo) -> None:
 
 
 def whole_sentences(text: str) -> str:
-    """A text without the sentence that the limit of tokens has cut."""
+    """A text without the sentence that was cut off by the limit on tokens."""
     end = max(text.rfind(mark) for mark in ".!?")
     return text[: end + 1] if end >= 0 else text
 

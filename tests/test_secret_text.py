@@ -188,6 +188,6 @@ def test_addresses_of_a_command_line_and_of_groups_are_guarded() -> None:
     assert [reveal(entry.prefix) for entry in group.entries] == [ADDRESS, "plain"]
     assert "s3same" not in repr(group)
     text = guarded("a: 1 0:1 mongodb://u:s3,same@h/db, 1 0:1 x")
-    with pytest.raises(ConfigError, match=r"mongodb://u:\*\*\*@h/db.*holds a comma or a blank.*Write %2C") as caught:
+    with pytest.raises(ConfigError, match=r"mongodb://u:\*\*\*@h/db.*contains a comma or a blank.*Write %2C") as caught:
         read_weighted_group(text, "--train-weighted-split-paths")
     assert "same" not in str(caught.value)

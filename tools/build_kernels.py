@@ -34,7 +34,7 @@ class BuildFlags(ConfigSection):
     architectures: str = flag("80,90,100", "compute capabilities of GPUs, such as 90 for H100 and H200")
     native: bool = flag(False, "code for the CPU of this machine only, which compiles three times as fast")
     jobs: int | None = flag(None, "compilers that run at the same time; one per core if not given", at_least=1)
-    time_limit: int = flag(1800, "seconds after which the build is given up", at_least=1)
+    time_limit: int = flag(1800, "seconds after which the build is aborted", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,9 +3,9 @@
     python tools/chat.py --load checkpoints/chat
     echo "What is the capital of Turkey?" | python tools/chat.py --load checkpoints/chat --greedy
 
-Answers appear as they are generated; Ctrl-C stops one, Ctrl-D ends the conversation. At the prompt, /reset forgets what
-was said, /system TEXT sets the instructions (and begins anew), /quit ends; //help asks the question "/help". Without a
-terminal, every line of standard input is a question. Under torchrun, --tensor-model-parallel-size and
+Answers appear as they are generated; Ctrl-C stops one, Ctrl-D ends the conversation. At the prompt, /reset clears the
+conversation, /system TEXT sets the instructions (and starts over), /quit ends; //help asks the question "/help".
+Without a terminal, every line of standard input is a question. Under torchrun, --tensor-model-parallel-size and
 --pipeline-model-parallel-size split the network over several processes, of which the first talks.
 """
 
@@ -98,7 +98,7 @@ def talk(conversation: Conversation) -> None:
     for number in itertools.count(1):
         try:
             line = _ask(is_terminal, number)
-        except DataError as failure:  # the next line may be better
+        except DataError as failure:  # the next line may be valid
             log.error(str(failure))
             continue
         text = None if line is None else line.strip()
@@ -111,7 +111,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def _obey(text: str, conversation: Conversation) -> None:
-    """Does what a command says, or says why not."""
+    """Executes a command, or says why not."""
     command, rest = (part.strip() for part in (text.split(maxsplit=1) + [""])[:2])
     if command in ("/quit", "/reset") and rest:
         log.error(f"{command} takes no text. Write {command} alone, or /{text} to ask that.")
@@ -141,7 +141,7 @@ def _answer(conversation: Conversation, question: str) -> None:
     if stops:
         log.info("(stopped)")
     elif conversation.was_cut:
-        log.info("(cut off: no more tokens were allowed; see --max-new-tokens and the model's positions)")
+        log.info("(cut off by the limit on tokens; see --max-new-tokens and the model's positions)")
     if conversation.left_out:
         log.info(f"({conversation.left_out} earlier messages were left out: the model has too few positions)")
 

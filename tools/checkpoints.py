@@ -13,10 +13,10 @@
 `list` reads no tensors. `inspect` shows what is in a checkpoint of any layout, and how two of them differ: 77 is the
 exit code if a tensor does. `verify` reads every byte of the newest checkpoint, or of those that are asked for. `copy`
 compares every byte with its digest on the way, and never replaces another checkpoint. `average` writes the mean of the
-weights of checkpoints of one network, in any layouts: text is generated from it as it is, and training continues from
-it with --finetune. `prune` deletes what the same flags of pretrain_gpt.py would not keep, but only after it has read
-every byte of the newest checkpoint; it refuses the folder of a run that is running. Memory does not grow with the size
-of the checkpoints. The exit code is 74 if a checkpoint is damaged or a folder cannot be used.
+weights of checkpoints of one network, in any layouts: text can be generated from it directly, and training continues
+from it with --finetune. `prune` deletes what the same flags of pretrain_gpt.py would not keep, but only after it has
+read every byte of the newest checkpoint; it refuses the folder of a run that is running. Memory does not grow with the
+size of the checkpoints. The exit code is 74 if a checkpoint is damaged or a folder cannot be used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FolderFlags(ConfigSection):
-    """Flags of every command."""
+    """Flags of all commands."""
 
     load: str = flag(
         help="folder of checkpoints, or one checkpoint; the flag's name may be left out", path=PathUse.FOLDER
@@ -89,16 +89,16 @@ class VerifyFlags(FolderFlags):
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if self.all and self.steps:
-            yield "--all verifies every checkpoint, and --steps names some. Drop one of them."
+            yield "--all verifies every checkpoint, --steps only some. Drop one of them."
 
 
 @dataclass(frozen=True)
 class PruneFlags(FolderFlags):
     """Flags of `prune`."""
 
-    keep_last: int = flag(help="number of the newest checkpoints that are kept", at_least=1)
-    keep_every: int | None = flag(None, "checkpoints whose step is a multiple of this are kept, too", at_least=1)
-    keep_best: bool = flag(False, "the checkpoint with the lowest validation loss is kept, too")
+    keep_last: int = flag(help="number of newest checkpoints to keep", at_least=1)
+    keep_every: int | None = flag(None, "also keep checkpoints whose step is a multiple of this", at_least=1)
+    keep_best: bool = flag(False, "also keep the checkpoint with the lowest validation loss")
     dry_run: bool = flag(False, "only say what would be deleted")
 
 
@@ -106,7 +106,7 @@ class PruneFlags(FolderFlags):
 class CopyFlags(FolderFlags):
     """Flags of `copy`."""
 
-    save: str = flag(help="folder that receives the copy; the flag's name may be left out", path=PathUse.FOLDER)
+    save: str = flag(help="destination folder; the flag's name may be left out", path=PathUse.FOLDER)
     step: int | None = flag(None, "which checkpoint to copy; the newest if unset", at_least=0)
 
 
@@ -122,14 +122,14 @@ class AverageFlags(ConfigSection):
     save: str = flag(help="folder to write the checkpoint to; it must hold none", path=PathUse.FOLDER)
     last: int | None = flag(None, "average this many of the newest checkpoints of one folder", at_least=2)
     coefficients: tuple[float, ...] = flag(
-        (), "how much each checkpoint counts, in the same order; only their ratios matter; all the same if unset",
+        (), "how much each checkpoint counts, in the same order; only their ratios matter; all equal if unset",
         nargs="+", above=0,
     )  # fmt: skip
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if self.last is not None and len(self.load) != 1:
-            yield f"--last {self.last} takes the checkpoints of one folder, and {len(self.load)} are given."
+            yield f"--last {self.last} takes the checkpoints of one folder, but {len(self.load)} were given."
         if self.last is None and len(self.load) == 1:
             yield f"a mean needs two checkpoints, and only {self.load[0]} is given. Give more, or --last N."
         count = self.last or len(self.load)
@@ -181,7 +181,7 @@ def _list(flags: ListFlags) -> int:
 
 
 def _say_best(entries: Sequence[ListedCheckpoint]) -> None:
-    """Names the checkpoint with the lowest validation loss, where that is not the one which --load would take."""
+    """Names the checkpoint with the lowest validation loss, unless it is the one that --load would take."""
     known = [entry for entry in entries if entry.summary is not None and not entry.problem]
     rated = [(entry.summary.validation_loss, -entry.step, entry.path) for entry in known if entry.summary is not None]
     losses = [(loss, step, path) for loss, step, path in rated if loss is not None]

@@ -43,7 +43,7 @@ NEEDED = (
     ("jinja2", "3.1.6", "chat templates"),
     ("tqdm", "4.66", "progress bars"),
 )
-FASTER = (("gigatoken", "0.10", "makes preprocessing several times faster"),)
+FASTER = (("gigatoken", "0.10", "speeds up preprocessing several times"),)
 OPTIONAL = (
     ("matplotlib", "plot", "loss curves as pictures"),
     ("pyarrow", "data", "Parquet input"),

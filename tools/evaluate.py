@@ -5,7 +5,8 @@
 
 Kinds of tasks: perplexity, lambada, cloze, multiple_choice, exact_match. Every figure has a standard error. The unigram
 and bigram baselines are fitted to --train-data, or to the `train` file of a task. Under torchrun,
---tensor-model-parallel-size and --pipeline-model-parallel-size split the network; further processes share the items.
+--tensor-model-parallel-size and --pipeline-model-parallel-size split the network; the remaining processes share the
+items.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class EvaluateFlags(ConfigSection):
     tasks: str | None = flag(None, "YAML or JSON file of tasks, see docs/evaluation.md", path=PathUse.SMALL_FILE)
     task: str | None = flag(None, "kind of a single task, in place of --tasks")
     data: str | None = flag(None, "file of the single task", path=PathUse.PREFIX)
-    set: tuple[str, ...] = flag((), "further keys of the single task, each as key=value", nargs="*")
+    set: tuple[str, ...] = flag((), "additional keys of the single task, each as key=value", nargs="*")
     train_data: str | None = flag(
         None,
         "text, jsonl or token file that the unigram and bigram baselines are fitted to, for tasks without `train`",
@@ -107,7 +108,7 @@ def _tasks(flags: EvaluateFlags) -> list[Task]:
 
 
 def _value(text: str) -> Any:
-    """A value of --set: JSON where it is JSON, else the text itself."""
+    """A value of --set: parsed as JSON if possible, else the text itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -138,7 +139,7 @@ def _run(flags: EvaluateFlags, given: Mapping[str, Any], tasks: Sequence[Task], 
             log.line(text)
         if failure is not None:
             failures.append(failure)
-            log.info(f"the task {outcome.title} failed, and the next one runs: {failure}")
+            log.info(f"the task {outcome.title} failed; continuing with the next one: {failure}")
         if flags.output is not None:
             run_on_first(mesh, lambda: write_results(Path(str(flags.output)), about, outcomes))
     if flags.output is not None:
@@ -164,7 +165,7 @@ def _options(flags: EvaluateFlags, loaded: LoadedModel) -> TaskOptions:
 
 
 def _about(flags: EvaluateFlags, loaded: LoadedModel) -> dict[str, Any]:
-    """What is evaluated and how, for the file of results."""
+    """What is evaluated and how, for the results file."""
     from dataclasses import asdict
 
     from megatron.tokenizers.record import TokenizerRecord

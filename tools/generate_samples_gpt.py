@@ -7,9 +7,9 @@
 The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
 --num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
 with 0) and without --sample-input-file, prompts are read from the terminal. Texts are computed side by side, as many as
---micro-batch-size; which these are does not change them. A file of texts has its name once it is complete; until
-then they are in one that ends in .partial. Under torchrun, --tensor-model-parallel-size and
---pipeline-model-parallel-size spread the network over several processes.
+--micro-batch-size; which these are does not change them. The output file gets its name when it is complete; until then
+its name ends in .partial. Under torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size spread the
+network over several processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GenerateFlags(BeamFlags):
         0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
     num_return_sequences: int = flag(
-        1, "number of texts for each prompt; of beams the best", at_least=1, at_most=1024,
+        1, "number of texts for each prompt; with beam search, the best ones", at_least=1, at_most=1024,
         spelled=("--num_return_sequences",),
     )  # fmt: skip
     genfile: str | None = flag(
@@ -295,7 +295,7 @@ def _records(generator: Generator, prompts: Sequence[str] | None) -> Iterator[di
 
 
 def _interact(generator: Generator) -> None:
-    """Continues prompts from standard input until its end (Ctrl-D).
+    """Continues prompts from standard input until end of file (Ctrl-D).
 
     Raises:
         ConfigError: the input is not a terminal and contains no prompt.
@@ -327,7 +327,7 @@ def _interact(generator: Generator) -> None:
             for record in generator.records([prompt], index):
                 if speaks:
                     log.text(f"{prompt}{record['text']}\n")
-        except (ConfigError, DataError) as failure:  # it is too long, or no text; the next one may fit
+        except (ConfigError, DataError) as failure:  # it is too long, or not text; the next one may fit
             if speaks:
                 log.error(str(failure))
         index += 1
@@ -348,7 +348,7 @@ def _ask(number: int) -> str | dict[str, str] | None:
 
 def _write(generator: Generator, path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes records as they are generated, one JSON object per line, on rank 0; the other ranks only generate. The
-    file has its name once it is complete; until then, and if the work ends before, they are in `_partial`.
+    file gets its name when it is complete; until then, and if the work is interrupted, records are in `_partial`.
 
     Raises:
         StorageError: the file cannot be written.
@@ -401,7 +401,7 @@ def _output(flags: GenerateFlags) -> Path | None:
 
 
 def _check_output(path: Path, prompts: str | None) -> None:
-    """Checks that the output can be written, before the work whose result it will hold.
+    """Checks that the output can be written, before any work is done.
 
     Raises:
         ConfigError: it is the file of prompts, which it would replace.

@@ -5,9 +5,9 @@
     python tools/launch.py --slurm --devices-per-node 8 -- pretrain_gpt.py FLAGS            (in a batch script)
     python tools/launch.py --hosts 'node[003-007,011]' --devices-per-node 8 --dry-run -- pretrain_gpt.py FLAGS
 
-What is wrong with the flags or the layout is said before anything starts. --dry-run prints the command of each node. If
+Problems with the flags or the layout are reported before anything starts. --dry-run prints the command of each node. If
 a rank or a host fails, the others are ended. Ctrl-C lets the ranks save; a second one kills them. The exit code is that
-of the run: 75 can be started again, 77 is not a number; see docs/launching.md.
+of the run: 75 means that it can be started again, 77 bad numerics; see docs/launching.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     words = list(sys.argv[1:] if argv is None else argv)
     if "--" not in words and any(word.endswith(".py") for word in words):
-        raise ConfigError("the program comes after --: tools/launch.py FLAGS -- pretrain_gpt.py ITS FLAGS")
+        raise ConfigError("the program must follow --: tools/launch.py FLAGS -- pretrain_gpt.py ITS FLAGS")
     end = words.index("--") if "--" in words else len(words)
     request = parse_flags(LaunchRequest, words[:end], prog="launch.py", description=__doc__ or "")
     return launch(request, words[end + 1 :], str(Path(__file__).resolve()))

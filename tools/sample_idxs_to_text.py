@@ -6,11 +6,11 @@ r"""Shows the text of the training samples in a range, for instance to investiga
         --seq-length 2048 --data-path my-gpt2_text_document --vocab-file vocab.json --merge-file merges.txt
 
 The sample order comes from the checkpoint in --load, from that of the run in --run-dir, or is planned from the
-trainer's flags, which must then be those of training: data, split, seed, sequence length and number of samples. Give
-the new paths of moved files with the trainer's flags. After N consumed samples, sample N came next.
+trainer's flags, which must then be the same as in training: data, split, seed, sequence length and number of samples.
+Give the new paths of moved files with the trainer's flags. After N consumed samples, sample N came next.
 
 Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text; of a masked
-sample the text as it was shown, and for each hidden token its place and what it was. With --print-text or
+sample the text as the network saw it, and for each hidden token its position and original text. With --print-text or
 --print-tokens it writes upstream's plain lines instead: the sample index and its text or tokens.
 """
 

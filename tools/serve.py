@@ -39,7 +39,7 @@ class ServeFlags(SamplingFlags):
     load: str = flag(
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
-    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 allows other machines to connect")
     port: int = flag(4000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
     served_model_name: str | None = flag(
         None, "name by which clients ask for the model; by default the name of the folder of checkpoints"
@@ -57,16 +57,18 @@ class ServeFlags(SamplingFlags):
         (), "origins of web pages that may use the server, like https://example.org; * allows all", nargs="+"
     )
     allowed_host: tuple[str, ...] = flag(
-        (), "further names by which a server on the loopback may be addressed, as behind a proxy", nargs="+"
+        (),
+        "additional names by which a server on the loopback may be addressed, for instance behind a proxy",
+        nargs="+",
     )
-    max_sequences: int = flag(32, "answers that are computed at the same time; others wait", at_least=1)
-    max_queue: int = flag(1024, "answers that may wait or be computed before requests are refused", at_least=1)
-    max_choices: int = flag(64, "answers of one request", at_least=1)
+    max_sequences: int = flag(32, "answers computed at the same time; others wait", at_least=1)
+    max_queue: int = flag(1024, "answers that may be waiting or in progress before requests are refused", at_least=1)
+    max_choices: int = flag(64, "answers per request", at_least=1)
     max_new_tokens: int | None = flag(
         None, "most tokens of one answer; by default what the model's positions allow", at_least=1
     )
     max_body_bytes: int = flag(1 << 20, "size of a request", at_least=1)
-    max_connections: int = flag(512, "connections that are open at the same time", at_least=1)
+    max_connections: int = flag(512, "simultaneous connections", at_least=1)
     request_seconds: float = flag(600.0, "time for one request, waiting included", above=0)
     grace_seconds: float = flag(20.0, "time for running requests after SIGTERM or Ctrl-C", at_least=0)
     temperature: float = flag(0.9, "divisor of the logits, for /generate; 0 means --greedy", at_least=0)
@@ -157,15 +159,15 @@ def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:
 
 
 def _access(flags: ServeFlags) -> Access:
-    """Who may use the server; warns if that is everybody."""
+    """Who may use the server; warns if anyone may."""
     from megatron import device
     from megatron.inference.serve.access import TOKEN_VARIABLE, Access, allowed_hosts, is_loopback, read_token
 
     token = read_token(flags.token_file, device.environment(TOKEN_VARIABLE))
     if token is None and not is_loopback(flags.host):
         log.warning(
-            f"--host {flags.host} lets other machines in, and no token is required: whoever reaches port {flags.port} "
-            f"may use this server. Give --token-file FILE, or set {TOKEN_VARIABLE}."
+            f"--host {flags.host} allows other machines to connect, and no token is required: anyone who can reach "
+            f"port {flags.port} may use this server. Give --token-file FILE, or set {TOKEN_VARIABLE}."
         )
     return Access(token, flags.cors_origin, allowed_hosts(flags.host, flags.allowed_host))
 

@@ -72,7 +72,7 @@ class TrainTokenizerFlags(ConfigSection):
     seed: int = flag(1234, "seed of --max-documents", at_least=0)
     document_separator: str | None = flag(
         None,
-        r"what ends a document in .txt files, a newline (\n) unless given; with it, standard input is plain text too",
+        r"separator of documents in .txt files, a newline (\n) by default; if given, standard input is plain text too",
     )
     on_bad_line: str = flag("error", "invalid lines: error stops the run, skip drops them", choices=("error", "skip"))
 

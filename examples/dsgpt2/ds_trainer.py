@@ -1,6 +1,6 @@
 """Pretrains and fine-tunes dsGPT2's networks with its own flags: `pretrain_gpt.py` on documents in a database.
 
-Every flag of `pretrain_gpt.py` may stand beside dsGPT2's, so it runs in every layout.
+Flags of `pretrain_gpt.py` may be mixed with dsGPT2's, so it runs in every layout.
 """
 
 from __future__ import annotations

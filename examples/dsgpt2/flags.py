@@ -1,4 +1,4 @@
-"""The command line of dsGPT2's `ds_trainer.py`, in the words of the trainer.
+"""The command line of dsGPT2's `ds_trainer.py`, as flags of the trainer.
 
 Source: jisngprk/dsGPT2, README.md and arguments.py; the preferred optimizer settings are from its ds_config files.
 """

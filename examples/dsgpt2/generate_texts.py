@@ -2,8 +2,8 @@
 
     python examples/dsgpt2/generate_texts.py --output-folder dsgpt2-demo/raw
 
-`web.jsonl` and `news.jsonl` hold documents, some of them too short or there twice, as cleaning expects; `chat.jsonl`
-holds a question and its answer in a line. The same flags give the same bytes.
+`web.jsonl` and `news.jsonl` hold documents, some of them too short or duplicated, for cleaning to remove; `chat.jsonl`
+holds a question and its answer per line. The same flags give the same bytes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _CAPITALS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
 class TextFlags(ConfigSection):
     """Flags of this program."""
 
-    output_folder: str = flag(help="folder of the three files; made if missing", path=PathUse.FOLDER)
+    output_folder: str = flag(help="folder for the three files; created if missing", path=PathUse.FOLDER)
     documents: int = flag(2000, "documents of each of the two collections", at_least=10)
     seed: int = flag(1234, "of the draw")
 

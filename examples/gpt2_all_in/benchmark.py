@@ -1,10 +1,10 @@
-"""GPT2-ALL-IN's benchmarks of a checkpoint, beside closed-form baselines.
+"""GPT2-ALL-IN's benchmarks of a checkpoint, next to closed-form baselines.
 
     python benchmark.py --task wikitext103 --model logs/gentle_lovelace-26112211 --dev
     python benchmark.py --task benchmark_all --model checkpoints/gpt2
 
-What is shown, the numbers and five mistakes of each task, is also in logs/benchmark/TIME.log, and as JSON beside it.
-The tasks read the small files of examples/evaluation unless --data names another, or --tasks a list of tasks as
+The output, the figures and five mistakes of each task, is also in logs/benchmark/TIME.log, and as JSON next to it. The
+tasks read the small files of examples/evaluation unless --data names another, or --tasks a list of tasks as
 docs/evaluation.md describes it. Flags of pretrain_gpt.py may follow; tools/evaluate.py does the work.
 """
 

@@ -1,4 +1,4 @@
-"""GPT2-ALL-IN's `train.py --config NAME.json` as words of the trainer's command line.
+"""GPT2-ALL-IN's `train.py --config NAME.json` as flags of the trainer.
 
 A file has three entries: `dataset`, `model` and `trainer`. Their fields and defaults are GPT2-ALL-IN's; unlike
 there, a key that is unknown, of another type or out of its bounds is refused, and the width of the feed-forward layers
@@ -113,9 +113,9 @@ class AllInOneTrainer(ConfigSection):
     )
     ckpt_path: str = flag("./logs", "folder of the runs' checkpoints", path=PathUse.FOLDER)
     log_path: str = flag("./logs", "folder of the runs", path=PathUse.FOLDER)
-    device: str = flag("auto", "what the file was written for; the device is picked automatically",
+    device: str = flag("auto", "device the file was written for; the device is chosen automatically",
                        choices=("auto", "cpu", "cuda"))  # fmt: skip
-    n_workers: int = flag(4, "more than 0 reads ahead in the background", at_least=0)
+    n_workers: int = flag(4, "values above 0 read ahead in the background", at_least=0)
     batch_size: int = flag(64, "samples of a forward pass", at_least=1)
     lr: float = flag(6.25e-5, "learning rate", above=0)
     optimizer: str = flag("Adam", "Adam without weight decay, or AdamW", choices=tuple(_WEIGHT_DECAY))
@@ -202,7 +202,7 @@ class AllInOneFlags(ProgramFlags):
     config: str = flag("cpu.json", "JSON file with dataset, model and trainer; a name is looked up in the example's "
                        "configs as well", path=PathUse.SMALL_FILE)  # fmt: skip
     resume: str | None = flag(
-        None, "folder of a run, which goes on from its newest checkpoint; --config is not read", path=PathUse.FOLDER
+        None, "folder of a run to continue from its newest checkpoint; --config is not read", path=PathUse.FOLDER
     )
 
     def words(self) -> list[str]:
@@ -234,16 +234,16 @@ class AllInOneFlags(ProgramFlags):
             return given
         if not (shipped / given).exists():
             names = ", ".join(sorted(path.name for path in shipped.glob("*.json")))
-            raise ConfigError(f"--config {given} is neither here nor in {shipped}, which has {names}.")
+            raise ConfigError(f"--config {given} is neither in this folder nor in {shipped}, which has {names}.")
         return shipped / given
 
     def text(self) -> AllInOneFile | None:
-        """The file, if its data set is text of which token files are made first."""
+        """The file, if its dataset is text that must first become token files."""
         file = None if self.resume is not None else read_all_in_one(self.path)
         return file if file is not None and file.text_folder is not None else None
 
     def wanted_device(self) -> str:
-        """What the file says of the device: auto, cpu or cuda."""
+        """The device in the file: auto, cpu or cuda."""
         return "auto" if self.resume is not None else read_all_in_one(self.path).trainer.device
 
 
@@ -312,7 +312,7 @@ def _value(wanted: Flag, value: Any) -> Any:
 
 
 def _bounds_text(flag_of_key: Flag, value: Any) -> str:
-    """What a value had to be, for a field that it is out of bounds of."""
+    """What a value that is out of bounds had to be."""
     facts = flag_of_key.facts
     if facts.choices:
         return f"must be one of {_listed(facts.choices)}, not {shown_value(value)}."
@@ -333,7 +333,7 @@ def _unknown(key: str, section: str, known: Sequence[str]) -> str:
 
 
 def _resumed_words(run: Path) -> list[str]:
-    """The words of a run that goes on in its folder, wherever that is now."""
+    """The flags of a run that continues in its folder, wherever that is now."""
     if not (run / "config.json").is_file():
         raise ConfigError(f"--resume {run} is not the folder of a run: it holds no config.json.")
     if not (run / "ckpt").is_dir():

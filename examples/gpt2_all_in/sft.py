@@ -4,7 +4,7 @@
     python sft.py --model checkpoints/gpt2 --data chat.jsonl
 
 The result is in logs/SFT/NAME: ckpt, tb, config.json, and hf, with a model directory that transformers loads. The same
-command goes on where it was interrupted. Any flag of pretrain_gpt.py may follow and wins.
+command continues where it was interrupted. Any flag of pretrain_gpt.py may follow and wins.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SftFlags(ProgramFlags):
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if (self.data is None) is not self.dev:
-            yield "Give either --data FILE, the chat pairs, or --dev, which brings its own."
+            yield "Give either --data FILE, the chat pairs, or --dev, which has its own."
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""GPT2-ALL-IN's trainer: a JSON file with dataset, model and trainer in, a named run folder out.
+"""GPT2-ALL-IN's trainer: from a JSON file with dataset, model and trainer to a named run folder.
 
     python train.py --config cpu.json
     python train.py --resume logs/gentle_lovelace-26112211

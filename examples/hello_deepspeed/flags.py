@@ -37,7 +37,7 @@ HPARAMS = "hparams.json"
 RUN_FILES = RunFileNames("githash.log", "gitdiff.log", HPARAMS, commit_is_alone=True)
 _NUM_ITERATIONS = 10_000
 _PREPARED = "prepared"
-# What a continued experiment may do differently; all else it takes from hparams.json.
+# What a continued experiment may change; everything else comes from hparams.json.
 _MAY_CHANGE = ("checkpoint_every", "log_every", "local_rank", "num_iterations", "dtype")
 _PLACES = ("checkpoint_dir", "load_checkpoint_dir")
 
@@ -102,7 +102,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
 
     def complete(self) -> None:
         if self.dataset is not None and os.path.exists(self.dataset):
-            self.set_derived("dataset", os.path.abspath(self.dataset))  # an experiment goes on from any folder
+            self.set_derived("dataset", os.path.abspath(self.dataset))  # an experiment can be continued from any folder
 
     def problems(self) -> Iterator[str]:
         if (self.checkpoint_dir is None) == (self.load_checkpoint_dir is None):
@@ -197,7 +197,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
 class HelloDeepSpeedEngineFlags(HelloDeepSpeedFlags):
     """The flags of train_bert_ds.py."""
 
-    dtype: str = flag("bf16", "what the network computes in", choices=("fp32", "bf16", "fp16"))
+    dtype: str = flag("bf16", "dtype of the computation", choices=("fp32", "bf16", "fp16"))
 
     @property
     def program(self) -> Program:
@@ -211,7 +211,7 @@ class HelloDeepSpeedEngineFlags(HelloDeepSpeedFlags):
 
 
 def continued(flags: HelloDeepSpeedFlags) -> HelloDeepSpeedFlags:
-    """The flags of the experiment in --load_checkpoint_dir, with as many iterations as the larger of both asks for.
+    """The flags of the experiment in --load_checkpoint_dir, with the larger of both numbers of iterations.
 
     Flags of a new experiment are returned as they are.
 

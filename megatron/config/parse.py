@@ -14,7 +14,7 @@ from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import LEARNED, PositionFields
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
 from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
-from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.command_line import CommandLineReading, read_command_line
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.flags.program import NO_PROGRAM, Program
@@ -202,6 +202,46 @@ def read_flags(
     reading = read_command_line(
         flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=_epilog(legacy), hidden=list(legacy)
     )
+    merged = _merge(reading, flags, own, program)
+    refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, merged.values)
+    values, group_problems = read_group_files(merged.values)
+    values = _with_positions(_with_counts(own, values))
+    sections, section_problems, wrong = _build_sections(own, values, merged.provenance, merged.broken)
+    problems = [*merged.problems, *refusals, *group_problems, *section_problems]
+    notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
+    if not problems:
+        notices += [*_partition_notices(sections["parallel"]), *_idle_notices(sections["model"], values)]
+        notices += masking_notices(sections["loss"], sections["masking"], values)
+        notices += _decay_notices(sections["optim"])
+    return RequestDraft(sections, merged.provenance, (*problems,), (*notices,), frozenset(wrong), (*remarks,), program)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """The value of each field that anything sets, by destination, and which source it comes from."""
+
+    values: dict[str, Any]
+    provenance: dict[str, str]
+    problems: list[str]
+    notices: list[str]
+    broken: set[str]
+
+
+def _merge(
+    reading: CommandLineReading, flags: Mapping[str, Flag], own: Mapping[str, Flag], program: Program
+) -> _Merged:
+    """Decides which source sets a field. The order of precedence, from the weakest source to the strongest:
+
+    1. the field's default;
+    2. the program's defaults, except those to which one of the sources below sets an alternative (`_ALTERNATIVES`);
+    3. `--deepspeed_config`, which may not contradict the sources below (the exceptions are in `governed_values`);
+    4. `--model-preset`, without its length of training if --epochs is given;
+    5. `--config`;
+    6. the command line;
+    7. the program's decisions, which nothing may contradict.
+
+    Shorthands are expanded within their source first.
+    """
     file = FileReading()
     if "files.config" in reading.values:
         file = read_config_file(reading.values["files.config"], flags, _SECTIONS)
@@ -212,33 +252,26 @@ def read_flags(
     )
     if "finetuning.epochs" in {**by_file, **given}:
         by_preset = {name: value for name, value in by_preset.items() if name not in _LENGTHS}
-    values = {**by_preset, **by_file, **given}
-    problems = [*reading.problems, *file.problems, *preset.problems, *contradictions]
-    broken = reading.broken | file.broken | preset.broken
-    governed = DeepSpeedReading()
-    if "parallel.deepspeed_config" in values:
-        governed = governed_values(values["parallel.deepspeed_config"], own, values, preferred)
-        given, values, broken = governed.applied(given, values, broken)
-        problems += governed.problems
-    sources = {**dict.fromkeys(values, FILE), **dict.fromkeys(by_preset, PRESET), **dict.fromkeys(by_file, FILE)}
-    sources.update(dict.fromkeys(given, GIVEN))
-    values, unknown, renamed = program.with_known_names(values, by_file.keys() - given.keys())
-    provenance = {name: sources.get(name, DEFAULT) if name in values else DEFAULT for name in own}
-    values = {**_preferred(preferred, {name for name, value in governed.values.items() if value}), **values}
-    refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, values)
-    notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices, *renamed]
+    asked, governed = {**by_preset, **by_file, **given}, DeepSpeedReading()
+    if "parallel.deepspeed_config" in asked:
+        governed = governed_values(asked["parallel.deepspeed_config"], own, asked, preferred)
+    known, unknown, renamed = program.with_known_names(asked, by_file.keys() - given.keys())
+    by_file = {name: value for name, value in by_file.items() if name in known}
+    preferred = _preferred(preferred, {name for name, value in governed.values.items() if value})
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    layers = (DEFAULT, preferred), (FILE, governed.values), (PRESET, by_preset), (FILE, by_file), (GIVEN, given)
+    for source, layer in layers:
+        taken = {name: value for name, value in layer.items() if name not in governed.overruled}
+        values |= taken
+        sources |= dict.fromkeys(taken, source)
+    problems = [*reading.problems, *file.problems, *preset.problems, *contradictions, *governed.problems, *unknown]
     for name, word in program.decided.items():
         problems += _disagreement(own[name], word, values.get(name, word))
-        values[name], provenance[name] = word, GIVEN
-    values, group_problems = read_group_files(values)
-    values = _with_positions(_with_counts(own, values))
-    sections, section_problems, wrong = _build_sections(own, values, provenance, broken)
-    problems += [*refusals, *unknown, *group_problems, *section_problems]
-    if not problems:
-        notices += [*_partition_notices(sections["parallel"]), *_idle_notices(sections["model"], values)]
-        notices += masking_notices(sections["loss"], sections["masking"], values)
-        notices += _decay_notices(sections["optim"])
-    return RequestDraft(sections, provenance, (*problems,), (*notices,), frozenset(wrong), (*remarks,), program)
+        values[name], sources[name] = word, GIVEN
+    provenance = {name: sources.get(name, DEFAULT) for name in own}
+    broken = reading.broken | file.broken | preset.broken | governed.broken
+    return _Merged(values, provenance, problems, [*governed.notices, *renamed], broken)
 
 
 def flag_table() -> list[tuple[str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""Saves a run, at once or in the background: the record of its checkpoints, and the handling of failed saves."""
+"""Saves a run, synchronously or in the background: the record of its checkpoints, and the handling of failed saves."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatron.tokenizers.record import TokenizerRecord
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.run import Run
 
-# What parts keep outside of the entry `parts`, where older versions look for it.
+# Entries of parts that are not under `parts`, because older versions look for them elsewhere.
 _RECORD_FIELDS_OF_PARTS = ("recent", "passed_batches")
 
 
 def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) -> BackgroundWriter | None:
-    """What saves a run in the background; None for a run that saves at once, or not at all; collective.
+    """The writer that saves a run in the background; None for a run that saves synchronously or not at all; collective.
 
-    Unless the user asked for it, a run saves at once where memory is short.
+    Unless the user asked for it, a run saves synchronously where memory is short.
 
     Raises:
         ConfigError: the user did, and a copy of the state does not fit into host memory.
@@ -65,7 +65,7 @@ def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) 
 
 
 def _reserve(writer: BackgroundWriter, size_bytes: int, mesh: ParallelMesh) -> str | None:
-    """Takes the memory for the copies of this rank; why some rank does not get it, if so; collective."""
+    """Allocates the memory for the copies of this rank; returns why some rank did not get it, if so; collective."""
     try:
         writer.reserve(size_bytes)
         refused = ""
@@ -148,7 +148,7 @@ class Saves:
         writer.stall_seconds = waited_seconds + time.monotonic() - began_at
 
     def note_outcome(self, run: Run) -> None:
-        """Notes how the save in the background ended, if it has ended since the last call; not collective.
+        """Notes how the save in the background ended, if it ended since the last call; not collective.
 
         A storage failure is reported; after the last one that is tolerated in a row, or any other failure, the run must
         stop, see `Stopping.decide`.
@@ -209,7 +209,7 @@ class Saves:
         self.saved_step = run.progress.step
 
     def _noted(self, run: Run, step: int, failure: StorageError, *, must_succeed: bool = False) -> StorageError | None:
-        """Records a save that the file system refused; what the run ends with, or None if training continues.
+        """Records a save that the file system refused; the error that ends the run, or None if training continues.
 
         All ranks take the same decision, since a save fails on all of them.
         """

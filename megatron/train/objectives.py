@@ -96,7 +96,7 @@ def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
 def samples_to_learn(
     dataset: SampleDataset, config: RunConfig, tokenizer: Tokenizer, length: int | None = None
 ) -> SampleDataset:
-    """A data set as the objective wants it: with random prefixes, or as it is.
+    """A dataset as the objective needs it: with random prefixes, or unchanged.
 
     Args:
         length: how many tokens of each sample a curriculum uses; prefixes are drawn within them. None for all.

@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # their methods are given the run
 
 @dataclass
 class Run:
-    """What a run consists of. Of these only `progress` is assigned: after a step, and when that turns out a bad one."""
+    """What a run consists of. Only `progress` is ever reassigned: after a step, and when that turns out to be a bad
+    one.
+    """
 
     config: RunConfig
     mesh: ParallelMesh

@@ -103,7 +103,7 @@ class RunData:
 
 
 def with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) -> RunConfig:
-    """Gives a run of --epochs its length, for which the training data are counted; collective over the mesh."""
+    """Gives a run of --epochs its length, by counting the training data; collective over the mesh."""
     if config.finetuning.epochs is None or config.evaluation.eval_only:
         return config
     request = _data_request(config, tokenizer)

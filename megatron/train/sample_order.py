@@ -69,7 +69,7 @@ class SampleOrder:
         if optim.train_iters is None and not optim.is_counted_in_samples:
             raise ConfigError(
                 "The order of samples depends on how many are planned. Give --train-samples (or --train-iters and "
-                "--global-batch-size) as training had it, or a checkpoint with --load."
+                "--global-batch-size) as in training, or a checkpoint with --load."
             )
         if optim.train_samples is None:
             counted = "--train-iters" if optim.train_tokens is None else "--train-tokens"
@@ -87,8 +87,9 @@ class TrainedSample:
     Args:
         number: index in the order of the run, from 0; equal to the samples consumed before it.
         source: data prefix that it comes from.
-        tokens: the inputs and, one further, the labels; of a masked sample only the inputs, as they are shown.
-        hidden: place and token of everything that a masked sample hides.
+        tokens: the inputs and, shifted by one, the labels; of a masked sample only the inputs, as the network sees
+            them.
+        hidden: position and token of everything that a masked sample hides.
 
     Shapes:
         tokens: int64 [s + 1], of a masked sample [s].
@@ -114,7 +115,7 @@ def with_known_batch(optim: OptimRequest, flag: str, sequence_length: int) -> Op
     if optim.global_batch_size is None:
         raise ConfigError(
             f"{flag} counts steps, and how many samples a step had depends on the number of processes. Give "
-            "--global-batch-size as training had it."
+            "--global-batch-size as in training."
         )
     return resolve_optim(optim, optim.global_batch_size, sequence_length)
 

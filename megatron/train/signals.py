@@ -1,4 +1,4 @@
-"""Stop signals: noted for the training loop, or the end of the process where no further step can be reached."""
+"""Stop signals: noted for the training loop, or the end of the process where no other step can be reached."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _END_OF_THREAD = 0
 
 
 class Reach(Protocol):
-    """What is known of whether this rank will reach the end of the current step."""
+    """What is known about whether this rank will reach the end of the current step."""
 
     def peers_answer(self) -> bool:
         """Whether every other rank has shown a sign of life recently."""
 
     def seconds_without_progress(self) -> float:
-        """How long this rank has made none."""
+        """How long this rank has made no progress."""
 
     def longest_seconds(self) -> float:
-        """The longest that this rank went without progress so far and made some again."""
+        """The longest time this rank has gone without progress before making some again."""
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written, by the main thread or in the background."""
@@ -73,7 +73,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopSignals]:
-        """Installs for as long as the context is open."""
+        """Installs the handlers while the context is open."""
         try:
             yield self.install()
         finally:
@@ -110,7 +110,7 @@ class StopSignals:
         """While the context is open, a signal is left to the loop that trains, which asks for `received`.
 
         Args:
-            reach: tells whether the loop still gets anywhere; None trusts that it does.
+            reach: tells whether the loop still makes progress; None assumes that it does.
         """
         self._reach, self._in_loop = reach, True
         try:
@@ -119,7 +119,7 @@ class StopSignals:
             self._in_loop = False
 
     def settle(self) -> None:
-        """Says that the run is stopping by itself: signals change nothing any more."""
+        """Notes that the run is stopping anyway: signals have no effect from here on."""
         self._settled = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -144,7 +144,7 @@ class StopSignals:
                     return
 
     def _obstacle(self, waited_seconds: float) -> str | None:
-        """Why neither a further step nor a save is worth waiting for, or can be reached; None while one can."""
+        """Why neither another step nor a save is worth waiting for, or can be reached; None while one can."""
         is_saving = self._reach is not None and self._reach.is_saving()
         if not self._in_loop and not is_saving:
             return "no step was in progress, so nothing is lost. Run the same command again."

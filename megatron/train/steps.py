@@ -1,4 +1,4 @@
-"""The steps of a run: trained, reported in order, and ended if their numbers can no longer be trusted."""
+"""The steps of a run: trained, reported in order, and the run's end when their numbers can no longer be trusted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron.parallel.messages import TRANSFER
 from megatron.train.run import Run
 
 EMPTY_ADVICE = (
-    "See what the samples hold (tools/sample_idxs_to_text.py), and which labels --loss-on-targets-only and "
-    "--eod-mask-loss leave of them."
+    "Look at the samples (tools/sample_idxs_to_text.py), and at the labels that --loss-on-targets-only and "
+    "--eod-mask-loss leave."
 )
 
 
@@ -126,7 +126,7 @@ class StepReports:
             first, last = progress.consumed_samples - result.sample_count, progress.consumed_samples - 1
             log.warning(
                 f"iteration {progress.step} has no loss and changed no weight: none of the tokens of its batch "
-                f"(samples {first} to {last}) counts. Further such steps are only counted. {EMPTY_ADVICE}"
+                f"(samples {first} to {last}) counts. Later steps like it are only counted. {EMPTY_ADVICE}"
             )
 
 
@@ -161,7 +161,7 @@ def check_numbers(run: Run, progress: Progress, step: StepResult) -> None:
 
 
 def _waits_of(step: TrainedStep, *, has_stages: bool) -> Waits:
-    """What a step waited for; its metrics have arrived, so nothing waits for a GPU any more."""
+    """What a step waited for; its metrics have arrived, so reading them does not wait for a GPU."""
     messages = step.messages
     return Waits(
         data_seconds=step.data_seconds,

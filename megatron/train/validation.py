@@ -33,7 +33,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates a run, and remembers what its last evaluation gave."""
+    """Evaluates a run, and remembers the results of its last evaluation."""
 
     def __init__(self) -> None:
         self._validated_step: int | None = None
@@ -44,7 +44,7 @@ class Evaluator:
         """Evaluates every named group of a split and reports its loss; the parts of the run follow.
 
         Args:
-            run: its progress and data position stay as they are.
+            run: its progress and data position do not change.
             prefix, split: as in `Evaluation`.
 
         Returns:
@@ -76,7 +76,7 @@ class Evaluator:
         return self._validation_loss if self.has_validated(step) and math.isfinite(self._validation_loss) else None
 
     def _warn_of_empty(self, run: Run, split: str, name: str, count: int) -> None:
-        """Says that an evaluation has no loss, once for each group."""
+        """Warns that an evaluation has no loss, once for each group."""
         if (split, name) in self._empty:
             return
         self._empty.add((split, name))

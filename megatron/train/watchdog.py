@@ -1,7 +1,7 @@
-"""The watchdog: no rank of a run hangs or ends in silence.
+"""The watchdog: no rank of a run hangs or ends unnoticed.
 
 A rank that makes no progress for `--hang-timeout-seconds` ends the run with code 76 and one message that names it; one
-that ends without a word or with an error ends it within seconds, and the error that came first is shown once.
+that ends without a message or with an error ends it within seconds, and the error that came first is shown once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron.parallel.watch.wire import TEXT_CHARACTERS
 _LAST_SECONDS = 5.0
 _FILE_SECONDS = 2.0
 _THREAD_SECONDS = 1.0
-# How much longer than the others may take to close their files a rank waits for the word that ends it.
+# How much longer than the others may take to close their files a rank waits for the message that ends it.
 _PATIENCE_SECONDS = 10.0
 
 
 @final
 class Watch:
-    """Says where this rank is, and shares with the other ranks how it fails; a context manager.
+    """Reports where this rank is, and shares with the other ranks how it fails; a context manager.
 
     Without `open` it watches nothing. All methods but `open` and `enter` may be called from any thread.
 
@@ -99,7 +99,7 @@ class Watch:
             self._channel = None
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Says that the main thread enters a phase, one of `position.PHASES`; that is progress.
+        """Notes that the main thread enters a phase, one of `position.PHASES`; that is progress.
 
         Args:
             step: the step it belongs to; the previous phase's if left out.
@@ -112,7 +112,7 @@ class Watch:
         self._position = Position(phase, before.step if step is None else step, before.events + 1, now)
 
     def beat(self, phase: str | None = None) -> None:
-        """Says that long work makes progress.
+        """Notes that long work makes progress.
 
         Args:
             phase: counts only if the main thread is in this phase; a thread that works alongside it must say which.
@@ -131,7 +131,7 @@ class Watch:
             text: what the user is to see, without a prefix.
 
         Returns:
-            False: nobody else shows the error, because this process is alone or no rank answers.
+            False: no other rank shows the error, because this process is alone or none answers.
         """
         if self._tell(code, text, is_ready=True):
             self._await_end()
@@ -149,7 +149,7 @@ class Watch:
         return time.monotonic() - self._position.at_seconds
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Where each rank was when it last said so; for rank 0, which without a channel knows only itself."""
+        """Where each rank was when it last reported; for rank 0, which without a channel knows only itself."""
         known = [] if self._channel is None else self._channel.ranks()
         if known:
             return known

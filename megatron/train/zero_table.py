@@ -1,4 +1,4 @@
-"""One network trained at every ZeRO stage, with and without offloading: bytes on a rank, and that the loss is the same.
+"""One network trained at every ZeRO stage, with and without offloading: bytes per rank, and whether the losses agree.
 
 Each cell of the table is a run of its own on the same ranks and the same batch, from the same initial weights.
 """
@@ -136,7 +136,7 @@ def table_lines(rows: Sequence[MeasuredCell], *, shows_device: bool) -> Iterator
     """The table as text; each amount as measured, with what was predicted in brackets.
 
     Args:
-        shows_device: whether the device has a memory of its own, in which something was measured.
+        shows_device: whether the device has its own memory, which was measured.
     """
     texts: list[tuple[str, ...]] = [_HEADINGS]
     for row in rows:

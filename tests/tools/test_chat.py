@@ -45,7 +45,7 @@ def test_every_line_of_a_pipe_is_a_question(
     first, *rest = said.out.split("\n")
     assert "successfully loaded checkpoint" in said.err  # and not among the answers
     assert first and rest[-2:] == [first, ""]  # after /reset the same question has the same answer
-    assert "The conversation starts over." in said.err and "(cut off:" in said.err
+    assert "The conversation starts over." in said.err and "(cut off by the limit on tokens;" in said.err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f]", said.out)
 
 

@@ -60,7 +60,7 @@ def test_the_checkpoints_to_average_are_checked(folders: tuple[Path, Path], tmp_
     first, second, save = str(folders[0]), str(folders[1]), ["--save", str(tmp_path / "mean")]
     with pytest.raises(ConfigError, match=f"a mean needs two checkpoints, and only {first} is given"):
         checkpoints.main(["average", first, *save])
-    with pytest.raises(ConfigError, match="--last 2 takes the checkpoints of one folder, and 2 are given"):
+    with pytest.raises(ConfigError, match="--last 2 takes the checkpoints of one folder, but 2 were given"):
         checkpoints.main(["average", first, second, "--last", "2", *save])
     with pytest.raises(ConfigError, match="--coefficients has 3 numbers for 2 checkpoints"):
         checkpoints.main(["average", first, second, "--coefficients", "1", "2", "3", *save])

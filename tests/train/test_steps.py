@@ -57,7 +57,7 @@ def test_empty_steps_are_counted_and_reported_once(capsys: pytest.CaptureFixture
         steps.add(TrainedStep(AFTER, outcome, 0.1, 1.0, 0.1, None))
     assert capsys.readouterr().err.startswith(
         "warning: iteration 7 has no loss and changed no weight: none of the tokens of its batch (samples 48 to 55) "
-        "counts. Further such steps are only counted."
+        "counts. Later steps like it are only counted."
     )
     with pytest.raises(DataError, match="^nothing was trained: in none of the 2 steps does a token count in the loss"):
         steps.check_trained()

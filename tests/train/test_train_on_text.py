@@ -42,7 +42,7 @@ def test_the_trainers_flags_win() -> None:
     ("words", "problem"),
     [
         (("texts/*.txt",), r"--text texts/\*.txt is not one file or folder"),
-        (("sqlite:///a.db?table=b",), "there is no folder next to it to use. Name one: --output-folder"),
+        (("sqlite:///a.db?table=b",), "no output folder can be derived from it. Name one: --output-folder"),
         (
             ("a.txt", "--vocab-size", "900", "--tokenizer", "t.json"),
             "--vocab-size 900 has no effect with --tokenizer t.json",

@@ -44,19 +44,15 @@ class ExportFlags(ConfigSection):
     )
     tokenizer_name_or_path: str | None = flag(
         None,
-        "folder of the tokenizer, where the checkpoint's is not in its place",
+        "folder of the tokenizer, if the checkpoint's has moved",
         spelled=("--tokenizer-model",),
         path=PathUse.PLACE,
     )
-    vocab_file: str | None = flag(
-        None, "vocabulary file, where the checkpoint's is not in its place", path=PathUse.SMALL_FILE
-    )
-    merge_file: str | None = flag(
-        None, "byte-pair merges, where the checkpoint's are not in their place", path=PathUse.SMALL_FILE
-    )
+    vocab_file: str | None = flag(None, "vocabulary file, if the checkpoint's has moved", path=PathUse.SMALL_FILE)
+    merge_file: str | None = flag(None, "byte-pair merges, if the checkpoint's have moved", path=PathUse.SMALL_FILE)
     chat_template: str | None = flag(
         None,
-        "chat template to write: a name or a file; the one that the model was tuned with if unset",
+        "chat template to write: a name or a file; the one the model was tuned with if unset",
         path=PathUse.PLACE,
     )
     proof_layers: int | None = flag(

@@ -1,13 +1,13 @@
-r"""Writes a checkpoint of any layout as DeepSpeed or Megatron-LM read theirs.
+r"""Writes a checkpoint of any layout in DeepSpeed's or Megatron-LM's format.
 
     python tools/convert/export_megatron.py --load checkpoints/gpt2 --output universal --format universal
     python tools/convert/export_megatron.py --load checkpoints/llama --output megatron --format torch \
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-universal is DeepSpeed's format for every layout: weights and moments, one folder a parameter. torch is Megatron-LM's
-iter_0000100/mp_rank_XX/model_optim_rng.pt. --naming says whose parameter names they have: bigscience and deepspeedai
-name the parameters of those forks' pipelines, classic the modules of Megatron-LM before its core, core today's. A
-network that cannot be expressed is refused by the fields that would be lost.
+universal is DeepSpeed's format for every layout: weights and moments, one folder per parameter. torch is Megatron-LM's
+iter_0000100/mp_rank_XX/model_optim_rng.pt. --naming chooses the parameter names: bigscience and deepspeedai are the
+names in those forks' pipelines, classic the modules of Megatron-LM before Megatron Core, core today's. A network that
+cannot be expressed is refused, naming the fields that would be lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a Hugging Face model directory, which any layout trains on.
+"""Converts a Hugging Face model directory to a checkpoint, which any layout can train on.
 
     python tools/convert/import_hf.py Llama-3.2-1B --save checkpoints/llama
     python pretrain_gpt.py --config checkpoints/llama/model.yaml --load checkpoints/llama --finetune --save out ...
@@ -33,7 +33,7 @@ class ImportFlags(ConfigSection):
         spelled=("--tokenizer-model",),
         path=PathUse.PLACE,
     )
-    no_tokenizer: bool = flag(False, "import the weights by themselves; training needs a tokenizer then")
+    no_tokenizer: bool = flag(False, "import the weights alone; training then needs a tokenizer")
     proof_layers: int | None = flag(
         None, "layers whose logits are compared, the first ones with embedding and head; all if unset", at_least=1
     )

@@ -1,10 +1,11 @@
-r"""Makes a checkpoint of one that Megatron-LM, a fork of it, or DeepSpeed wrote; any layout trains on it.
+r"""Converts a checkpoint of Megatron-LM, a fork of it, or DeepSpeed; any layout can train on it.
 
     python tools/convert/import_megatron.py global_step100 --save checkpoints/imported \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
-The format is found out: DeepSpeed's pipeline and rank files, its universal checkpoints, Megatron-LM's torch and
-torch_dist layouts. Where the files hold Adam's moments, the run is continued; otherwise the weights are a start:
+The format is detected: DeepSpeed's pipeline and rank files, its universal checkpoints, Megatron-LM's torch and
+torch_dist layouts. If the files hold Adam's moments, the run can be continued; otherwise the weights are a starting
+point:
 
     python pretrain_gpt.py --config checkpoints/imported/model.yaml --load checkpoints/imported --data-path ...
     python pretrain_gpt.py --config checkpoints/imported/model.yaml --load checkpoints/imported --finetune ...

@@ -1,4 +1,4 @@
-r"""Writes a small corpus without a download: the Python installation's own text, or Turkish text made by rule.
+r"""Writes a small corpus without a download: the Python installation's own text, or generated Turkish text.
 
     python tools/corpus/build_demo_corpus.py --output demo.jsonl
     python tools/corpus/build_demo_corpus.py --lang english --output english.jsonl
@@ -47,7 +47,7 @@ class DemoCorpusFlags(ConfigSection):
     seed: int | None = flag(None, f"tr: seed of the documents, {_SEED} unless given", at_least=0)
     held_out: str | None = flag(
         None,
-        "tr: text file for a tenth as many documents that are not in --output, for evaluation",
+        "tr: text file for held-out documents, a tenth as many as in --output, for evaluation",
         path=PathUse.NEW_FILE,
     )
     questions: str | None = flag(

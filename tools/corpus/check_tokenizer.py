@@ -40,7 +40,7 @@ class CheckTokenizerFlags(TokenizerFileFlags):
     json_keys: tuple[str, ...] = flag(("text",), "JSON keys of the texts to use", nargs="+", spelled=("--json-key",))
     document_separator: str | None = flag(
         None,
-        r"what ends a document in .txt files, a newline (\n) unless given; with it, standard input is plain text too",
+        r"separator of documents in .txt files, a newline (\n) by default; if given, standard input is plain text too",
     )
     max_documents: int | None = flag(None, "maximum number of documents of --input", at_least=1)
     require_exact: bool = flag(False, "treat a text that does not round-trip as an error for every tokenizer")

@@ -49,7 +49,7 @@ class CleanFlags(TokenizerFileFlags):
     )
     document_separator: str | None = flag(
         None,
-        r"what ends a document in .txt files, a newline (\n) unless given; with it, standard input is plain text too",
+        r"separator of documents in .txt files, a newline (\n) by default; if given, standard input is plain text too",
     )
     on_bad_line: str = flag(
         "error",

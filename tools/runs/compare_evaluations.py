@@ -32,7 +32,7 @@ class CompareFlags(ConfigSection):
         path=PathUse.SMALL_FILE,
     )
     resamples: int = flag(10_000, "random draws behind each interval and test", at_least=100)
-    confidence: float = flag(0.95, "share of the draws that an interval holds", above=0, below=1)
+    confidence: float = flag(0.95, "share of the draws that an interval contains", above=0, below=1)
     seed: int = flag(1234, "seed of the draws", at_least=0)
     output: str | None = flag(None, "file for the comparison, JSON", path=PathUse.NEW_FILE)
 

@@ -52,7 +52,10 @@ class PlotFlags(ConfigSection):
         choices=("steps", "samples", "tokens", "hours", "flops"),
     )
     smooth: float = flag(
-        0.0, "how much of a moving average each further value keeps; the curve stays behind it", at_least=0, below=1
+        0.0,
+        "weight of the previous moving average at each new value; the original curve stays behind it",
+        at_least=0,
+        below=1,
     )
     title: str = flag("", "title of the image")
     names: tuple[str, ...] = flag((), "names of the runs in the legend, in their order; the folders' if left out")

@@ -1,11 +1,11 @@
-"""Copies the folder of a run to a directory or to another machine, so that it can go on there.
+"""Copies the folder of a run to a directory or to another machine, so that it can continue there.
 
     python tools/runs/sync_run.py logs/gentle_lovelace-26112211 --to /mnt/archive
     python tools/runs/sync_run.py logs/gentle_lovelace-26112211 --to ubuntu@192.0.2.7:runs --every-seconds 300
 
 Only complete checkpoints are copied. Every byte that arrives is compared with its digest before the checkpoint gets its
-name there. A copy that was killed goes on where it stopped, and one that is up to date sends nothing. The other machine
-is reached with `ssh`, which must not ask for a password. The same command goes on with the copy.
+name there. An interrupted copy continues where it stopped, and an up-to-date one sends nothing. The other machine is
+reached with `ssh`, which must not ask for a password. The same command continues a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SyncFlags(ConfigSection):
 
     run: str = flag(help="folder of the run; the flag's name may be left out", path=PathUse.FOLDER)
     to: str = flag(help="directory that the folder is copied into, or user@host:directory", path=PathUse.FOLDER)
-    every_seconds: int | None = flag(None, "copy again and again, with this many seconds in between", at_least=1)
+    every_seconds: int | None = flag(None, "copy repeatedly, with this many seconds in between", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except StorageError as failure:
             if flags.every_seconds is None:
                 raise
-            log.warning(f"{failure} The next turn tries again.")
+            log.warning(f"{failure} The next round tries again.")
     return 0
 
 

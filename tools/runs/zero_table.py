@@ -1,4 +1,4 @@
-"""Prints what each ZeRO stage holds on a rank, with and without offloading, and that all reach the same loss.
+"""Prints what each ZeRO stage holds per rank, with and without offloading, and checks that all reach the same loss.
 
     torchrun --nproc_per_node 2 tools/runs/zero_table.py
     deepspeed --num_gpus 2 tools/runs/zero_table.py --dtype bf16
@@ -39,7 +39,7 @@ class ZeroTableFlags(ConfigSection):
     seq_length: int = flag(32, "tokens of a sample", at_least=1)
     vocab_size: int = flag(512, "tokens of the vocabulary", at_least=1)
     steps: int = flag(5, "updates of each cell", at_least=2)
-    dtype: str = flag("fp32", "what the network computes in", choices=tuple(_LIMITS))
+    dtype: str = flag("fp32", "dtype of the computation", choices=tuple(_LIMITS))
     json: bool = flag(False, "print one JSON object for each cell instead of the table")
 
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     difference = largest_difference(rows)
     if difference > _LIMITS[flags.dtype]:
         raise NumericsError(
-            f"after {flags.steps} steps in {flags.dtype} the losses of the cells lie {difference:.2e} apart, and "
+            f"after {flags.steps} steps in {flags.dtype} the losses of the cells are {difference:.2e} apart, and "
             f"{_LIMITS[flags.dtype]:.0e} is the limit. The column of losses shows which cell trains wrongly."
         )
     return 0

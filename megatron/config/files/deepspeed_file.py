@@ -87,7 +87,7 @@ class DeepSpeedReading:
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # fields whose entry could not be read
     notices: list[str] = field(default_factory=list)
-    overruled: set[str] = field(default_factory=set)  # destinations whose given value the file replaces
+    overruled: set[str] = field(default_factory=set)  # destinations whose given value does not count
 
     def take(self, path: str, flag: Flag, given: Mapping[str, Any], said: tuple[str, Any, str, Any]) -> None:
         """Takes a value of the file, or notes that a given one differs.
@@ -112,15 +112,6 @@ class DeepSpeedReading:
             )
         else:
             self.problems.append(f"{there}, and {flag.positive_name} is {asked}. Make them equal or drop one of them.")
-
-    def applied(
-        self, given: Mapping[str, Any], values: Mapping[str, Any], broken: set[str]
-    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-        """The given values, all values, and the fields that could not be read, with what the file says."""
-        given, values = (
-            {name: layer[name] for name in layer if name not in self.overruled} for layer in (given, values)
-        )
-        return dict(given), {**self.values, **values}, broken | self.broken
 
 
 def governed_values(

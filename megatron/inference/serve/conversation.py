@@ -27,7 +27,7 @@ class Conversation:
     Attributes:
         messages: what was said, without the instructions.
         left_out: messages that had to be forgotten for the latest answer, because the model has too few positions.
-        was_cut: whether the latest answer ended because no more tokens were allowed.
+        was_cut: whether the latest answer ended because of the limit on tokens.
     """
 
     served: Served

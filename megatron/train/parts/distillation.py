@@ -43,7 +43,7 @@ class Distillation(Part):
 
         Raises:
             CheckpointError: there is no checkpoint of the teacher, or it was trained with another tokenizer.
-            ConfigError: the teacher does not fit the run, its layout or what the flags say of it.
+            ConfigError: the teacher does not fit the run, its layout or the flags that describe it.
         """
         how, student = self._setup.config.distillation, engine.objective
         if how.is_over(progress.step) or not isinstance(student, LanguageModelObjective):
@@ -53,14 +53,14 @@ class Distillation(Part):
         self._student = student
 
     def before_step(self, run: Run) -> None:
-        """Goes on without the teacher, which is freed, once its steps are trained."""
+        """Frees the teacher once its steps are trained; training continues without it."""
         if self._student is not None and run.config.distillation.is_over(run.progress.step):
             log.info(f"the distillation ends after iteration {run.progress.step}: the labels alone are trained on")
             run.engine.objective, self._student = self._student, None
 
 
 def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Teacher | None:
-    """The teacher, whole but for the split over the tensor-parallel ranks; None where the head of the network is not.
+    """The whole teacher, split only over the tensor-parallel ranks; None on ranks without the head of the network.
 
     Raises:
         CheckpointError, ConfigError: as `Distillation.restore`.
@@ -97,7 +97,7 @@ def _shown(value: int | tuple[int, ...]) -> str:
 
 
 def teacher_problems(model: ModelConfig, config: RunConfig, path: Path) -> Iterator[str]:
-    """One sentence for everything that keeps a network from teaching another.
+    """One sentence for each reason why a network cannot teach another.
 
     Args:
         model: the architecture of the teacher, as its checkpoint has it.

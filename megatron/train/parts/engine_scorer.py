@@ -34,7 +34,7 @@ class ScoringBatch:
 
     @property
     def sample_ids(self) -> np.ndarray:
-        """Zeros: only dropout depends on them."""
+        """Zeros, since only dropout depends on them."""
         return np.zeros(len(self.tokens), np.int64)
 
     @property
@@ -66,7 +66,7 @@ class EngineScorer(NetworkScorer):
         engine: the engine, between two steps.
         model: the architecture.
         batch_tokens: tokens of a micro-batch in training, which a batch of queries does not exceed.
-        beat: called while scores are computed, so that nobody takes the run for hung.
+        beat: called while scores are computed, so that the run is not considered hung.
     """
 
     def __init__(

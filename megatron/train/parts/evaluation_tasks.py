@@ -22,7 +22,7 @@ from megatron.train.validation import Evaluation
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """A task with its items, which are read once and kept."""
+    """A task with its items, which are read once."""
 
     task: ScoredTask
     items: Prepared

@@ -1,4 +1,4 @@
-"""What follows a saved checkpoint: its second name, its copy in a second folder, and the deletion of older ones."""
+"""What follows a saved checkpoint: its link, its copy in a second folder, and the deletion of older ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Keeping(Part):
         try:
             record = Record.from_json(read_record(path), path)
         except (CheckpointError, StorageError) as failure:
-            log.warning(f"{path} gets no second name (--checkpoint-link), because it cannot be read: {failure}")
+            log.warning(f"{path} cannot be linked (--checkpoint-link), because it cannot be read: {failure}")
             return
         epoch = record.data_plan.epoch_of(record.progress.consumed_samples)
         name = self._saving.link_name(epoch, record.progress.step)

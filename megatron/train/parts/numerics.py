@@ -1,4 +1,4 @@
-"""Parts that watch the numbers of a run: batches that are passed over, spikes, and copies that must stay equal."""
+"""Parts that guard the numerics of a run: batches that are skipped, spikes, and replicas that must stay equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SkippedRanges(Part):
 
 
 class PoisonedBatches(Part):
-    """Passes over the batches; as with a range that is skipped, the step is taken next, on the batch after them.
+    """Skips the batches; as with a range that is skipped, the step is then taken on the batch after them.
 
     Args:
         steps: the steps before which a batch is passed over; a step may be listed several times.
@@ -64,7 +64,7 @@ class PoisonedBatches(Part):
 
 
 class Spikes(Part):
-    """Has a resumed run drop the steps that a run without interruption would drop."""
+    """Makes a resumed run skip the steps that an uninterrupted run would skip."""
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
         if record is not None:

@@ -28,7 +28,7 @@ _SHOWN_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts with their tokens, and how many tokens each is continued by at most."""
+    """Prompts with their tokens, and the most tokens that each is continued by."""
 
     texts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -65,14 +65,14 @@ class SamplePrompts(Part):
 
 
 def complete_greedily(scorer: Scorer, prompts: Sequence[Sequence[int]], new_tokens: int, end: int) -> list[list[int]]:
-    """Continues each prompt by the most probable token, again and again, without what follows its `end` token.
+    """Continues each prompt greedily, up to its `end` token.
 
     Each token is a forward pass over the whole text, because a network in training keeps no keys and values. That works
     in every layout and ZeRO stage, and for a few prompts takes about as long as one batch of an evaluation for every
     ten tokens.
 
     Args:
-        prompts: each shorter than the network has positions; where they are used up, its continuation ends.
+        prompts: each shorter than the network's positions, at the end of which its continuation ends.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     growing = list(range(len(prompts)))
@@ -80,7 +80,7 @@ def complete_greedily(scorer: Scorer, prompts: Sequence[Sequence[int]], new_toke
         growing = [number for number in growing if len(prompts[number]) + len(texts[number]) < scorer.max_length]
         if not growing:
             break
-        # The last token is the target; whatever it is, the network says what it would have put there.
+        # The last token is the target; whatever it is, the network gives its most probable token in that place.
         queries = [Query((*prompts[number], *texts[number], end), len(prompts[number])) for number in growing]
         for number, score in zip(list(growing), scorer.score(queries), strict=True):
             if score.predicted[-1] == end:
@@ -95,7 +95,7 @@ def open_prompts(
 ) -> Prompts | None:
     """Reads the prompts of --sample-prompts; collective over the mesh.
 
-    A prompt that leaves no place for --sample-tokens loses its first tokens, but keeps half of the positions.
+    A prompt that leaves no room for --sample-tokens loses its first tokens, but keeps half of the positions.
 
     Raises:
         ConfigError: the file cannot be read, or holds no prompt, or too many.
@@ -120,12 +120,12 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             content = stream.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ConfigError(
-                f"--sample-prompts {path} is larger than {_MOST_BYTES} bytes. Give a few prompts, one a line."
+                f"--sample-prompts {path} is larger than {_MOST_BYTES} bytes. Give a few prompts, one per line."
             )
         lines = content.decode().splitlines()
     except OSError as failure:
         raise ConfigError(
-            f"--sample-prompts {path} cannot be read: {failure.strerror}. Give a text file with one prompt a line."
+            f"--sample-prompts {path} cannot be read: {failure.strerror}. Give a text file with one prompt per line."
         ) from failure
     except UnicodeDecodeError as failure:
         raise ConfigError(
@@ -134,7 +134,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     prompts = tuple(line for line in lines if line.strip())
     if not 1 <= len(prompts) <= MOST_PROMPTS:
         raise ConfigError(
-            f"--sample-prompts {path} holds {len(prompts)} prompts, one a line. Give 1 to {MOST_PROMPTS}: each costs "
+            f"--sample-prompts {path} holds {len(prompts)} prompts, one per line. Give 1 to {MOST_PROMPTS}: each costs "
             "forward passes at every evaluation."
         )
     return prompts

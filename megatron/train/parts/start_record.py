@@ -1,4 +1,4 @@
-"""The record of how this start of the run goes, by which later starts decide whether they may begin."""
+"""The record of this start of the run, by which later starts decide whether they may begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.train.run import Run
 
 
 class StartRecord(Part):
-    """Writes the step of the run, and its end as planned, into the history. Errors are recorded by its `recording`."""
+    """Writes the step of the run, and its regular end, into the history. Errors are recorded by its `recording`."""
 
     def __init__(self, history: RestartHistory) -> None:
         self._history = history

@@ -21,16 +21,15 @@ _SAME_COMMAND = ("torchrun", "deepspeed", "srun")
 
 
 def checked_request(reading: RequestDraft, *, has_data: bool = True) -> RunRequest:
-    """The request that flags and files make, if nothing that can be known now rules it out.
+    """The request that flags and files make, if nothing known at this point rules it out.
 
-    Of errors that every rank has, rank 0 alone shows the text; the others end with the same code.
+    Of errors that occur on every rank, only rank 0 shows the text; the others end with the same code.
 
     Args:
         has_data: False for a program that has yet to make the tokenizer and the token files.
 
     Raises:
-        MegatronError: everything that is wrong; of the type of all failures, or else of the flags, whose exit code is
-            then the right one.
+        MegatronError: everything that is wrong; of the type that all failures share, else a ConfigError.
     """
     request, wrong = reading.unchecked(), reading.wrong
     ranks, launch = launch_failures(request, wrong, is_sound=not reading.problems)
@@ -48,7 +47,7 @@ def checked_request(reading: RequestDraft, *, has_data: bool = True) -> RunReque
 
 
 def _is_shown_by_another(ranks: Ranks, *, has_files: bool) -> bool:
-    """Whether another rank certainly shows the same: rank 0, or where files count the first rank of the node.
+    """Whether another rank certainly shows the same error: rank 0 or, where files matter, the first rank of the node.
 
     Launchers that end the other ranks of a failed one take care of files themselves.
     """

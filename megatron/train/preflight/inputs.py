@@ -22,7 +22,7 @@ from megatron.tokenizers.tokenizer_files import check_tokenizer_file
 
 
 def package_failures(request: RunRequest, wrong: Collection[str]) -> Iterator[ConfigError]:
-    """What flags ask for and the environment lacks.
+    """Packages that flags require and the environment lacks.
 
     Args:
         wrong: fields of the request that hold no usable value.
@@ -35,7 +35,7 @@ def package_failures(request: RunRequest, wrong: Collection[str]) -> Iterator[Co
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package could be imported; one that was found broken, and so blocked, could not."""
+    """Whether a package could be imported; one that is known to be broken, and so blocked, could not."""
     if package in sys.modules:
         return sys.modules[package] is not None
     return importlib.util.find_spec(package) is not None
@@ -84,7 +84,7 @@ def source_failures(request: RunRequest, wrong: Collection[str]) -> list[Megatro
 
 
 def tokenizer_failures(request: RunRequest, wrong: Collection[str]) -> Iterator[MegatronError]:
-    """What is wrong with the files that the tokenizer flags name; flags that are missing have been asked for.
+    """What is wrong with the files that the tokenizer flags name; missing flags are reported elsewhere.
 
     Args:
         wrong: fields of the request that hold no usable value.
@@ -109,7 +109,7 @@ def tokenizer_failures(request: RunRequest, wrong: Collection[str]) -> Iterator[
 
 
 def _files(data: DataConfig) -> Iterator[tuple[str | Path, str, bytes]]:
-    """(path, what it is, what it begins with) of each file.
+    """(path, description, first bytes) of each file.
 
     Raises:
         ConfigError: a Hugging Face tokenizer is neither here nor can it come from the hub.
@@ -171,7 +171,7 @@ def _load_failures(loading: LoadingConfig, *, is_evaluation: bool) -> Iterator[M
 
 
 def _folder_failures(name: str, folder: str, reason: str, owner: str) -> Iterator[CheckpointError]:
-    """What keeps a folder from holding a checkpoint, without a look into those that it may hold.
+    """Why a folder cannot hold a checkpoint, without opening any that it may hold.
 
     Args:
         name: the flag that gives the folder.
@@ -192,9 +192,9 @@ def _folder_failures(name: str, folder: str, reason: str, owner: str) -> Iterato
 
 
 def place_failures(request: RunRequest) -> Iterator[StorageError]:
-    """What cannot be written of that which a run must write.
+    """Which of the files that a run must write cannot be written.
 
-    Only rank 0 looks: the other ranks write into folders that it has made, and some of them nothing at all.
+    Only rank 0 checks: the other ranks write into folders that it has made, and some of them nothing at all.
     """
     if not log.is_first_rank():
         return

@@ -25,7 +25,7 @@ from megatron.parallel.launchers import Ranks
 from megatron.parallel.rank_start import launched_ranks
 from megatron.secret_text import masked
 
-# The sections that decide about layout, batch sizes and timeouts.
+# The sections that decide layout, batch sizes and timeouts.
 _SECTIONS = ("model", "parallel", "optim", "safety")
 
 
@@ -40,7 +40,7 @@ def launch_failures(
         is_sound: no rule between the fields of the request is broken.
     """
     reason = why_no_cuda()
-    device = "cpu" if reason else "cuda"  # without a reason torch will tell
+    device = "cpu" if reason else "cuda"  # without a reason torch will report it
     machine = Machine(device, 1, supports_fp16=not reason, supports_bf16=True, device_reason=reason)
     problems = list(dtype_problems(request.precision, machine))
     try:
@@ -64,7 +64,7 @@ def _launched(processes: int) -> str:
 
 
 def _has_layout(request: RunRequest, wrong: Collection[str]) -> bool:
-    """Whether all that decides about the layout is known."""
+    """Whether everything that decides the layout is known."""
     fields = [
         (field.name, getattr(getattr(request, section), field.name))
         for section in _SECTIONS
@@ -76,7 +76,7 @@ def _has_layout(request: RunRequest, wrong: Collection[str]) -> bool:
 # Activations, buffers and the libraries come on top of weights, gradients and optimizer.
 _COMFORTABLE_SHARE = 0.8
 _GIB = 2**30
-_WAY_OUT = "Take a smaller network, or more ranks on more machines, with tensor or pipeline parallelism or ZeRO."
+_WAY_OUT = "Use a smaller network, or more ranks on more machines, with tensor or pipeline parallelism or ZeRO."
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Room:
 
 
 def memory_problems(request: RunRequest, ranks: Ranks) -> Iterator[str]:
-    """Says that weights, gradients and optimizer are larger than the memory; warns where little would be left.
+    """Refuses weights, gradients and optimizer that are larger than the memory; warns where little would be left.
 
     Args:
         request: flags without a problem, whose batch sizes and layout fit the ranks.
@@ -148,7 +148,7 @@ def least_bytes(request: RunRequest, world_size: int) -> int | None:
 
 
 def _sizes(request: RunRequest) -> ModelConfig:
-    """The architecture; the vocabulary, which the tokenizer will tell, plays no part in the cost of a block."""
+    """The architecture; the vocabulary, which depends on the tokenizer, does not affect the cost of a block."""
     return cast(ModelConfig, request.model)
 
 

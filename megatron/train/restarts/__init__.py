@@ -1,4 +1,4 @@
-"""What is known of a run across its restarts: which run it is, how earlier starts ended, whether it may start again.
+"""What is known about a run across its restarts: which run it is, how earlier starts ended, whether it may start again.
 
-Knows the files that keep it and records of checkpoints; not how a run is built or trained.
+It depends on the files that hold this and on records of checkpoints, not on how a run is built or trained.
 """

@@ -13,7 +13,7 @@ from megatron.config import SafetyConfig
 from megatron.errors import ExitCode
 from megatron.train.restarts.history import Attempt
 
-# What decides how a step goes; sizes of the machine may change from one restart to the next without a hand in it.
+# What decides the outcome of a step; sizes of the machine may change between restarts without anyone's doing.
 _SECTIONS = ("model", "precision", "recompute", "documents", "loss", "random", "kernels", "optim", "data")
 _FIELDS = (
     ("parallel", "tensor_model_parallel_size"),
@@ -43,8 +43,8 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
     """Refuses the start of a run that has ended at one step --max-failed-starts times and saved nothing since.
 
     An end counts if it came during training and was not asked for. Ends in NaN can be answered by passing over the
-    batch (--resume-skip-poisoned), at one step at most as many times as starts may fail there, so that weights that
-    are beyond repair do not use up all data.
+    batch (--resume-skip-poisoned), at one step at most as many times as starts may fail there, so that broken weights
+    do not use up all data.
 
     Args:
         attempts: the earlier starts of the run, oldest first; all have ended.
@@ -64,7 +64,7 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
 
 
 def settings_digest(config: Mapping[str, Any]) -> str:
-    """A digest of what decides how a step goes: the program's version, the network, its data and their order.
+    """A digest of what decides the outcome of a step: the program's version, the network, its data and their order.
 
     Args:
         config: the resolved configuration as `RunConfig.to_json` gives it.
@@ -78,7 +78,7 @@ def settings_digest(config: Mapping[str, Any]) -> str:
 def _failures_in_a_row(
     attempts: Sequence[Attempt], resumed_step: int, settings: str, passes: tuple[int, ...]
 ) -> list[Attempt]:
-    """The last ends that count, as long as all are at one step and no newer checkpoint was saved between them."""
+    """The latest failures that count, as long as all are at one step and no newer checkpoint was saved between them."""
     failures: list[Attempt] = []
     next_start = resumed_step
     for attempt in reversed(attempts):
@@ -89,7 +89,7 @@ def _failures_in_a_row(
             break
         failures.insert(0, attempt)
         if attempt.resumed_step != next_start:
-            break  # it saved something before it ended; what was before that is over
+            break  # it saved something before it ended, which settles everything before
         next_start = attempt.resumed_step
     return failures
 
@@ -97,7 +97,7 @@ def _failures_in_a_row(
 def _refusal(
     failures: Sequence[Attempt], step: int, limit: int, resumed_step: int, passed: int, is_poisoned: bool
 ) -> str:
-    """What ended how, and what can be done."""
+    """The message: how the starts ended, and what can be done."""
     ways = []
     if is_poisoned and not passed:
         ways.append(f"--resume-skip-poisoned passes over the batch of iteration {step}, on which all ended in NaN")

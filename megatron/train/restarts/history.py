@@ -1,9 +1,9 @@
-"""The starts and ends of a run, kept in its --save folder, so that a start knows how the ones before it ended.
+"""The starts and ends of a run, kept in its --save folder, so that each start knows how earlier ones ended.
 
 `history.jsonl` gets a line when the run starts, when it enters its training loop, and when it ends. Each is one write
-to the end of the file and is synced; a line that a crash left incomplete is passed over. A process that is killed
-writes none, so the step it is at is kept in `.run.step`, a few bytes that are overwritten at every step: not synced,
-they survive the process but not always the machine. The next start reads them and writes the missing line.
+to the end of the file and is synced; a line that a crash left incomplete is ignored. A process that is killed writes
+none, so the step it is at is kept in `.run.step`, a few bytes that are overwritten at every step: not synced, they
+survive the process but not always the machine. The next start reads them and writes the missing line.
 
 Nothing here may end a run: what the file system refuses is a warning, once.
 """
@@ -43,15 +43,15 @@ class Attempt:
     Attributes:
         key: a random name of the start.
         resumed_step: the step of the checkpoint it was to continue from.
-        settings: a digest of what decides how the same step goes: two starts that differ in it are not the same.
+        settings: a digest of what decides the outcome of a step: starts that differ in it are not comparable.
         passes: the steps before which a batch was passed over; one entry for each batch.
         at: date and time of the start, for people.
-        entered_loop: whether it came as far as training.
+        entered_loop: whether it reached the training loop.
         has_ended: whether its end is known.
         step: the step it was training when it ended; None if unknown.
         code: its exit code; None if it was killed.
         text: the first line of its error.
-        was_asked: whether the end was asked for, by its flags or by a signal, or was the end of training.
+        was_asked: whether the end was requested, by flags or by a signal, or was the end of training.
         blames_step: whether the error itself named the step, so that its batch may be the cause.
     """
 
@@ -93,7 +93,7 @@ class RestartHistory:
         self._warned = False
 
     def open(self, directory: Path, run_id: str) -> list[Attempt]:
-        """Reads the earlier starts of a run, oldest first, and writes the end of one that could not do it itself."""
+        """Reads the earlier starts of a run, oldest first, and writes the end of one that could not."""
         self._directory, self._run_id = directory, run_id
         attempts = read_attempts(directory, run_id)
         if attempts and not attempts[-1].has_ended:
@@ -104,7 +104,7 @@ class RestartHistory:
         return attempts
 
     def started(self, resumed_step: int, settings: str, passes: Sequence[int], version: str) -> None:
-        """Records that this start goes on: nothing has refused it.
+        """Records that this start was not refused.
 
         Args:
             resumed_step, settings, passes: as in `Attempt`.
@@ -148,8 +148,8 @@ class RestartHistory:
             step: the step whose result is the error; None for the step last given to `at`.
             code: the exit code that the process ends with.
             text: the error; its first line is kept.
-            asked: whether the end was wanted; by default, if it is success, or a signal that was obeyed. One that ended
-                training in the middle of a step, because another rank was lost, was not.
+            asked: whether the end was intended; by default success and signals that were obeyed are. An end in the
+                middle of a step, because another rank was lost, is not.
         """
         if not self._key or not self._ending.acquire(blocking=False):
             return
@@ -227,7 +227,7 @@ def read_attempts(directory: Path, run_id: str) -> list[Attempt]:
 
 
 def _add(value: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
-    """Adds what one line says; a line with a wrong entry says nothing."""
+    """Adds the contents of a line; a line with a wrong entry is ignored."""
     key, step = value.get("start"), value.get("step")
     if not isinstance(key, str) or not (step is None or _is_count(step)):
         return
@@ -285,5 +285,5 @@ def _is_count(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A text as a terminal may show it; what it would obey becomes a question mark."""
+    """A text that is safe to show on a terminal; control characters become question marks."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value or "")[:_LONGEST_TEXT])

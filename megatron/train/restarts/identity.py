@@ -51,7 +51,7 @@ class RunIdentity:
 
     @classmethod
     def from_json(cls, value: Any) -> RunIdentity | None:
-        """Reads what `to_json` wrote, or the same entries of a checkpoint's record; None if it says nothing."""
+        """Reads what `to_json` wrote, or the same entries of a checkpoint's record; None if they are missing."""
         if not isinstance(value, Mapping) or not run_id_of(value):
             return None
         return cls(run_id_of(value), finetuned_from_of(value))
@@ -69,7 +69,7 @@ def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
     """The checkpoint that a fine-tuning begins with: its run and step, a digest of its tensors, and the family of
     Hugging Face models that they came from, if they did.
 
-    The digest is what remains the same where there is no run, as in imported weights: no path and no time is in it.
+    The digest identifies weights that belong to no run, such as imported ones: it contains no path and no time.
     """
     digests = "\n".join(sorted(file.sha256 for file in manifest.files))
     return {
@@ -112,7 +112,7 @@ def read_identity(directory: Path) -> RunIdentity | None:
 
 
 def identity_of(directory: Path) -> RunIdentity | None:
-    """The run that a folder belongs to: by its file, else by its newest checkpoints; None if neither says so.
+    """The run that a folder belongs to: by its file, else by its newest checkpoints; None if neither names one.
 
     Raises:
         CheckpointError: the file is missing, and the checkpoints belong to several runs.
@@ -129,7 +129,7 @@ def identity_of(directory: Path) -> RunIdentity | None:
     if len(seen) > 1:
         held = ", ".join(f"{path.name} of run {run_id}" for run_id, (_, path) in seen.items())
         raise CheckpointError(
-            f"{directory} holds checkpoints of several runs and no {IDENTITY_NAME} that says which one it belongs to: "
+            f"{directory} holds checkpoints of several runs and no {IDENTITY_NAME} naming the run it belongs to: "
             f"{held}. Move the other run's checkpoints elsewhere, or give --load the folder of one checkpoint and "
             "--save another folder."
         )

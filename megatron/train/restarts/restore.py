@@ -45,7 +45,7 @@ class SavedRun:
 
     Attributes:
         folder_run_id: the run that the folder it was found in belongs to; empty if that does not matter.
-        secondary: the folder of copies that is looked at as well.
+        secondary: the folder of copies, which is searched as well.
     """
 
     record: Record
@@ -62,7 +62,7 @@ class Start:
         config: what was asked for; where a fine-tuning continues, changed to a resume from its own folder.
         saved: the checkpoint it continues from, or takes its weights from; None for a new run.
         identity: which run it is.
-        is_restart: whether the run has been started before, be it that it saved nothing.
+        is_restart: whether the run has been started before, even if it saved nothing.
     """
 
     config: RunConfig
@@ -108,7 +108,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
     """The checkpoint this run continues from, None for a new run; collective over the mesh.
 
     Args:
-        secondary: a folder of copies; looked at as well unless --load names a single checkpoint.
+        secondary: a folder of copies; searched as well unless --load names a single checkpoint.
 
     Raises:
         CheckpointError: `--load` holds no usable checkpoint although one is required, or `--save` holds another run's
@@ -150,7 +150,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
 
 
 def _say_what_is_missing(config: RunConfig, folder: Path) -> None:
-    """Says that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
+    """Logs that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
     loading, saving = config.loading, config.saving
     is_upstreams = config.report.log_style == UPSTREAMS_STYLE  # then scripts look for upstream's words
     upstream = f" (Unable to find latest file at {folder / 'latest'})" if is_upstreams else ""
@@ -256,7 +256,7 @@ def _source(config: RunConfig, mesh: ParallelMesh) -> Path:
 
 
 def _run_id_of_folder(source: Path) -> str:
-    """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, which is meant."""
+    """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, always accepted."""
     identity = None if (source / MANIFEST_NAME).exists() else identity_of(source)
     return "" if identity is None else identity.run_id
 
@@ -293,7 +293,7 @@ def _identity(config: RunConfig, saved: SavedRun | None) -> RunIdentity:
     loading, saving = config.loading, config.saving
     save = None if saving.save is None else Path(saving.save)
     if saved is None:
-        # A run that has not saved yet is still the same one: its earlier starts count.
+        # A run that has not saved yet is still the same run: its earlier starts count.
         held = None if save is None or loading.from_scratch else read_identity(save)
         if save is not None and loading.load is not None and not loading.from_scratch:
             _reject_foreign_save(str(save), f"--load {loading.load} holds none")

@@ -81,17 +81,17 @@ def pipeline_settings(parallel: ParallelConfig) -> PipelineSettings:
 
 
 def check_compiler(backend: str, target: torch.device) -> None:
-    """Checks that inductor has what it makes programs with, before the first step would fail.
+    """Checks that inductor has the compilers it needs, before the first step would fail.
 
     Raises:
-        LaunchError: it has not.
+        LaunchError: one is missing.
     """
     if backend != INDUCTOR:
         return
     name = shlex.split(device.environment("CXX") or "g++")[0]
     if target.type == "cpu" and shutil.which(name) is None:
         raise LaunchError(
-            f"--compile needs a C++ compiler, and {name} is not there (CXX names another). Install one, for example "
+            f"--compile needs a C++ compiler, and {name} was not found (CXX names another). Install one, for example "
             "with `apt-get install g++`, or drop --compile."
         )
     if target.type == "cuda" and not is_installed("triton"):
@@ -150,7 +150,7 @@ def find_freezing(
     mesh: ParallelMesh,
     record: Record | None,
 ) -> Freezing:
-    """What --freeze says, with what the checkpoint lacks because it was frozen there.
+    """The frozen parameters, with those that the checkpoint lacks because they were frozen when it was saved.
 
     Args:
         record: of the checkpoint that the run continues from, or whose weights it takes.

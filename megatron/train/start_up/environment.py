@@ -1,4 +1,4 @@
-"""What a run is built in: the ranks, connected and watched, and the folder that nobody else may write to."""
+"""What a run is built in: the ranks, connected and watched, and the folder that no other process may write to."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class RunEnvironment:
     watch: Watch
 
     def explaining_failures(self) -> contextlib.AbstractContextManager[None]:
-        """Explains, records and shows an error that leaves the block, and tells the other ranks: all that before what
-        encloses the block is closed, which may wait for them.
+        """Explains, records and shows an error that leaves the block, and notifies the other ranks, before any
+        enclosing context is closed, which may wait for them.
         """
         return _explaining_failures(self.history)
 
@@ -120,7 +120,7 @@ def _explain_lost_peers() -> Iterator[None]:
     except RuntimeError as failure:
         if not is_lost_peer(failure):
             raise
-        # gloo puts the place in its source code first, and advice about bugs after the first sentence
+        # gloo puts its source location first, and advice about bugs after the first sentence
         reason = re.sub(r"^\[[^\]]*\]\s*", "", str(failure).strip().splitlines()[0]).partition(". ")[0]
         raise PeerLostError(
             f"another rank of this run ended or stopped answering, so this one cannot continue ({reason}). See that "
@@ -135,7 +135,7 @@ def _time_limits(config: RunConfig) -> WatchLimits:
 
 
 def _named_sections(config: RunConfig, mesh: ParallelMesh) -> dict[str, Any]:
-    """The sections whose folders may have a new run's name in them, with that name; collective over the mesh."""
+    """The sections whose folders may contain a new run's name, with that name; collective over the mesh."""
     names = ("loading", "saving", "evaluation", "stopping", "report")
     return with_run_name({name: getattr(config, name) for name in names}, config.report.run_dir, mesh)
 

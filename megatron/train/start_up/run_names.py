@@ -75,10 +75,10 @@ _FORMS: Mapping[str, NameForm] = types.MappingProxyType({"{run}": run_name, "{ex
 
 
 def reserve_name(parent: Path, choose: Choose, at: float, form: NameForm = run_name) -> str:
-    """Makes a folder of a new name, which no other process can make as well, and returns the name.
+    """Creates a folder with a new name, which no other process can create too, and returns the name.
 
     Raises:
-        StorageError: the folder cannot be made, or every name that was drawn is taken.
+        StorageError: the folder cannot be created, or every name that was drawn is taken.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -91,11 +91,11 @@ def reserve_name(parent: Path, choose: Choose, at: float, form: NameForm = run_n
             return name
     except OSError as failure:
         raise StorageError(
-            f"a folder for the run cannot be made in {parent}: {failure.strerror}. Choose another (--run-dir)."
+            f"a folder for the run cannot be created in {parent}: {failure.strerror}. Choose another (--run-dir)."
         ) from failure
     raise StorageError(
-        f"{parent} holds a run of every one of the {_MOST_DRAWS} names that were drawn. Choose another folder, or name "
-        "the run (--run-dir)."
+        f"{parent} already holds runs with all {_MOST_DRAWS} names that were drawn. Choose another folder, or name the "
+        "run (--run-dir)."
     )
 
 

@@ -82,7 +82,7 @@ def summary_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
-    """What a step consists of, and what the devices could do."""
+    """The figures of a step, and the peak of the devices."""
     return Workload.of(
         config.model,
         config.data.seq_length,
@@ -107,7 +107,7 @@ def size_text(parameters: int, without_embeddings: int, trained: int, active: in
     """The parameters of a network.
 
     Args:
-        active: the parameters that a token meets; with experts fewer than all.
+        active: the parameters that a token uses; with experts fewer than all.
     """
     embeddings = parameters - without_embeddings
     parts = [f"embeddings {short_count(embeddings)}, {embeddings / max(1, parameters):.0%}"]
@@ -126,7 +126,7 @@ def layout_rows(stages: int, replicas: int, ranks: int, zero_stage: int, memory_
     """
     memory = ""
     if memory_bytes is not None:
-        memory = f"; {short_bytes(memory_bytes)} a rank for weights, gradients and optimizer, plus activations"
+        memory = f"; {short_bytes(memory_bytes)} per rank for weights, gradients and optimizer, plus activations"
     if ranks == 1:
         return [("layout", f"1 rank{memory}")]
     within = ranks // (stages * replicas)
@@ -175,7 +175,7 @@ def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[R
 
 
 def shares_text(shares: Sequence[TakenSource]) -> str:
-    """What the run takes from its largest sources; the rest in one word."""
+    """The shares of the run's largest sources; the rest is summed up."""
     largest = sorted(shares, key=lambda share: -share.ratio)[:_SOURCES]
     texts = [f"{share.name} {share.ratio:.1%} ({share.epochs:.2f} epochs)" for share in largest]
     if len(shares) > _SOURCES:
@@ -187,7 +187,7 @@ def shares_text(shares: Sequence[TakenSource]) -> str:
 def rank_grid(stages: int, replicas: int, ranks_per_replica: int) -> list[str]:
     """The ranks as a small drawing: a row for each pipeline stage, a bracket for each replica in it.
 
-    Of a large run it has the first and the last of everything.
+    A large run is abridged to the first and last of each.
 
     Ranks are counted as the mesh does: along a replica's part of a stage first, then over replicas, then over stages.
 

@@ -27,7 +27,7 @@ def test_the_mean_may_be_taken_over_samples(objective: str) -> None:
 
 
 def test_random_prefixes_have_a_mean_of_their_own() -> None:
-    with pytest.raises(ConfigError, match=r"--loss-mean samples is for .*; --objective prefix divides its loss"):
+    with pytest.raises(ConfigError, match=r"--loss-mean samples is for .*; --objective prefix normalizes its loss"):
         LossConfig(objective="prefix", loss_mean="samples")
 
 

@@ -41,7 +41,7 @@ def test_counts_lengths_and_duplicates(prefix: str, piece: int, monkeypatch: pyt
     assert found.histogram == [(0, 2), (1, 0), (2, 4), (4, 0), (8, 0), (16, 0), (32, 0), (64, 1)]
     assert found.duplicates == 2 and found.shown_duplicates == [(0, 3), (3, 4)]  # empty documents are none
     text = "\n".join(report(found))
-    assert "7 documents, 7 sequences, 112 tokens of int32" in text and "not known (no sidecar" in text
+    assert "7 documents, 7 sequences, 112 tokens of int32" in text and "unknown (no sidecar" in text
     assert "64-127 |##########" in text and "duplicates: 2 documents: 3 (as 0), 4 (as 3)" in text
 
 

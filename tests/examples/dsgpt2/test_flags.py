@@ -1,4 +1,4 @@
-"""dsGPT2's command line, in the words of the trainer."""
+"""dsGPT2's command line, as flags of the trainer."""
 
 from __future__ import annotations
 

@@ -144,7 +144,9 @@ def test_what_is_refused_names_file_key_and_what_is_allowed(tmp_path: Path, tree
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"--config tpu.json is neither here nor in .*configs, which has cpu.json"):
+    with pytest.raises(
+        ConfigError, match=r"--config tpu.json is neither in this folder nor in .*configs, which has cpu.json"
+    ):
         AllInOneFlags(config="tpu.json").words()
 
 

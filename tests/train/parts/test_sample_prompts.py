@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     for content, says in (
         (None, "prompts.txt cannot be read: No such file"),
-        (b"\n \n", "holds 0 prompts, one a line. Give 1 to 64"),
+        (b"\n \n", "holds 0 prompts, one per line. Give 1 to 64"),
         (b"a\n" * 65, "holds 65 prompts"),
         (b"caf\xe9\n", "is not UTF-8"),
         (b"a" * (1 << 20) + b"\n", "is larger than 1048576 bytes"),

@@ -60,12 +60,12 @@ def test_what_cannot_fit_is_refused_and_what_hardly_fits_is_warned_about(
         return list(memory_problems(request(*flags), ranks))
 
     (alone,) = failures(200, 200, ONE_RANK)
-    assert alone.startswith(NEED) and "and this machine has 200.0 GiB. Take a smaller network" in alone
+    assert alone.startswith(NEED) and "and this machine has 200.0 GiB. Use a smaller network" in alone
     (shared,) = failures(200, 200, FOUR_RANKS, "--tensor-model-parallel-size", "4")
     assert shared.startswith(NEED) and "this machine, which 4 ranks share, has 200.0 GiB" in shared
     assert capsys.readouterr().err == ""
     assert failures(300, 250, ONE_RANK) == []
-    assert "; this machine has 250.0 GiB left. Take" in capsys.readouterr().err
+    assert "; this machine has 250.0 GiB left. Use" in capsys.readouterr().err
     assert failures(400, 350, ONE_RANK) == [] and capsys.readouterr().err == ""
 
 

@@ -43,7 +43,7 @@ def test_what_inductor_needs_is_looked_for_before_the_first_step(monkeypatch: py
     with pytest.raises(LaunchError, match="--compile needs Triton on a GPU, and it is not installed"):
         check_compiler("inductor", gpu)
     monkeypatch.setenv("CXX", "nowhere/c++ -O2")
-    with pytest.raises(LaunchError, match=r"--compile needs a C\+\+ compiler, and nowhere/c\+\+ is not there"):
+    with pytest.raises(LaunchError, match=r"--compile needs a C\+\+ compiler, and nowhere/c\+\+ was not found"):
         check_compiler("inductor", cpu)
     check_compiler("aot_eager", cpu)
     monkeypatch.setenv("CXX", "sh")

@@ -29,7 +29,7 @@ def test_the_size_names_experts_and_frozen_parameters_only_where_there_are_some(
 
 
 def test_one_rank_has_no_grid() -> None:
-    text = "1 rank; 63.0 MiB a rank for weights, gradients and optimizer, plus activations"
+    text = "1 rank; 63.0 MiB per rank for weights, gradients and optimizer, plus activations"
     assert layout_rows(1, 1, 1, 1, 63 * 2**20) == [("layout", text)]
 
 
