@@ -2,6 +2,10 @@
 
     python tools/doctor.py
     python tools/doctor.py --json
+    python tools/doctor.py --layouts -- pretrain_gpt.py FLAGS
+
+With --layouts it says instead which other layouts the flags after -- could have: what goes with them, and why the rest
+does not.
 
 Exit code 0 when training can start, 78 when it cannot. Works even if torch or other packages are missing.
 """
@@ -61,6 +65,7 @@ class DoctorFlags(ConfigSection):
     """Flags of this program."""
 
     json: bool = flag(False, "print the findings as one JSON object")
+    layouts: bool = flag(False, "list the layouts that the command after -- could have")
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Checks this machine and prints the findings."""
     from megatron.secret_text import masked_values
 
-    words = sys.argv[1:] if argv is None else argv
-    flags = parse_flags(DoctorFlags, words, prog="doctor.py", description=__doc__ or "")
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    flags = parse_flags(DoctorFlags, words[:end], prog="doctor.py", description=__doc__ or "")
+    if flags.layouts:
+        show_layouts([word for word in words[end + 1 :] if not word.endswith(".py")], as_json=flags.json)
+        return ExitCode.DONE
     findings = [Finding(**masked_values(dataclasses.asdict(finding))) for finding in examine()]
     can_start = not any(finding.status == REFUSED for finding in findings)
     if flags.json:
@@ -105,6 +114,24 @@ def show(findings: Sequence[Finding], can_start: bool) -> None:
     else:
         refused = ", ".join(finding.subject for finding in findings if finding.status == REFUSED)
         print(f"\nTraining cannot start yet: {refused}. Follow the instructions after the arrows above.")
+
+
+def show_layouts(words: Sequence[str], *, as_json: bool) -> None:
+    """Prints every value of every axis of the layout: given, working, or refused and why."""
+    from megatron.config.support import alternatives
+
+    found = alternatives(words)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
+        return
+    for axis in dict.fromkeys(one.axis for one in found):
+        log.text(axis)
+        for one in found:
+            if one.axis == axis:
+                status = "REFUSED" if one.problems else "given  " if one.is_given else "works  "
+                log.text(f"  {status} {one.value}")
+                for problem in one.problems:
+                    log.text(f"          {problem}")
 
 
 def what_is_slow(findings: Sequence[Finding]) -> str:

@@ -123,19 +123,23 @@ def _engine_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str
         others = [other for other, abilities in ENGINES.items() if abilities.runs(name)]
         way_out = f"--pipeline-engine {others[0]}" if others else f"{_SCHEDULE} 1f1b without virtual stages"
         yield f"--pipeline-engine {engine} does not run the pipeline schedule {name}. Use {way_out}."
+        return
     if zero in ENGINES[engine].zero_stages:
         return
     others = [other for other, abilities in ENGINES.items() if zero in abilities.zero_stages and abilities.runs(name)]
     reason = (
-        "it gathers the weights of a layer for every micro-batch, which passes through each stage on its own"
+        "it would gather the weights of a stage anew for each of its micro-batches"
         if zero == 3
         else "a pipeline accumulates gradients over micro-batches, and this ZeRO stage would already have scattered "
         "them"
     )
     lower = " or ".join(map(str, ENGINES[engine].zero_stages))
+    asked, without = f"{_SCHEDULE} {name}", f"{_SCHEDULE} 1f1b without virtual stages"
+    if stages > 1:
+        asked = f"--pipeline-model-parallel-size {stages}"
+        without = "--pipeline-model-parallel-size 1 (--tensor-model-parallel-size may take its place)"
     yield (
-        f"--zero-stage {zero} cannot be used with --pipeline-model-parallel-size {stages}: {reason}. Use "
+        f"--zero-stage {zero} cannot be used with {asked}: {reason}. Use "
         + (f"--pipeline-engine {others[0]}, " if others else "")
-        + f"--zero-stage {lower}, or --pipeline-model-parallel-size 1 (--tensor-model-parallel-size may take its "
-        "place)."
+        + f"--zero-stage {lower}, or {without}."
     )

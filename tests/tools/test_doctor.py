@@ -180,3 +180,14 @@ def test_an_installed_package_has_a_version() -> None:
     assert doctor.installed_version("torch") == importlib.metadata.version("torch")
     assert doctor.installed_version("there-is-no-such-package") is None
     assert sys.version_info >= (3, 10)
+
+
+def test_the_layouts_that_a_command_could_have(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["pretrain_gpt.py", "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--compile"]
+    assert doctor.main(["--layouts", "--", *command]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert {"ZeRO", "  given   ZeRO 1", "  works   ZeRO 2", "  REFUSED ZeRO 3"} <= set(lines)
+    assert lines[lines.index("  REFUSED ZeRO 3") + 1].startswith("          --compile cannot be combined with --zero-")
+    assert doctor.main(["--layouts", "--json", "--", *command]) == ExitCode.DONE
+    found = {one["value"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["ZeRO 3"]["problems"] and not found["ZeRO 2"]["problems"]

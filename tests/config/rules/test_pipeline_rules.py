@@ -93,7 +93,14 @@ def test_schedule_and_chunks_follow_from_the_flags(flags: dict[str, object], nam
             "--pipeline-engine deepspeed --zero-stage 2",
             "--zero-stage 2 cannot be used .* would already have scattered them. Use --pipeline-engine own, --zero-st",
         ),
-        ("--zero-stage 3", "--zero-stage 3 cannot be used with .*: it gathers the weights .* Use --zero-stage 0 or 1"),
+        (
+            "--zero-stage 3",
+            "--zero-stage 3 cannot be used with .*: it would gather the weights .* Use --zero-stage 0 or 1",
+        ),
+        (
+            "--zero-stage 3 --pipeline-model-parallel-size 1 --pipeline-schedule zbv",
+            "3 cannot be used with --pipeline-schedule zbv: .*, or --pipeline-schedule 1f1b without virtual stages",
+        ),
     ],
 )
 def test_what_is_refused_has_a_way_out(flags: str, sentence: str) -> None:

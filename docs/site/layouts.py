@@ -1,0 +1,149 @@
+"""Writes docs/layouts.md: which layouts go with what, as the rules of the flags say, with the test of each.
+
+python docs/site/layouts.py
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
+# A small network, whose layers and heads can be divided in many ways.
+COMMAND = shlex.split(
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --train-iters 10 --data-path corpus_text_document "
+    "--vocab-file vocab.json --merge-file merges.txt"
+)
+
+_SCHEDULES = "tests/engine/pipeline/test_executor.py::test_every_schedule_trains_like_one_process"
+_PARITY = "tests/parity/test_parity.py::test_fp32_layout_equals_reference"
+# The test that trains with a value of `AXES`, and compares with one process where the value divides anything.
+TESTED_BY: Mapping[str, str] = {
+    "no pipeline": _PARITY,
+    **dict.fromkeys(("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "v-half", "v-1f1b"), _SCHEDULES),
+    "1f1b, engine deepspeed": _PARITY,
+    **{f"ZeRO {stage}": _PARITY for stage in range(4)},
+    "tensor 1": _PARITY,
+    "tensor 2": _PARITY,
+    "tensor 2 with sequence parallelism": (
+        "tests/parity/sequence/test_sequence_parallel.py::test_layout_equals_one_process"
+    ),
+    "nothing recomputed": _PARITY,
+    "attention recomputed": "tests/parity/test_switches.py::test_layout_equals_one_process",
+    "blocks recomputed": "tests/parity/test_switches.py::test_layout_equals_one_process",
+    "float32": _PARITY,
+    "bf16": "tests/parity/test_parity.py::test_bf16_layout_stays_near_reference",
+    "fp16": "tests/engine/deepspeed/test_deepspeed_internals.py",
+    "next tokens": _PARITY,
+    "masked tokens": "tests/parity/test_bert.py::test_a_layout_equals_plain_torch",
+    "all trained": _PARITY,
+    "some frozen": ("tests/engine/test_freezing.py::test_every_layout_trains_the_same_and_leaves_frozen_weights"),
+    "full samples": _PARITY,
+    "curriculum": ("tests/train/runs/test_published_runs.py::test_published_commands_and_growing_samples_train"),
+    "dense": _PARITY,
+    "4 experts": "tests/parity/test_experts.py::test_every_layout_trains_like_one_process",
+    "4 experts on 4 ranks": "tests/parity/test_experts.py::test_every_layout_trains_like_one_process",
+    "not compiled": _PARITY,
+    "compiled": "tests/parity/test_compile.py::test_layouts",
+    "on the device": _PARITY,
+    "on the host": "tests/engine/optimizer/test_offloading.py::test_offloading_changes_no_step",
+}
+_BEGIN = """# Which layouts go with what
+
+What can be combined, what is refused, and the test that trains with each value. The page is written from the rules
+that refuse a command before it starts, by `docs/site/layouts.py`.
+
+Data parallelism can be combined with everything here: start more processes. For a command of your own, `doctor.py` says
+what could be changed about it:
+
+<!-- not run: the tests of doctor.py do -->
+```bash
+python tools/doctor.py --layouts -- pretrain_gpt.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16
+```
+
+## Pipelines
+
+`yes`: the value works with this schedule, whatever the others are, unless a row of the next table forbids it.
+"""
+
+
+def main() -> int:
+    """Writes the page."""
+    from megatron.config.support import refusals
+
+    PAGE.write_text(page([(one.values, one.sentence) for one in refusals(COMMAND)]), encoding="utf-8")
+    print(PAGE)
+    return 0
+
+
+def page(refused: Sequence[tuple[tuple[str, ...], str]]) -> str:
+    """The page, from the combinations that are refused and why."""
+    sets = [frozenset(values) for values, _ in refused]
+    lines = [
+        _BEGIN,
+        *_matrix(sets),
+        "",
+        "## Refused",
+        "",
+        "| combination | why, and the nearest that works |",
+        "|---|---|",
+    ]
+    lines += [f"| {cell} | {sentence.replace('|', '&#124;')} |" for cell, sentence in _merged(refused)]
+    lines += [
+        "",
+        "## Tests",
+        "",
+        "The network trains in fp16 on GPUs only, so its test holds the scale of the loss.",
+        "",
+    ]
+    lines += ["| value | flags | test |", "|---|---|---|"]
+    from megatron.config.support import AXES
+
+    for values in AXES.values():
+        for value, flags in values.items():
+            lines.append(f"| {value} | {f'`{flags}`' if flags else ''} | `{TESTED_BY[value]}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _matrix(refused: Sequence[frozenset[str]]) -> Iterator[str]:
+    from megatron.config.support import AXES
+
+    pipelines = list(AXES["pipeline"])
+    yield "| | " + " | ".join(pipelines) + " |"
+    yield "|---" * (1 + len(pipelines)) + "|"
+    for axis, values in AXES.items():
+        for value in values if axis != "pipeline" else ():
+            cells = ["no" if any(one <= {pipeline, value} for one in refused) else "yes" for pipeline in pipelines]
+            yield f"| {value} | " + " | ".join(cells) + " |"
+
+
+def _merged(refused: Sequence[tuple[tuple[str, ...], str]]) -> Iterator[tuple[str, str]]:
+    """Combinations that differ in their first value and have the same sentence as one."""
+    firsts: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for (first, *rest), sentence in refused:
+        firsts.setdefault((tuple(rest), sentence), []).append(first)
+    for (rest, sentence), values in firsts.items():
+        yield " + ".join((" or ".join(values), *rest)), sentence
+
+
+def refused_on(text: str) -> dict[tuple[str, ...], str]:
+    """The rows of the page's table of refused combinations: values, and the sentence."""
+    table = text.partition("## Refused\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+    return {
+        (first, *rest): sentence.replace("&#124;", "|")
+        for cell, sentence in rows
+        for firsts, *rest in [cell.split(" + ")]
+        for first in firsts.split(" or ")
+    }
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

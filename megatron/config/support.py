@@ -1,0 +1,147 @@
+"""Which layouts go with what: the values of each axis as flags, and what the rules of flags say of their combinations.
+
+The rules are where the flags are; nothing here decides anything. A new axis is a new row of `AXES`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.config.parse import read_flags
+from megatron.config.sections.pipelines import DEEPSPEED, ENGINES, OWN, SCHEDULE_CHUNKS
+
+# Of each axis the values by name, each with its flags, which overrule those before them. The first value of an axis can
+# be combined with every value of the others.
+AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
+    {
+        "pipeline": {
+            "no pipeline": "--pipeline-model-parallel-size 1",
+            **{
+                name if engine == OWN else f"{name}, engine {engine}": (
+                    f"--pipeline-model-parallel-size 2 --pipeline-schedule {name} --pipeline-engine {engine}"
+                )
+                for engine in (OWN, DEEPSPEED)
+                for name in SCHEDULE_CHUNKS
+                if engine == OWN or ENGINES[engine].runs(name)
+            },
+        },
+        "ZeRO": {f"ZeRO {stage}": f"--zero-stage {stage}" for stage in (1, 0, 2, 3)},
+        "tensor parallelism": {
+            "tensor 1": "--tensor-model-parallel-size 1",
+            "tensor 2": "--tensor-model-parallel-size 2",
+            "tensor 2 with sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel",
+        },
+        "recompute": {
+            "nothing recomputed": "--no-checkpoint-activations",
+            "attention recomputed": "--recompute-granularity selective",
+            "blocks recomputed": "--checkpoint-activations",
+        },
+        "dtype": {"float32": "--no-bf16 --no-fp16", "bf16": "--no-fp16 --bf16", "fp16": "--no-bf16 --fp16"},
+        "objective": {
+            "next tokens": "--objective causal --no-bidirectional",
+            "masked tokens": "--objective masked --bidirectional --masked-lm-head",
+        },
+        "weights": {"all trained": "", "some frozen": "--freeze embedding.*"},
+        "length": {
+            "full samples": "--no-curriculum-learning",
+            "curriculum": "--curriculum-learning --curriculum-min-length 16 --curriculum-steps 10",
+        },
+        "experts": {
+            "dense": "--num-experts 1",
+            "4 experts": "--num-experts 4",
+            "4 experts on 4 ranks": "--num-experts 4 --expert-model-parallel-size 4",
+        },
+        "compiled blocks": {"not compiled": "--no-compile", "compiled": "--compile"},
+        "optimizer state": {"on the device": "--no-cpu-optimizer", "on the host": "--cpu-optimizer"},
+    }
+)
+_AXIS_OF = {value: axis for axis, values in AXES.items() for value in values}
+
+
+@dataclass(frozen=True)
+class RefusedCombination:
+    """Values of some axes that do not go together, whatever the others are.
+
+    Attributes:
+        values: names of `AXES`, as few as possible.
+        sentence: what is wrong, and the nearest that works.
+    """
+
+    values: tuple[str, ...]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A command with another value of one axis.
+
+    Attributes:
+        problems: what is wrong with it; nothing if it works.
+        is_given: whether the command has this value already.
+    """
+
+    axis: str
+    value: str
+    problems: tuple[str, ...]
+    is_given: bool
+
+
+def words_of(values: Sequence[str]) -> list[str]:
+    """The flags of some values."""
+    return [word for value in values for word in AXES[_AXIS_OF[value]][value].split()]
+
+
+def problems_of(words: Sequence[str]) -> tuple[str, ...]:
+    """What is wrong with a command line; nothing but the words is looked at."""
+    return read_flags(words).problems
+
+
+def refusals(base: Sequence[str], most: int = 3) -> Iterator[RefusedCombination]:
+    """All combinations of values of up to `most` axes that are refused while all others have their first value.
+
+    Args:
+        base: a command line without a problem.
+    """
+    others = {axis: list(values)[1:] for axis, values in AXES.items()}
+    refused: list[frozenset[str]] = []
+    for count in range(1, most + 1):
+        for axes in itertools.combinations(others, count):
+            for values in itertools.product(*(others[axis] for axis in axes)):
+                if any(known <= set(values) for known in refused):
+                    continue
+                problems = problems_of([*base, *words_of(values)])
+                if problems:
+                    refused.append(frozenset(values))
+                    yield RefusedCombination(values, " ".join(problems))
+
+
+def alternatives(words: Sequence[str]) -> list[Alternative]:
+    """A command with each value of each axis in turn.
+
+    What is wrong with all of them has nothing to do with the layout, such as a missing flag, and is left out.
+
+    Raises:
+        ConfigError: a file of flags cannot be read.
+    """
+    given = read_flags(words).sections
+    stages = given["parallel"].pipeline_model_parallel_size
+    drafts = {}
+    for axis, values in AXES.items():
+        for value in values:
+            flags = words_of([value])
+            if axis == "pipeline" and stages > 1 and value != next(iter(values)):
+                flags += ["--pipeline-model-parallel-size", str(stages)]
+            drafts[axis, value] = read_flags([*words, *flags])
+    everywhere = set.intersection(*(set(draft.problems) for draft in drafts.values()))
+    return [
+        Alternative(
+            axis,
+            value,
+            tuple(problem for problem in draft.problems if problem not in everywhere),
+            draft.sections == given,
+        )
+        for (axis, value), draft in drafts.items()
+    ]
