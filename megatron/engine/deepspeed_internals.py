@@ -10,6 +10,7 @@ Source: DeepSpeed 0.19.8, in the files that each part names.
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -23,14 +24,17 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from megatron.engine.ds_config import sub_groups_to_keep
+from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
+from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.grid import PipelineGrid
 from megatron.engine.tensor_parts import MasterSlice, tensors_in
 from megatron.kernels.optimizer import can_skip
 from megatron.parallel.mesh import Axis, ParallelMesh
-from megatron.parallel.messages import all_reduce_sum
 
 # Attributes of the dynamic loss scaler that change from step to step (`runtime/fp16/loss_scaler.py`).
 _SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -48,35 +52,17 @@ class OptimizerView(ABC):
     """
 
     is_direct = False
-    takes_by_hooks = True
-    _TAKES_FLAGS = False  # whether the update here can be told by a flag on the device to change nothing
-    _GROUPS, _REDUCED = "", "averaged_gradients"  # attributes of DeepSpeed's optimizer
-    _BUFFERS: tuple[str, ...] = ()  # those in which it keeps gradients before ranks sum them
+    takes_by_hooks = False
+    _GROUPS = ""  # attribute of DeepSpeed's optimizer
 
     def __init__(self, engine: Any) -> None:
         self.optimizer: torch.optim.Optimizer = engine.basic_optimizer
         self._wrapper = engine.optimizer
-        self._engine = engine
-
-    def accumulate(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027
-        """Takes the gradients of a backward pass that did not go through DeepSpeed's engine."""
-
-    def main_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The sum of a parameter's gradients; None if there were none."""
-        return parameter.grad
-
-    def reduce(self, tied: Sequence[tuple[nn.Parameter, Axis]]) -> None:
-        """Ends the backward passes of a step: sums tied weights over their axes, then all over data-parallel ranks."""
-        for weight, axis in tied:
-            gradient = self.main_gradient(weight)
-            all_reduce_sum(weight.new_zeros(weight.shape) if gradient is None else gradient, axis)
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.allreduce_gradients()
 
     @property
     def can_skip(self) -> bool:
         """Whether a flag on the device can drop an update."""
-        return self._TAKES_FLAGS and can_skip(self.optimizer)
+        return False
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         """The network's trained parameters, in the groups in which they are divided among ranks."""
@@ -90,17 +76,13 @@ class OptimizerView(ABC):
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice | None:
         """The part of a trained parameter that this rank updates; None if it updates nothing of it."""
 
+    @abstractmethod
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
         """The gradients that this rank holds when the update begins, averaged over the data-parallel ranks."""
-        return tensors_in(getattr(self._wrapper, self._REDUCED))
 
+    @abstractmethod
     def gradients(self) -> Iterator[torch.Tensor]:
         """All tensors that hold gradients when the update begins; some of them show the same memory."""
-        yield from self.reduced_gradients()
-        yield from tensors_in([getattr(self._wrapper, name) for name in self._BUFFERS])
-        for group in (*self.groups(), self.masters()):
-            for tensor in group:
-                yield from tensors_in([tensor.grad, getattr(tensor, "grad_accum", None)])
 
     def refresh_weights(self) -> None:
         """Makes the network compute with the fp32 weights as they are now; collective."""
@@ -126,42 +108,82 @@ class OptimizerView(ABC):
             if name in state:
                 setattr(self._wrapper.loss_scaler, name, state[name])
 
+    @abstractmethod
     def guard(self, gate: UpdateGate) -> None:
-        """Asks for permission before every update.
-
-        A rank whose optimizer dropped an update that others make joins them in gathering the weights that each has
-        updated.
-        """
-        update, step = self.optimizer.step, self._wrapper.step
-
-        def settled_step(*arguments: Any, **options: Any) -> None:
-            step(*arguments, **options)
-            if gate.is_left_behind():
-                self.refresh_weights()
-
-        self.optimizer.step = lambda *_: update() if gate.may_update() else None  # type: ignore[method-assign, assignment]
-        self._wrapper.step = settled_step
+        """Asks for permission before every update."""
 
 
-class DirectView(OptimizerView):
-    """ZeRO 0: DeepSpeed hands the torch optimizer back.
-
-    Its own norm counts a tied weight on both stages of a pipeline and omits the replicated parameters of later ones.
+class OwningView(GradientOwner, OptimizerView):
+    """An optimizer of ZeRO 0, 1 or 2: DeepSpeed neither adds gradients up nor averages, measures or clips them.
 
     Args:
         group: the ranks that share a parameter.
+        clipping: how gradients are measured and limited.
     """
 
-    is_direct, takes_by_hooks = True, False
-    _TAKES_FLAGS = True
-
     def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
-        super().__init__(engine)
-        self._clipping = clipping
-        self._counted = [parameter for group in self.groups() for parameter in group if _IS_COUNTED(parameter)]
-        engine.clip_fp32_gradients = self._measure
-        if group.size == 1:  # DeepSpeed would copy all gradients twice to average them
-            engine.buffered_allreduce_fallback = lambda *_, **__: self._complete()
+        OptimizerView.__init__(self, engine)
+        self._device = clipping.device
+        self._is_scaled: bool = engine.fp16_enabled()
+        self._copies: Sequence[Sequence[torch.Tensor]] = ()
+        trained = [parameter for group in self.groups() for parameter in group]
+        factor = engine.gradient_predivide_factor() if engine.postscale_gradients() else 1.0
+        averaging = Averaging(group, engine.communication_data_type, None if factor == 1.0 else factor)
+        GradientOwner.__init__(self, self._new_sum(trained, averaging), clipping, trained)
+        engine.clip_fp32_gradients = lambda: None
+        if engine.pipeline_parallelism:
+            self._serve_pipeline(engine)
+        else:
+            engine.set_gradient_accumulation_boundary(True)  # every call of its `step` is to update
+
+    @abstractmethod
+    def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
+        """Where gradients are added up."""
+
+    def _serve_pipeline(self, engine: Any) -> None:
+        """Has DeepSpeed's pipeline engine average here."""
+        engine.buffered_allreduce_fallback = lambda *_, **__: self.reduce()
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether the optimizer can, and is where the gradients are."""
+        return can_skip(self.optimizer) and all(master.device == self._device for master in self.masters())
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The sums, what backward left, and what the optimizer reads."""
+        yield from self.sums()
+        yield from tensors_in([master.grad for master in self.masters()])
+
+    def guard(self, gate: UpdateGate) -> None:
+        """Leaves every update to a gate, which clips as well; the loss scaler is told of overflows in fp16."""
+
+        def step(*_: Any, **__: Any) -> None:
+            scale = self.loss_scale() if self._is_scaled else 1.0
+            norm = self.measure(scale)
+            self._wrapper._global_grad_norm = norm
+            if self._is_scaled and self._overflows(norm):
+                gate.is_left_behind()
+            elif self.update(self.optimizer, gate, norm, scale, self._copies) and not self._copies:
+                self.refresh_weights()
+            self._sum.clear()
+
+        self._wrapper.step = step
+
+    def _overflows(self, norm: torch.Tensor) -> bool:
+        """Whether the scaled gradients overflowed on some rank, which the scaler learns; waits for the device."""
+        overflow = not math.isfinite(norm)
+        self._wrapper.overflow = overflow
+        self._wrapper.loss_scaler.update_scale(overflow)
+        return overflow
+
+
+class DirectView(OwningView):
+    """ZeRO 0: DeepSpeed hands the torch optimizer back."""
+
+    is_direct = True
+
+    def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
+        return GradientsInPlace(trained, _IS_COUNTED, averaging)
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         """The groups of the torch optimizer."""
@@ -171,36 +193,46 @@ class DirectView(OptimizerView):
         """All of it."""
         return MasterSlice(0, parameter.data.view(-1), parameter, 0)
 
-    def reduced_gradients(self) -> Iterator[torch.Tensor]:
-        """The gradient of each parameter."""
-        return tensors_in([parameter.grad for parameter in self.masters()])
-
     def refresh_weights(self) -> None:
         """Nothing to do: the weights are those that the optimizer updates."""
 
-    def guard(self, gate: UpdateGate) -> None:
-        """Leaves every update to a gate, which clips as well."""
-        self._wrapper.step = lambda: gate.update(self.optimizer, self._clipping.factor(torch.as_tensor(self.norm())))
 
-    def _complete(self) -> None:
-        """A parameter without a gradient has one of zero, so that every optimizer updates it."""
-        for parameter in self.masters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _measure(self) -> None:
-        gradients = [parameter.grad for parameter in self._counted]
-        self._wrapper._global_grad_norm = self._clipping.norm([each for each in gradients if each is not None])
-
-
-class PartitionedView(OptimizerView):
+class PartitionedView(OwningView):
     """ZeRO 1 and 2 (`runtime/zero/stage_1_and_2.py`): each rank has one flat fp32 partition of each group.
 
     The base optimizer's state is read directly: DeepSpeed links fragments of it for the first group only.
     """
 
-    _GROUPS = "bit16_groups"
-    _BUFFERS: tuple[str, ...] = ("all_grad_tensors",)
+    _GROUPS, _FLAT = "bit16_groups", "bit16_groups_flat"
+
+    def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
+        wrapper = self._wrapper
+        for hook in wrapper._grad_acc_hooks:
+            hook.remove()
+        groups = [FlatGroup.of(*each) for each in zip(self.groups(), getattr(wrapper, self._FLAT), strict=True)]
+        return self._new_flat_sum(groups, averaging)
+
+    def _new_flat_sum(self, groups: Sequence[FlatGroup], averaging: Averaging) -> GradientSum:
+        wrapper, masters, device = self._wrapper, self.masters(), self._device
+        dtype = wrapper.gradient_accumulation_dtype
+        if not wrapper.partition_gradients:
+            buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
+            return MainGradients(buffers, groups, _IS_COUNTED, averaging)
+        parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
+        if averaging.axis.size == 1 and masters[0].device == device:
+            return MainGradients(parts, groups, _IS_COUNTED, averaging)
+        return PartitionGradients(parts, groups, _IS_COUNTED, averaging, wrapper.reduce_bucket_size)
+
+    def _serve_pipeline(self, engine: Any) -> None:
+        """Has it accumulate here as well, as it does with DeepSpeed's optimizer for bf16."""
+        super()._serve_pipeline(engine)
+        engine.using_bf16_optimizer = True
+        for name in ("update_hp_grads", "backward_epilogue"):
+            setattr(self._wrapper, name, lambda *_, **__: self.accumulate())
+        self._wrapper.clear_lp_grads = lambda *_, **__: None
+        for parameter in self._trained:
+            parameter._hp_grad = self._sum.of(parameter)  # type: ignore[attr-defined]  # of a tied weight, stages add it up
+        self._sum.clear()
 
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice | None:
         """Where `utils/mixed_precision_linkage.py` has noted that it lies."""
@@ -214,57 +246,20 @@ class PartitionedView(OptimizerView):
 
 
 class AccumulatedView(PartitionedView):
-    """ZeRO 1 in bf16 with accumulation in fp32 (`runtime/bf16_optimizer.py`): each rank accumulates all gradients.
+    """ZeRO 1 in bf16 with accumulation in fp32 (`runtime/bf16_optimizer.py`), in the buffers that DeepSpeed has."""
 
-    DeepSpeed's accumulation and its step go from parameter to parameter and wait for the device; both are done here.
-    With `immediate_grad_update` its hooks accumulate during the backward pass.
+    _GROUPS, _FLAT = "bf16_groups", "bf16_groups_flat"
 
-    Args:
-        group: the ranks that share a parameter.
-    """
-
-    _GROUPS, _REDUCED, _BUFFERS = "bf16_groups", "fp32_groups_gradients_flat", ()
-    _TAKES_FLAGS = True
-
-    def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
-        super().__init__(engine)
-        wrapper, self._clipping = self._wrapper, clipping
+    def _new_flat_sum(self, groups: Sequence[FlatGroup], averaging: Averaging) -> GradientSum:
+        wrapper = self._wrapper
+        wrapper.clear_hp_grads = lambda: None
         self.takes_by_hooks = bool(wrapper.immediate_grad_update)
-        if group.size == 1:
-            engine.buffered_allreduce_fallback = lambda *_, **__: None
-        self._main = MainGradients(wrapper.fp32_groups_gradients_flat, wrapper.bf16_groups, _IS_COUNTED)
         # the network's own weights, unless each rank updates a part of them, and all are gathered afterwards
-        self._copies = list(wrapper.bf16_partitioned_groups) if group.size == 1 else ()
-        if not wrapper.immediate_grad_update:
-            for parameter, view in zip(self._main.parameters, self._main.views, strict=True):
-                parameter._hp_grad = view  # type: ignore[attr-defined]  # of a tied weight, stages add it up
-            wrapper.update_hp_grads = lambda clear_lp_grads=False: self._main.take()
-            wrapper.clear_hp_grads = self._main.clear
-            wrapper.clear_lp_grads = lambda set_to_none=True: self._main.release()
-
-    def accumulate(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Adds them to the flat sums."""
-        self._main.take()
-        self._main.release()
-
-    def main_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Its part of the flat sums."""
-        return parameter._hp_grad  # type: ignore[attr-defined,no-any-return]
-
-    def guard(self, gate: UpdateGate) -> None:
-        """Leaves every update to a gate, which clips as well."""
-
-        def step() -> None:
-            if not self._wrapper.immediate_grad_update:
-                self._main.complete()
-            self._wrapper._global_grad_norm = norm = self._clipping.norm(self._main.counted)
-            for master, part in zip(self.masters(), self._wrapper.fp32_groups_gradient_flat_partition, strict=True):
-                master.grad = part
-            if gate.update(self.optimizer, self._clipping.factor(norm), self._copies) and not self._copies:
-                self.refresh_weights()
-            self._wrapper.clear_hp_grads()
-
-        self._wrapper.step = step
+        self._copies = list(wrapper.bf16_partitioned_groups) if averaging.axis.size == 1 else ()
+        if wrapper.immediate_grad_update:
+            for parameter in (parameter for group in groups for parameter in group.parameters):
+                parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
+        return MainGradients(wrapper.fp32_groups_gradients_flat, groups, _IS_COUNTED, averaging)
 
 
 class SubGroupView(OptimizerView):
@@ -274,7 +269,8 @@ class SubGroupView(OptimizerView):
         rank: position among the ranks that share a parameter.
     """
 
-    _GROUPS, _BUFFERS = "fp16_groups", ("grad_partitions_flat_buffer",)
+    takes_by_hooks = True
+    _GROUPS = "fp16_groups"
 
     def __init__(self, engine: Any, rank: int) -> None:
         super().__init__(engine)
@@ -291,6 +287,34 @@ class SubGroupView(OptimizerView):
         first = self._rank * length
         held = max(0, min(length, whole_numel(parameter) - first))
         return MasterSlice(first, flat.data.narrow(0, offset, held), flat, offset) if held else None
+
+    def reduced_gradients(self) -> Iterator[torch.Tensor]:
+        """What DeepSpeed has averaged."""
+        return tensors_in(self._wrapper.averaged_gradients)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """These, the buffer in which DeepSpeed adds them up, and what backward left."""
+        yield from self.reduced_gradients()
+        yield from tensors_in(self._wrapper.grad_partitions_flat_buffer)
+        for group in (*self.groups(), self.masters()):
+            for tensor in group:
+                yield from tensors_in([tensor.grad, getattr(tensor, "grad_accum", None)])
+
+    def guard(self, gate: UpdateGate) -> None:
+        """Stands between DeepSpeed's optimizer and torch's.
+
+        A rank whose optimizer dropped an update that others make joins them in gathering the weights that each has
+        updated.
+        """
+        update, step = self.optimizer.step, self._wrapper.step
+
+        def settled_step(*arguments: Any, **options: Any) -> None:
+            step(*arguments, **options)
+            if gate.is_left_behind():
+                self.refresh_weights()
+
+        self.optimizer.step = lambda *_: update() if gate.may_update() else None  # type: ignore[method-assign, assignment]
+        self._wrapper.step = settled_step
 
     def refresh_weights(self) -> None:
         """Copies the fp32 parts into the network's partitions and into the persistent parameters, which every rank
@@ -314,7 +338,7 @@ def view_of(engine: Any, zero_stage: int, group: Axis, clipping: Clipping) -> Op
         return SubGroupView(engine, group.rank)
     if isinstance(engine.optimizer, BF16_Optimizer):
         return AccumulatedView(engine, group, clipping)
-    return PartitionedView(engine)
+    return PartitionedView(engine, group, clipping)
 
 
 def keep_on_device(wrapper: Any, ratio: float, device: torch.device) -> list[int]:

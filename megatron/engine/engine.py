@@ -24,6 +24,7 @@ from megatron.engine.deepspeed_setup import (
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.update_gate import StepFigures, StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.passes.plain import Passes, PlainPasses
@@ -108,17 +109,19 @@ class Engine:
     def _build_passes(self, pipeline: PipelineSettings) -> Passes:
         if isinstance(self.module, StageModule):
             return DeepSpeedPasses(self.deepspeed, self.module, self._enter)
-        if self.chunks.count == 1:
-            return PlainPasses(self.deepspeed, self.stack, self.view, self._enter)
+        gradients = self.view if isinstance(self.view, GradientOwner) else None
+        if gradients is None or self.chunks.count == 1:
+            return PlainPasses(self.deepspeed, self.stack, gradients, self._enter, adds_up=self.view.is_direct)
+        gradients.keep_whole(weight for weight, _ in self.tied)
         executor = Executor(
             self.stack,
             self.chunks,
             self.mesh.pp,
-            self.view.accumulate,
+            gradients.accumulate,
             self._enter,
             splits_backward=pipeline.splits_backward,
         )
-        return PipelinePasses(executor, pipeline, self.view, self.deepspeed, self.tied, self._enter)
+        return PipelinePasses(executor, pipeline, gradients, self.deepspeed, self.tied, self._enter)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

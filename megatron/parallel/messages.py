@@ -57,6 +57,21 @@ def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     return tensor
 
 
+def reduce_scatter_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sums over the axis the part of `tensor` that falls to this rank, in place, and returns it.
+
+    The other parts are not defined afterwards.
+
+    Shapes: `[n]` with `n` a multiple of the axis's size `r`; the result, a view, `[n/r]`.
+    """
+    size = len(tensor) // axis.size
+    part = tensor.narrow(0, axis.rank * size, size)
+    if axis.size > 1:
+        with axis.timed():
+            dist.reduce_scatter_tensor(part, tensor, group=axis.group)
+    return part
+
+
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Takes the element-wise maximum of `tensor` over the axis, in place, and returns it."""
     if axis.size > 1:

@@ -173,7 +173,7 @@ def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) ->
         cell.offloads_parameters,
         _WEIGHT_BYTES[engine.precision.dtype_name],
     )
-    predicted = predicted_bytes(parameter_groups(engine), how, engine.mesh.gradient.rank)
+    predicted = predicted_bytes(parameter_groups(engine), how)
     return MeasuredCell(cell, predicted, held[-1], losses[0], losses[-1])
 
 

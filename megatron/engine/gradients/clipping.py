@@ -31,11 +31,12 @@ class Clipping:
     device: torch.device
     implementation: Implementation = Implementation.TORCH
 
-    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The global 2-norm; collective over the ranks of a copy.
+    def norm(self, gradients: Sequence[torch.Tensor], divided_over: Axis | None = None) -> torch.Tensor:
+        """The global 2-norm; collective over the ranks of a copy, and of `divided_over`.
 
         Args:
             gradients: what this rank counts; there may be none.
+            divided_over: the data-parallel ranks, if each counts a part of the gradients.
 
         Shapes: result `[]` float64.
         """
@@ -43,6 +44,9 @@ class Clipping:
             square = multi_tensor.square_sum(gradients, implementation=self.implementation)
         else:
             square = torch.zeros((), dtype=torch.float64, device=self.device)
+        square = square.to(self.device)  # from the host, if it has the gradients
+        if divided_over is not None:
+            all_reduce_sum(square, divided_over)
         return all_reduce_sum(square, self.model).sqrt()
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:

@@ -1,85 +1,102 @@
-"""The sum of the micro-batches' gradients, in flat fp32 buffers."""
+"""The sum of the gradients in flat buffers that hold all of them, for ZeRO 1."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
+from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
 
-class MainGradients:
-    """Flat fp32 buffers in which the gradients of a rank's parameters add up, one micro-batch after the other.
 
-    A micro-batch takes a fixed number of calls, however many parameters there are; torch copies the gradients of the
-    first in one launch, and adds those of later ones, in bf16 to fp32, in one each.
+class MainGradients(GradientSum):
+    """Flat buffers in which the gradients of a rank's parameters add up, one backward pass after the other.
+
+    A pass takes a fixed number of calls, however many parameters there are; torch copies the gradients of the first in
+    one launch, and adds those of later ones, in half precision to fp32, in one each.
 
     Args:
-        buffers: one for each group of parameters; what follows the last parameter is padding and not counted.
-        groups: the parameters, each group in the order in which they lie in its buffer.
+        buffers: one for each group, whose padding is zero.
+        groups: where the parameters lie in them.
         is_counted: whether this rank counts a parameter in the gradient norm.
-
-    Attributes:
-        parameters: of all groups.
-        views: the part of a buffer that belongs to each parameter, in the parameter's shape.
-        counted: the parts that this rank counts; adjacent ones are joined.
-
-    Shapes: buffers `[n]` float32.
+        averaging: how data-parallel ranks average; each then holds its part of a buffer only.
     """
 
     def __init__(
         self,
         buffers: Sequence[torch.Tensor],
-        groups: Sequence[Sequence[nn.Parameter]],
+        groups: Sequence[FlatGroup],
         is_counted: Callable[[nn.Parameter], bool],
+        averaging: Averaging,
     ) -> None:
+        super().__init__(averaging)
+        axis = averaging.axis
+        self.divided_over = axis if axis.size > 1 else None
         self._buffers = list(buffers)
-        self.parameters = [parameter for group in groups for parameter in group]
-        self._is_empty = True
-        self.views: list[torch.Tensor] = []
-        self.counted: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []
+        self._views: dict[int, torch.Tensor] = {}  # by the parameter's id
+        self._counted: list[torch.Tensor] = []
+        self._written: set[int] = set()
         for buffer, group in zip(buffers, groups, strict=True):
-            first = end = 0  # of the counted parameters that have not been joined to `counted`
-            for parameter in group:
-                start, size = end, parameter.numel()
-                self.views.append(buffer.narrow(0, start, size).view_as(parameter))
-                end = start + size
-                if not is_counted(parameter):
-                    self._count(buffer, first, start)
-                    first = end
-            self._count(buffer, first, end)
-
-    def _count(self, buffer: torch.Tensor, first: int, end: int) -> None:
-        if end > first:
-            self.counted.append(buffer[first:end])
+            size = group.length // axis.size
+            self._parts.append(buffer.narrow(0, axis.rank * size, size))
+            for parameter, start in zip(group.parameters, group.starts, strict=True):
+                self._views[id(parameter)] = buffer.narrow(0, start, parameter.numel()).view_as(parameter)
+            ranges = group.counted(is_counted, axis.rank * size, (axis.rank + 1) * size)
+            self._counted += [buffer[first:end] for first, end in ranges]
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Adds the gradients of a micro-batch; a parameter without one has contributed nothing."""
-        pairs = [(view, parameter.grad) for view, parameter in zip(self.views, self.parameters, strict=True)]
-        views = [view for view, gradient in pairs if gradient is not None]
-        gradients = [gradient for _, gradient in pairs if gradient is not None]
-        if not self._is_empty:
-            if views:
-                torch._foreach_add_(views, gradients)
-            return
-        if views:
-            torch._foreach_copy_(views, gradients)
-        if len(views) < len(pairs):
-            torch._foreach_zero_([view for view, gradient in pairs if gradient is None])
-        self._is_empty = False
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes the gradients of a backward pass; a parameter without one has contributed nothing."""
+        sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        gradients: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            is_later = id(parameter) in self._written
+            self._written.add(id(parameter))
+            sums[is_later].append(self._views[id(parameter)])
+            gradients[is_later].append(parameter.grad)
+            parameter.grad = None
+        if sums[False]:
+            torch._foreach_copy_(sums[False], gradients[False])
+        if sums[True]:
+            torch._foreach_add_(sums[True], gradients[True])
 
-    def complete(self) -> None:
-        """Says that the update begins: if nothing was taken, the gradients are zero."""
-        if self._is_empty:
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Its view into a buffer."""
+        view = self._views[id(parameter)]
+        if id(parameter) not in self._written:
+            self._written.add(id(parameter))
+            view.zero_()
+        return view
+
+    def _average(self) -> None:
+        if not self._written:
             torch._foreach_zero_(self._buffers)
-            self._is_empty = False
+        elif missing := [view for key, view in self._views.items() if key not in self._written]:
+            torch._foreach_zero_(missing)
+        self._written.update(self._views)
+        for buffer in self._buffers:
+            self._averaging.average_own_part(buffer)
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """This rank's part of each buffer."""
+        return self._parts
+
+    @property
+    def counted(self) -> Sequence[torch.Tensor]:
+        """What it counts of its parts."""
+        return self._counted
 
     def clear(self) -> None:
-        """Says that the next micro-batch begins a new sum."""
-        self._is_empty = True
+        """The first gradient of each parameter will replace what is there."""
+        self._written.clear()
 
-    def release(self) -> None:
-        """Frees the gradients of the last micro-batch."""
-        for parameter in self.parameters:
-            parameter.grad = None
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The flat buffers."""
+        return self._buffers

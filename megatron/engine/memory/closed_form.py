@@ -5,19 +5,18 @@ precision):
 
     stage      parameters   gradients     optimizer
     0, fp32    4 P          4 P           8 P
-    1, fp32    4 P          4 O           12 O
-    1, half    k P          (k + 4) P     12 O
+    1          k P          4 P           12 O
     2          k P          4 O           12 O
     3          k O          4 O           12 O
 
-In half precision gradients are accumulated in fp32, and at stage 1 each rank accumulates all of them, in addition to
-the half-precision ones that backward has just computed. From stage 1 on, DeepSpeed copies the weights that the
-optimizer updates, in fp32 too. In fp32, stages 1 and 2 hold the same gradients when the update begins, since DeepSpeed
-drops the others at stage 1 as well; they differ in what they hold from one micro-batch to the next.
+Gradients are accumulated in fp32, all of them by each rank at stage 1. Those that backward has just computed come on
+top of that, k P, until they have been added at its end. From stage 1 on, DeepSpeed copies the weights that the
+optimizer updates, in fp32 too.
 
-Offloading puts the optimizer's part into the memory of the host, with the copy of the gradients that it reads; at stage
-3 the partition of the parameters can follow. Buckets of communication and staging buffers are not counted: their sizes
-are settings, not a matter of the model. Nor are activations.
+Offloading puts the optimizer's part into the memory of the host, with the gradients that it reads: at stage 1 a copy of
+the part that falls to the rank, at stage 2 the part itself. At stage 3 the partition of the parameters can follow.
+Buckets of communication and staging buffers are not counted: their sizes are settings, not a matter of the model. Nor
+are activations.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3, where
 fp16 gradients are not accumulated in fp32; DeepSpeed `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` and
@@ -78,19 +77,18 @@ class Partitioning:
     offloaded_ratio: float = 1.0
 
 
-def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning, rank: int = 0) -> Amounts:
+def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning) -> Amounts:
     """The bytes of a rank.
 
     Args:
         groups: number of elements of each parameter, by group of the optimizer.
         how: the layout.
-        rank: the data-parallel rank; only the gradients of stage 1 with offloading depend on it.
     """
     everything = sum(map(sum, groups))
     own = sum(-(-sum(group) // how.ranks) for group in groups)
     weights = how.weight_bytes * (everything if how.stage < 3 else own)
     states = 2 * _FP32 * everything if how.stage == 0 else 3 * _FP32 * own
-    on_device, on_host = _gradients(groups, how, rank, everything, own)
+    on_device, on_host = _gradients(how, everything, own)
     here = on_device
     here += 0 if how.offloads_parameters else weights
     if not how.offloads_optimizer:
@@ -100,28 +98,14 @@ def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning, rank: in
     return Amounts(weights, on_device + on_host, states, here)
 
 
-def _gradients(
-    groups: Sequence[Sequence[int]], how: Partitioning, rank: int, everything: int, own: int
-) -> tuple[int, int]:
+def _gradients(how: Partitioning, everything: int, own: int) -> tuple[int, int]:
     """Bytes of the gradients on the device and on the host."""
-    is_half = how.weight_bytes != _FP32
     if how.stage == 0:
         return how.weight_bytes * everything, 0
+    if how.stage == 1:
+        return _FP32 * everything, _FP32 * own if how.offloads_optimizer else 0
     if not how.offloads_optimizer:
-        return ((how.weight_bytes + _FP32) * everything if how.stage == 1 and is_half else _FP32 * own), 0
-    if how.stage == 3:
-        return 0, 2 * _FP32 * own  # the buffer in which they are accumulated, and what the optimizer reads
-    if not is_half:
+        return _FP32 * own, 0
+    if how.stage == 2:
         return 0, _FP32 * own
-    others = 0 if how.stage == 2 else sum(_outside(group, rank, how.ranks) for group in groups)
-    return _FP32 * (others + own), _FP32 * own
-
-
-def _outside(sizes: Sequence[int], rank: int, ranks: int) -> int:
-    """Elements of the parameters of a group of which no element is in the partition of a rank."""
-    part = -(-sum(sizes) // ranks)
-    first, outside = 0, 0
-    for size in sizes:
-        outside += size if first + size <= rank * part or first >= (rank + 1) * part else 0
-        first += size
-    return outside
+    return 0, 2 * _FP32 * own  # the buffer in which they are accumulated, and what the optimizer reads

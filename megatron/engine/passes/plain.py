@@ -9,7 +9,7 @@ import torch
 
 from megatron.device import GraphCapturer
 from megatron.engine.cuda_graphs import MicroBatchGraphs
-from megatron.engine.deepspeed_internals import OptimizerView
+from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.model.interface.network import LayerStack
@@ -26,17 +26,28 @@ class Passes(Protocol):
 
 
 class PlainPasses:
-    """Every rank has the whole network; DeepSpeed's engine runs it, or CUDA graphs do.
+    """Every rank has the whole network and runs it, or CUDA graphs do.
 
     Args:
-        deepspeed: the engine.
-        stack: its network.
-        view: of its optimizer.
+        deepspeed: the engine that updates the weights.
+        stack: the network.
+        gradients: takes what the backward passes leave; None if DeepSpeed's engine runs the network, as it must with
+            ZeRO 3, whose weights it fetches.
+        adds_up: whether autograd adds the gradients of several micro-batches up.
         enter: called with each phase that begins.
     """
 
-    def __init__(self, deepspeed: Any, stack: LayerStack, view: OptimizerView, enter: Callable[[str], None]) -> None:
-        self._deepspeed, self._stack, self._view, self._enter = deepspeed, stack, view, enter
+    def __init__(
+        self,
+        deepspeed: Any,
+        stack: LayerStack,
+        gradients: GradientOwner | None,
+        enter: Callable[[str], None],
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        self._deepspeed, self._stack, self._gradients, self._enter = deepspeed, stack, gradients, enter
+        self._adds_up = adds_up
         self._graphs: MicroBatchGraphs | None = None
         self._losses: StepLoss
 
@@ -48,14 +59,28 @@ class PlainPasses:
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Runs one micro-batch after the other."""
         self._losses = losses
+        if self._gradients is None:
+            self._train_by_deepspeed(batches, losses)
+            return
+        for batch in batches:
+            self._enter("forward")
+            if self._graphs is None:
+                loss = self._loss(batch, losses)
+                self._enter("backward")
+                torch.autograd.backward(loss, torch.full_like(loss, losses.backward_scale))
+            else:
+                self._run_graph(batch, self._graphs, len(batches))
+            self._gradients.accumulate()
+        self._gradients.reduce()
+        self._enter("step")
+        self._deepspeed.step()
+
+    def _train_by_deepspeed(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         for number, batch in enumerate(batches, start=1):
             # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
             self._deepspeed.set_gradient_accumulation_boundary(number == len(batches))
             self._enter("forward")
-            if self._graphs is None:
-                loss = self._loss(batch, losses)
-            else:
-                loss = self._graphed_loss(batch, self._graphs, len(batches))
+            loss = self._loss(batch, losses)
             self._enter("backward")
             self._deepspeed.backward(loss)
             self._enter("step")
@@ -70,20 +95,20 @@ class PlainPasses:
 
     def _loss(self, batch: DeviceBatch, losses: StepLoss) -> torch.Tensor:
         context = losses.context_of(batch)
-        outputs = self._deepspeed(batch.network_input, context)
+        network = self._stack if self._gradients is not None else self._deepspeed
+        outputs = network(batch.network_input, context)
         return losses.of(outputs, batch.targets, context.auxiliary.sums())
 
-    def _graphed_loss(self, batch: DeviceBatch, graphs: MicroBatchGraphs, count: int) -> torch.Tensor:
-        """The loss of a micro-batch whose gradients the parameters have already, so that its backward is empty."""
+    def _run_graph(self, batch: DeviceBatch, graphs: MicroBatchGraphs, count: int) -> None:
+        """Has a graph run forward and backward, and gives the parameters their gradients."""
         losses = self._losses
         outcome = graphs.run(batch, (count, batch.target_names, losses.settings, id(losses.objective)))
-        graphs.give(outcome, adds_up=self._view.is_direct and count > 1)
+        self._enter("backward")
+        graphs.give(outcome, adds_up=self._adds_up and count > 1)
         losses.totals.add_sums(outcome.sums)
-        return outcome.loss.detach().requires_grad_().view(())  # DeepSpeed asks what it was computed by
 
     def _forward_alone(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a micro-batch as its backward pass begins with it, and its own totals, without DeepSpeed."""
         losses = self._losses.with_new_totals()
-        context = losses.context_of(batch)
-        loss = losses.of(self._stack(batch.network_input, context), batch.targets, context.auxiliary.sums())
+        loss = self._loss(batch, losses)
         return loss * losses.backward_scale, losses.totals.sums

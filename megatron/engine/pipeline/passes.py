@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from megatron.config.sections.pipelines import SCHEDULE_FILE
-from megatron.engine.deepspeed_internals import OptimizerView
 from megatron.engine.freezing import is_frozen
+from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.executor import Executor
@@ -62,7 +62,7 @@ class PipelinePasses:
     Args:
         executor: of this rank.
         settings: which schedule.
-        view: sums the gradients.
+        gradients: takes what the backward passes leave.
         deepspeed: the engine that updates the weights.
         tied: the weights that other ranks of the pipeline hold as well.
         enter: called with each phase that begins.
@@ -72,12 +72,13 @@ class PipelinePasses:
         self,
         executor: Executor,
         settings: PipelineSettings,
-        view: OptimizerView,
+        gradients: GradientOwner,
         deepspeed: Any,
         tied: Sequence[tuple[nn.Parameter, Axis]],
         enter: Callable[[str], None],
     ) -> None:
-        self._executor, self._settings, self._view, self._deepspeed = executor, settings, view, deepspeed
+        self._executor, self._settings, self._deepspeed = executor, settings, deepspeed
+        self._gradients = gradients
         self._tied = [(weight, axis) for weight, axis in tied if not is_frozen(weight)]
         self._enter = enter
 
@@ -88,7 +89,7 @@ class PipelinePasses:
         schedule = build_schedule(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
         self._executor.run(schedule.actions[axis.rank], batches, losses, trains=True)
         self._enter("step")
-        self._view.reduce(self._tied)
+        self._gradients.reduce(self._tied)
         self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:

@@ -254,7 +254,7 @@ def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
         weight_bytes=_WEIGHT_BYTES[config.precision.dtype_name],
         offloaded_ratio=offloaded_ratio(zero),
     )
-    own = predicted_bytes(parameter_groups(engine), how, engine.mesh.gradient.rank)
+    own = predicted_bytes(parameter_groups(engine), how)
     return int(all_reduce_max(torch.tensor([own.on_device], dtype=torch.int64), engine.mesh.control))
 
 

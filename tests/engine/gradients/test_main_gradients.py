@@ -2,75 +2,107 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
 
+from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.gradient_sum import FlatGroup
 from megatron.engine.gradients.main_gradients import MainGradients
+from megatron.parallel.mesh import Axis
 
 SHAPES = ((3, 4), (5,), (2, 2, 2), (1,), (6,))
 GROUPS = (SHAPES[:3], SHAPES[3:])
 PADDING = 3
 
 
-def made(counted: tuple[bool, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[MainGradients, list[torch.Tensor]]:
-    """Main gradients of two groups, whose buffers begin with rubbish, and the buffers."""
-    groups = [[nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes] for shapes in GROUPS]
-    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
-    buffers = [torch.cat([torch.full((size,), 7.0), torch.zeros(PADDING)]) for size in sizes]
-    flags = dict(zip([id(parameter) for group in groups for parameter in group], counted, strict=True))
-    return MainGradients(buffers, groups, lambda parameter: flags[id(parameter)]), buffers
+class Made(NamedTuple):
+    """Main gradients of two groups, whose buffers begin with rubbish; the buffers, and the parameters."""
+
+    main: MainGradients
+    buffers: list[torch.Tensor]
+    parameters: list[nn.Parameter]
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The sum for each parameter."""
+        return [self.main.of(parameter) for parameter in self.parameters]
 
 
-def give(main: MainGradients, seed: int, missing: int | None = None) -> list[torch.Tensor]:
-    """Sets gradients as a backward pass would, and returns them."""
+def made(counted: tuple[bool, ...], dtype: torch.dtype = torch.bfloat16, rank: int = 0, ranks: int = 1) -> Made:
+    """The gradients of one of several ranks."""
+    groups, buffers = [], []
+    for shapes in GROUPS:
+        weights = torch.zeros(sum(map(math.prod, shapes)) + PADDING, dtype=dtype)
+        parts = weights[:-PADDING].split([math.prod(shape) for shape in shapes])
+        parameters = [nn.Parameter(part.view(shape)) for part, shape in zip(parts, shapes, strict=True)]
+        groups.append(FlatGroup.of(reversed(parameters), weights))
+        buffers.append(torch.cat([torch.full((len(weights) - PADDING,), 7.0), torch.zeros(PADDING)]))
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    flags = dict(zip(map(id, parameters), counted, strict=True))
+    averaging = Averaging(Axis("gradient", rank, ranks, tuple(range(ranks))), torch.float32)
+    return Made(MainGradients(buffers, groups, lambda each: flags[id(each)], averaging), buffers, parameters)
+
+
+def give(made: Made, seed: int, missing: int | None = None) -> list[torch.Tensor]:
+    """Has the gradients of a backward pass added, and returns them."""
     generator = torch.Generator().manual_seed(seed)
-    gradients = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in main.parameters]
-    for number, (parameter, gradient) in enumerate(zip(main.parameters, gradients, strict=True)):
+    gradients = [torch.randn(each.shape, generator=generator).to(each.dtype) for each in made.parameters]
+    for number, (parameter, gradient) in enumerate(zip(made.parameters, gradients, strict=True)):
         parameter.grad = None if number == missing else gradient
+    made.main.add(made.parameters)
+    assert all(parameter.grad is None for parameter in made.parameters)
     return gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_micro_batches_add_up_in_float32(dtype: torch.dtype) -> None:
-    main, buffers = made((True,) * 5, dtype)
+    own = made((True,) * 5, dtype)
     for first in (0, 10):  # the second step begins a new sum
-        expected = [torch.zeros(parameter.shape) for parameter in main.parameters]
+        expected = [torch.zeros(parameter.shape) for parameter in own.parameters]
         for seed in range(first, first + 3):
-            for total, gradient in zip(expected, give(main, seed), strict=True):
+            for total, gradient in zip(expected, give(own, seed), strict=True):
                 total += gradient.float()
-            main.take()
-        main.complete()
-        assert all(torch.equal(*pair) for pair in zip(main.views, expected, strict=True))
+        own.main.reduce()
+        assert all(torch.equal(*pair) for pair in zip(own.sums, expected, strict=True))
         flat = [torch.cat([*map(torch.flatten, part), torch.zeros(PADDING)]) for part in (expected[:3], expected[3:])]
-        assert all(torch.equal(*pair) for pair in zip(buffers, flat, strict=True))
-        main.clear()
-        main.release()
-        assert all(parameter.grad is None for parameter in main.parameters)
+        assert all(torch.equal(*pair) for pair in zip(own.main.parts, flat, strict=True))
+        own.main.clear()
+
+
+def test_chunks_may_come_one_after_the_other() -> None:
+    own, expected = made((True,) * 5), []
+    for number, parameter in enumerate(own.parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+        own.main.add([parameter])
+        expected.append(torch.full(parameter.shape, number + 1.0))
+    assert all(torch.equal(*pair) for pair in zip(own.sums, expected, strict=True))
 
 
 def test_a_parameter_without_a_gradient_has_contributed_nothing() -> None:
-    main, _ = made((True,) * 5)
-    give(main, 1, missing=2)
-    main.take()
-    assert not main.views[2].any() and main.views[1].any()
-    second = give(main, 2)
-    main.take()
-    assert torch.equal(main.views[2], second[2].float())
-    kept = main.views[4].clone()
-    give(main, 3, missing=4)
-    main.take()
-    assert torch.equal(main.views[4], kept)
+    own = made((True,) * 5)
+    give(own, 1, missing=2)
+    assert not own.sums[2].any() and own.sums[1].any()
+    second = give(own, 2)
+    assert torch.equal(own.sums[2], second[2].float())
+    kept = own.sums[4].clone()
+    give(own, 3, missing=4)
+    assert torch.equal(own.sums[4], kept)
 
 
 def test_without_a_micro_batch_the_gradient_is_zero() -> None:
-    main, buffers = made((True,) * 5)
-    assert all(buffer.any() for buffer in buffers)
-    main.complete()
-    assert not any(buffer.any() for buffer in buffers)
-    give(main, 1)
-    main.take()  # zero is a sum as well
-    assert buffers[0].any()
+    own = made((True,) * 5)
+    assert all(buffer.any() for buffer in own.buffers)
+    own.main.reduce()
+    assert not any(buffer.any() for buffer in own.buffers)
+    give(own, 1, missing=0)
+    own.main.clear()
+    give(own, 2, missing=0)
+    own.main.reduce()
+    assert not own.sums[0].any()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +116,23 @@ def test_without_a_micro_batch_the_gradient_is_zero() -> None:
     ],
 )
 def test_adjacent_counted_parts_are_joined(counted: tuple[bool, ...], sizes: list[int]) -> None:
-    main, _ = made(counted)
-    give(main, 1)
-    main.take()
-    assert [part.numel() for part in main.counted] == sizes
-    expected = [view.flatten() for view, is_counted in zip(main.views, counted, strict=True) if is_counted]
-    assert sum(sizes) == 0 or torch.equal(torch.cat(main.counted), torch.cat(expected))
+    own = made(counted)
+    give(own, 1)
+    assert [part.numel() for part in own.main.counted] == sizes
+    expected = [view.flatten() for view, is_counted in zip(own.sums, counted, strict=True) if is_counted]
+    assert sum(sizes) == 0 or torch.equal(torch.cat(list(own.main.counted)), torch.cat(expected))
+
+
+@pytest.mark.parametrize("counted", [(True,) * 5, (True, False, True, True, False), (False, True, False, False, True)])
+def test_ranks_count_every_element_once_and_no_padding(counted: tuple[bool, ...]) -> None:
+    whole = made(counted)
+    give(whole, 1)
+    expected = torch.cat(list(whole.main.counted))
+    found = []
+    for rank in range(2):
+        half = made(counted, rank=rank, ranks=2)
+        give(half, 1)
+        found.append([part.clone() for part in half.main.counted])
+        assert [len(part) for part in half.main.parts] == [14, 5]
+    assert sum(len(part) for parts in found for part in parts) == len(expected)
+    assert torch.equal(torch.cat([part for parts in found for part in parts]).sort().values, expected.sort().values)

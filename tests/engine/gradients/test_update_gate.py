@@ -242,7 +242,16 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
     gate = UpdateGate(ParallelMesh.single(), spike_deviations=spike_deviations, allows_overflow=allows_overflow)
     mesh = ParallelMesh.single()
     clipping = Clipping(0.0, mesh.model, mesh.device)
-    DirectView(SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer), mesh.gradient, clipping).guard(gate)
+    engine = SimpleNamespace(
+        optimizer=optimizer,
+        basic_optimizer=optimizer,
+        communication_data_type=torch.float32,
+        pipeline_parallelism=False,
+        fp16_enabled=lambda: False,
+        postscale_gradients=lambda: True,
+        gradient_predivide_factor=lambda: 1.0,
+    )
+    DirectView(engine, mesh.gradient, clipping).guard(gate)
 
     def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)

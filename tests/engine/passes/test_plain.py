@@ -29,18 +29,46 @@ class RecordingEngine:
         return lambda *given: self.asked.append((name, *given) if name.startswith("set_") else (name,))
 
 
-def test_only_the_last_micro_batch_ends_the_step() -> None:
-    engine, phases = RecordingEngine(), []
+def losses_of(engine: RecordingEngine) -> Any:
+    """The loss is the sum of the outputs."""
     context = BATCH.context(StepSettings(), 1.0)
-    losses: Any = SimpleNamespace(
-        context_of=lambda batch: context, of=lambda outputs, targets, auxiliary: outputs.sum()
+    return SimpleNamespace(
+        context_of=lambda batch: context,
+        of=lambda outputs, targets, auxiliary: outputs.sum(),
+        backward_scale=0.5,
     )
-    passes = PlainPasses(engine, LayerStack([]), None, phases.append)  # type: ignore[arg-type]
-    passes.train([BATCH, BATCH], losses)
+
+
+def test_deepspeed_is_told_which_micro_batch_ends_the_step() -> None:
+    engine, phases = RecordingEngine(), []
+    passes = PlainPasses(engine, LayerStack([]), None, phases.append)
+    passes.train([BATCH, BATCH], losses_of(engine))
     boundary, last = ("set_gradient_accumulation_boundary", False), ("set_gradient_accumulation_boundary", True)
     steps = [("forward", True), ("backward",), ("step",)]
     assert engine.asked == [boundary, *steps, last, *steps]
     assert phases == ["forward", "backward", "step"] * 2
     engine.asked.clear()
-    passes.evaluate([BATCH], losses)
+    passes.evaluate([BATCH], losses_of(engine))
     assert engine.asked == [("forward", False)]
+
+
+def test_gradients_are_taken_after_each_micro_batch_and_reduced_once() -> None:
+    engine, phases = RecordingEngine(), []
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    class Owner:
+        def accumulate(self) -> None:
+            engine.asked.append(("accumulate", *weight.grad.tolist()))
+            weight.grad = None
+
+        def reduce(self) -> None:
+            engine.asked.append(("reduce",))
+
+    stack: Any = lambda inputs, context: inputs * weight  # noqa: E731
+    passes = PlainPasses(engine, stack, Owner(), phases.append)  # type: ignore[arg-type]
+    passes.train([BATCH, BATCH], losses_of(engine))
+    assert engine.asked == [("accumulate", 0.5, 0.5)] * 2 + [("reduce",), ("step",)]
+    assert phases == ["forward", "backward"] * 2 + ["step"]
+    engine.asked.clear()
+    passes.evaluate([BATCH], losses_of(engine))
+    assert engine.asked == []

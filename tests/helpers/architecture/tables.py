@@ -150,15 +150,22 @@ DEEPSPEED_PUBLIC = (
 DEEPSPEED_PRIVATE = {
     # the engine and its messages
     *("_INSTRUCTION_MAP", "__compatible_ops__", "basic_optimizer", "cdb", "clip_fp32_gradients"),
-    "buffered_allreduce_fallback",
+    *("buffered_allreduce_fallback", "pipeline_parallelism", "using_bf16_optimizer"),
     # optimizers
-    *("_global_grad_norm", "all_grad_tensors", "averaged_gradients", "backup_optimizer", "bf16_groups", "bit16_groups"),
+    *("_global_grad_norm", "_grad_acc_hooks", "averaged_gradients", "backup_optimizer", "bf16_groups", "bit16_groups"),
+    *(
+        "backward_epilogue",
+        "bf16_groups_flat",
+        "bit16_groups_flat",
+        "gradient_accumulation_dtype",
+        "partition_gradients",
+    ),
     *("cur_scale", "fp16_groups", "fp32_groups_gradients_flat", "fp32_partitioned_groups_flat", "get_param_id"),
     *("grad_partitions_flat_buffer", "grad_position", "loss_scaler", "persistent_parameters", "subgroup_to_device"),
     *("single_partition_of_fp32_groups", "update_lp_params"),
     # the one for bf16
     *("_hp_grad", "bf16_partitioned_groups"),
-    *("clear_hp_grads", "clear_lp_grads", "fp32_groups_gradient_flat_partition", "immediate_grad_update"),
+    *("clear_hp_grads", "clear_lp_grads", "immediate_grad_update"),
     "update_hp_grads",
     # parameters
     *("_hp_mapping", "ds_numel", "ds_pipe_replicated", "ds_status", "ds_tensor", "grad_accum", "hp_fragment_address"),

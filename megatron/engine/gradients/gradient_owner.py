@@ -1,0 +1,113 @@
+"""The step's own gradients, from the end of a backward pass to the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_sum import GradientSum, Tied
+from megatron.engine.gradients.update_gate import UpdateGate
+
+
+class GradientOwner:
+    """What an optimizer of ZeRO 0, 1 or 2 offers to whoever runs the backward passes, which are torch's own.
+
+    A step is
+
+        owner.accumulate(parameters)     after every backward pass; any number of calls
+        owner.reduce(tied)               once: over the ranks that hold tied weights, then over data-parallel ranks
+        deepspeed.step()                 once: measures, clips and updates
+
+    and in between `main_gradient(parameter)` is the sum so far. Nothing is divided by the number of micro-batches: the
+    loss is to be, and multiplied by the loss scale in fp16. `reduce` takes the mean over data-parallel ranks.
+
+    Args:
+        gradients: where gradients are added up.
+        clipping: how they are measured and limited.
+        trained: all parameters that have them.
+    """
+
+    def __init__(self, gradients: GradientSum, clipping: Clipping, trained: Sequence[nn.Parameter]) -> None:
+        self._sum = gradients
+        self._clipping = clipping
+        self._trained = trained
+
+    def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
+
+        With ZeRO 2 it is collective over data-parallel ranks, and sends what it is given even if that has no gradient:
+        a schedule that computes weight gradients later calls it after these.
+
+        Args:
+            parameters: those whose gradients are complete, frozen ones excluded; all by default.
+        """
+        self._sum.add(self._trained if parameters is None else parameters)
+
+    def main_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The sum for a parameter on this rank, in its shape; what is written into it before `reduce` counts.
+
+        Raises:
+            ValueError: with ZeRO 2, if `keep_whole` was not called for it.
+        """
+        return self._sum.of(parameter)
+
+    def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Announces, before the first step, tied weights and others that `main_gradient` will be asked for: with ZeRO 2
+        a rank keeps nothing else but its part.
+        """
+        self._sum.keep_whole(parameters)
+
+    def reduce(self, tied: Tied = ()) -> None:
+        """Sums tied weights over the ranks that hold them, then averages everything over data-parallel ranks; once a
+        step, after the last `accumulate`; collective.
+
+        Args:
+            tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
+        """
+        self._sum.reduce(tied)
+
+    def measure(self, scale: float) -> torch.Tensor:
+        """The global norm of what was reduced; collective.
+
+        Args:
+            scale: that of the loss.
+
+        Shapes: result `[]` float64.
+        """
+        norm = self._clipping.norm(self._sum.counted, self._sum.divided_over)
+        return norm if scale == 1.0 else norm / scale
+
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gate: UpdateGate,
+        norm: torch.Tensor,
+        scale: float,
+        copies: Sequence[Sequence[torch.Tensor]],
+    ) -> bool:
+        """Clips and has the optimizer update through a gate, see `UpdateGate.update`; collective.
+
+        An optimizer that is offloaded has memory of its own for the gradients.
+        """
+        masters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        for master, part in zip(masters, self._sum.parts, strict=False):
+            if master.grad is None:
+                master.grad = part.to(master)
+            elif master.grad is not part:
+                master.grad.copy_(part)
+        factor = self._clipping.factor(norm)
+        if scale != 1.0:
+            factor = (torch.ones_like(norm) if factor is None else factor).div(scale).to(torch.float32)
+        return gate.update(optimizer, None if factor is None else factor.to(masters[0].device), copies)
+
+    def reduced_gradients(self) -> Iterator[torch.Tensor]:
+        """What this rank updates with, averaged over the data-parallel ranks, between `reduce` and the update."""
+        return iter(self._sum.parts or self._sum.buffers)
+
+    def sums(self) -> Iterator[torch.Tensor]:
+        """All that is held of gradients, parameters' included; some of the tensors show the same memory."""
+        yield from (*self._sum.parts, *self._sum.buffers)
+        yield from (parameter.grad for parameter in self._trained if parameter.grad is not None)

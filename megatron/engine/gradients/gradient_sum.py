@@ -1,0 +1,177 @@
+"""The sum of the gradients of a step: what every way to hold it offers, and the one that leaves it where autograd has
+it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.engine.gradients.averaging import Averaging
+from megatron.parallel.mesh import Axis
+from megatron.parallel.messages import all_reduce_sum
+
+Tied = Sequence[tuple[nn.Parameter, Axis]]
+# What is flattened at once where gradients do not lie in one buffer, in elements.
+_BUCKET_ELEMENTS = 500_000_000
+
+
+class FlatGroup(NamedTuple):
+    """Parameters that lie in one flat buffer, in their order there, each with its first element; and the buffer's
+    elements, padding included.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    starts: tuple[int, ...]
+    length: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter], weights: torch.Tensor) -> FlatGroup:
+        """The group of parameters whose weights are views into a flat tensor."""
+        begin, size = weights.data_ptr(), weights.element_size()
+        placed = sorted((((each.data_ptr() - begin) // size, each) for each in parameters), key=lambda place: place[0])
+        return cls(tuple(each for _, each in placed), tuple(start for start, _ in placed), len(weights))
+
+    def counted(self, is_counted: Callable[[nn.Parameter], bool], first: int, end: int) -> Iterator[tuple[int, int]]:
+        """The ranges of counted elements between two elements of the buffer; adjacent ones are joined."""
+        begin = until = first
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            if not is_counted(parameter):
+                continue
+            if start != until and start > first:
+                if until > begin:
+                    yield begin, until
+                begin = min(max(start, first), end)
+            until = min(max(start + parameter.numel(), first), end)
+        if until > begin:
+            yield begin, until
+
+
+class GradientSum(ABC):
+    """The gradients of a step, added up over its backward passes in fp32 (or what `grad_accum_dtype` says).
+
+    A backward pass leaves `.grad`; `add` takes it. Once all are over, `reduce` sums over ranks, and what is to be
+    updated is in `parts`. `clear` begins the next step.
+
+    Args:
+        averaging: how data-parallel ranks average.
+
+    Attributes:
+        divided_over: the ranks that hold different parts of the sum after `reduce`; None if each has all of it.
+    """
+
+    divided_over: Axis | None = None
+
+    def __init__(self, averaging: Averaging) -> None:
+        self._averaging = averaging
+
+    @abstractmethod
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes the gradients of these parameters, where they have one, and frees them."""
+
+    def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027  (most keep all of them whole)
+        """Announces, before the first `add`, the parameters that `of` and `reduce` will be asked for."""
+
+    @abstractmethod
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The sum for a parameter on this rank, in the parameter's shape, zero if there is none; it may be changed in
+        place until `reduce`.
+        """
+
+    def reduce(self, tied: Tied = ()) -> None:
+        """Sums tied weights over the ranks that hold them, then averages everything over data-parallel ranks;
+        collective.
+        """
+        for parameter, axis in tied:
+            all_reduce_sum(self.of(parameter), axis)
+        self._average()
+
+    @abstractmethod
+    def _average(self) -> None:
+        """Averages over data-parallel ranks; nothing is added afterwards."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[torch.Tensor]:
+        """What this rank updates with, one flat tensor for each group; none if it is `.grad` of the parameters."""
+
+    @property
+    @abstractmethod
+    def counted(self) -> Sequence[torch.Tensor]:
+        """What this rank counts in the gradient norm."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Begins the sum of the next step."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """All that is held of the sum."""
+
+
+class GradientsInPlace(GradientSum):
+    """Autograd's own sums, for a network in fp32 whose weights are updated in place.
+
+    Args:
+        parameters: all that are trained.
+        is_counted: whether this rank counts a parameter in the gradient norm.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], is_counted: Callable[[nn.Parameter], bool], averaging: Averaging
+    ) -> None:
+        super().__init__(averaging)
+        self._parameters = list(parameters)
+        self._counted = [parameter for parameter in parameters if is_counted(parameter)]
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing: autograd adds to what is there."""
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Its `.grad`."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        gradients = [self.of(parameter) for parameter in self._parameters]  # zero, so that every one is updated
+        if self._averaging.axis.size == 1:
+            return
+        first = 0
+        while first < len(gradients):
+            end, elements = first, 0
+            while end < len(gradients) and (end == first or elements + gradients[end].numel() <= _BUCKET_ELEMENTS):
+                end, elements = end + 1, elements + gradients[end].numel()
+            bucket = gradients[first:end]
+            flat = self._averaging.average(torch._utils._flatten_dense_tensors(bucket)).to(bucket[0])
+            for parameter, gradient in zip(
+                self._parameters[first:end], torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
+            ):
+                parameter.grad = gradient
+            first = end
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """None."""
+        return ()
+
+    @property
+    def counted(self) -> Sequence[torch.Tensor]:
+        """The gradient of each counted parameter."""
+        return [self.of(parameter) for parameter in self._counted]
+
+    def clear(self) -> None:
+        """Frees the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The gradient of each parameter."""
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]

@@ -1,0 +1,154 @@
+"""The part of the gradients that a rank updates with, and no more, for ZeRO 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
+
+
+class _Run(NamedTuple):
+    """Parameters that lie side by side in a group: which group, they, and the first element of them there."""
+
+    group: int
+    parameters: tuple[nn.Parameter, ...]
+    first: int
+
+
+class PartitionGradients(GradientSum):
+    """This rank's part of each group, to which every backward pass adds what ranks have averaged.
+
+    A pass is sent in buckets: parameters that lie side by side are copied into one tensor in the network's dtype, their
+    gradients are freed, ranks average the tensor, and each adds its own part of it. So between two passes a rank holds
+    its part only, and during one the gradients of that pass and a bucket.
+
+    `add` sends something for each of its parameters, whether it has a gradient or not, so all ranks must call it with
+    the same ones; in a schedule that computes weight gradients later, after these.
+
+    Args:
+        parts: one for each group, zero.
+        groups: where the parameters lie in them.
+        is_counted: whether this rank counts a parameter in the gradient norm.
+        averaging: how data-parallel ranks average.
+        bucket_elements: how many elements are sent at once (`reduce_bucket_size`), unless one parameter has more.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        groups: Sequence[FlatGroup],
+        is_counted: Callable[[nn.Parameter], bool],
+        averaging: Averaging,
+        bucket_elements: int,
+    ) -> None:
+        super().__init__(averaging)
+        axis = averaging.axis
+        self.divided_over = axis if axis.size > 1 else None
+        self._parts = list(parts)
+        self._bucket_elements = bucket_elements
+        self._places = {
+            id(parameter): (number, start, parameter)
+            for number, group in enumerate(groups)
+            for parameter, start in zip(group.parameters, group.starts, strict=True)
+        }
+        self._whole: dict[int, torch.Tensor | None] = {}  # by the parameter's id
+        self._counted: list[torch.Tensor] = []
+        for part, group in zip(parts, groups, strict=True):
+            begin = axis.rank * len(part)
+            ranges = group.counted(is_counted, begin, begin + len(part))
+            self._counted += [part[first - begin : end - begin] for first, end in ranges]
+
+    def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keeps the sums of parameters whole until `reduce`, so that `of` has them; before the first `add`."""
+        self._whole.update(dict.fromkeys(map(id, parameters)))
+
+    @torch.no_grad()
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Averages the gradients of a backward pass and adds this rank's part; collective over data-parallel ranks."""
+        sent = []
+        for parameter in parameters:
+            if id(parameter) not in self._whole:
+                sent.append(parameter)
+            elif parameter.grad is not None:
+                self.of(parameter).add_(parameter.grad)
+                parameter.grad = None
+        for run in self._runs(sent):
+            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters]
+            for each in run.parameters:
+                each.grad = None
+            self._send(run, gradients)
+
+    def of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole sum of a parameter that `keep_whole` was called with.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if id(parameter) not in self._whole:
+            raise ValueError(
+                f"the gradient of a parameter of shape {list(parameter.shape)} is divided among ranks as soon as it is "
+                "added; call keep_whole for it before the first step"
+            )
+        whole = self._whole[id(parameter)]
+        if whole is None:
+            whole = torch.zeros_like(parameter, dtype=self._parts[0].dtype)
+            self._whole[id(parameter)] = whole
+        return whole
+
+    def _average(self) -> None:
+        for run in self._runs([self._places[key][2] for key in self._whole]):
+            self._send(run, [self.of(parameter) for parameter in run.parameters])
+        self._whole = dict.fromkeys(self._whole)
+
+    def _runs(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
+        """The parameters in the order of the groups, in buckets of neighbours."""
+        run: list[nn.Parameter] = []
+        group, first, end = -1, 0, 0
+        for number, start, parameter in sorted(
+            (self._places[id(each)] for each in parameters), key=lambda place: place[:2]
+        ):
+            size = parameter.numel()
+            if run and (number != group or start != end or end + size - first > self._bucket_elements):
+                yield _Run(group, tuple(run), first)
+                run = []
+            if not run:
+                group, first = number, start
+            run.append(parameter)
+            end = start + size
+        if run:
+            yield _Run(group, tuple(run), first)
+
+    def _send(self, run: _Run, gradients: list[torch.Tensor]) -> None:
+        """Averages gradients over the ranks and adds this rank's part of them."""
+        flat = torch._utils._flatten_dense_tensors(gradients)
+        gradients.clear()
+        flat = self._averaging.average(flat)
+        part = self._parts[run.group]
+        offset = run.first - self._averaging.axis.rank * len(part)  # of the run in the part
+        first, end = max(offset, 0), min(offset + len(flat), len(part))
+        if first < end:
+            part[first:end].add_(flat[first - offset : end - offset].to(part.device))
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """This rank's parts."""
+        return self._parts
+
+    @property
+    def counted(self) -> Sequence[torch.Tensor]:
+        """What it counts of them."""
+        return self._counted
+
+    def clear(self) -> None:
+        """Sets them to zero."""
+        torch._foreach_zero_(self._parts)
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The parts, and the sums that are kept whole."""
+        return [*self._parts, *(whole for whole in self._whole.values() if whole is not None)]

@@ -1,0 +1,73 @@
+"""From the gradients of backward passes to the update, without DeepSpeed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.gradients.gradient_sum import FlatGroup
+from megatron.engine.gradients.main_gradients import MainGradients
+from megatron.engine.gradients.update_gate import StepFigures, UpdateGate
+from megatron.parallel.mesh import ParallelMesh
+
+MESH = ParallelMesh.single()
+RATE = 0.5
+
+
+def owned(limit: float) -> tuple[GradientOwner, torch.optim.Optimizer, list[nn.Parameter]]:
+    """An owner of two parameters in half precision, and an optimizer of their fp32 master."""
+    flat = torch.zeros(6, dtype=torch.float16)
+    parameters = [nn.Parameter(flat[:3]), nn.Parameter(flat[3:5])]
+    master = nn.Parameter(flat.float())
+    group = FlatGroup.of(parameters, flat)
+    averaging = Averaging(MESH.gradient, torch.float32)
+    gradients = MainGradients([torch.zeros(6)], [group], lambda _: True, averaging)
+    optimizer = torch.optim.SGD([master], lr=RATE)
+    return GradientOwner(gradients, Clipping(limit, MESH.model, MESH.device), parameters), optimizer, parameters
+
+
+def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """The norm of a step of two backward passes, what it moved, and the copy of the weights in half precision."""
+    owner, optimizer, (first, second) = owned(limit)
+    for factor in (1.0, 2.0):
+        (scale * factor * (first.sum() - second.sum())).backward()
+        owner.accumulate()
+    assert first.grad is None and owner.main_gradient(second).tolist() == [-3.0 * scale] * 2
+    assert len(list(owner.sums())) == 2
+    owner.reduce()
+    assert [part.tolist() for part in owner.reduced_gradients()] == [[3.0 * scale] * 3 + [-3.0 * scale] * 2 + [0.0]]
+    norm = owner.measure(scale)
+    gate = UpdateGate(MESH, spike_deviations=None, allows_overflow=True)
+    gate.expect(lambda: StepFigures(torch.tensor(1.0), norm, torch.tensor(4.0)))
+    copy = torch.zeros(6, dtype=torch.float16)
+    assert owner.update(optimizer, gate, norm, scale, [[copy]])
+    return float(norm), optimizer.param_groups[0]["params"][0].detach(), copy
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_the_scale_of_the_loss_moves_nothing(scale: float, limit: float) -> None:
+    norm, moved, copy = step(limit, scale)
+    assert norm == pytest.approx(45**0.5)
+    factor = limit / norm if limit else 1.0
+    assert moved.tolist() == pytest.approx([-RATE * 3 * factor] * 3 + [RATE * 3 * factor] * 2 + [0.0], rel=1e-5)
+    assert torch.equal(copy, moved.half())
+
+
+def test_an_optimizer_with_gradients_of_its_own_gets_copies() -> None:
+    owner, optimizer, (first, second) = owned(0.0)
+    master = optimizer.param_groups[0]["params"][0]
+    master.grad = own = torch.zeros(6)
+    (first.sum() + second.sum()).backward()
+    owner.accumulate([first])
+    owner.accumulate([second])
+    owner.reduce()
+    norm = owner.measure(1.0)
+    gate = UpdateGate(MESH, spike_deviations=None, allows_overflow=False)
+    gate.expect(lambda: StepFigures(torch.tensor(1.0), norm, torch.tensor(4.0)))
+    assert owner.update(optimizer, gate, norm, 1.0, ())
+    assert master.grad is own and own.tolist() == [1.0] * 5 + [0.0]

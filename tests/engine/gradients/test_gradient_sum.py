@@ -1,0 +1,64 @@
+"""Groups of parameters in flat tensors, and gradients that stay where autograd adds them up."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.engine.gradients import gradient_sum
+from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace
+from megatron.parallel.joining import open_mesh
+from tests.helpers.layouts import Layout
+from tests.helpers.ranks import run_ranks
+
+
+def test_a_group_is_in_the_order_of_the_flat_tensor() -> None:
+    flat = torch.zeros(12, dtype=torch.bfloat16)
+    last, first = nn.Parameter(flat[6:11]), nn.Parameter(flat[:4].view(2, 2))
+    group = FlatGroup.of([last, first], flat)
+    assert group.parameters == (first, last) and group.starts == (0, 6) and group.length == 12
+    assert list(group.counted(lambda _: True, 0, 12)) == [(0, 4), (6, 11)]
+    assert list(group.counted(lambda _: True, 3, 8)) == [(3, 4), (6, 8)]
+    assert list(group.counted(lambda each: each is last, 4, 6)) == []
+    assert list(group.counted(lambda each: each is last, 0, 12)) == [(6, 11)]
+
+
+def in_place(rank: int) -> list[list[float]]:
+    """The averages of three parameters, one of which has no gradient, in buckets of at most five elements."""
+    gradient_sum._BUCKET_ELEMENTS = 5
+    axis = open_mesh(Layout()).gradient
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (4, 3, 2)]
+    held = GradientsInPlace(parameters, lambda each: each is not parameters[0], Averaging(axis, torch.float32))
+    for step in range(2):
+        for number, parameter in enumerate(parameters[:2]):
+            (parameter * (number + 1.0 + rank)).sum().backward()
+        held.add(parameters)
+        if step == 0:
+            parameters[0].grad = None
+    assert held.of(parameters[1]) is parameters[1].grad and held.parts == ()
+    held.reduce()
+    found = [parameter.grad.tolist() for parameter in parameters]
+    assert [each.tolist() for each in held.counted] == found[1:] and len(held.buffers) == 3
+    held.clear()
+    assert held.buffers == []
+    return found
+
+
+def test_ranks_average_what_autograd_has_added_up() -> None:
+    assert run_ranks(in_place, 2) == [[[1.5] * 4, [5.0] * 3, [0.0] * 2]] * 2
+
+
+def test_tied_weights_are_summed_before_the_average() -> None:
+    assert run_ranks(tied, 2) == [[3.0, 1.5]] * 2
+
+
+def tied(rank: int) -> list[float]:
+    """A gradient that ranks sum, and one that they do not."""
+    mesh = open_mesh(Layout(pipeline_model_parallel_size=2))
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    held = GradientsInPlace(parameters, lambda _: True, Averaging(mesh.gradient, torch.float32))
+    for parameter in parameters:
+        parameter.grad = torch.tensor([rank + 1.0])
+    held.reduce([(parameters[0], mesh.embedding)])
+    return [float(parameters[0].grad), 1.5 if float(parameters[1].grad) == rank + 1 else 0.0]
