@@ -12,26 +12,43 @@ _MOST_SHOWN = 8
 
 
 def layout_problems(
-    world_size: int, tp_size: int, pp_size: int, *, split_sizes: Sequence[int] = (), most_stages: int | None = None
+    world_size: int,
+    tp_size: int,
+    pp_size: int,
+    *,
+    sequence_size: int = 1,
+    split_sizes: Sequence[int] = (),
+    most_stages: int | None = None,
 ) -> Iterator[str]:
-    """Whole copies of the model, tp x pp ranks each, must fill the world.
+    """Whole replicas, tp x pp ranks for each part of a sequence, must fill the world.
 
     Args:
+        sequence_size: ranks that share each sequence.
         split_sizes: what tensor parallelism divides (attention heads, width of the feed-forward network); proposed
             layouts divide all of it.
         most_stages: the largest pipeline that may be proposed.
     """
-    needed = tp_size * pp_size
+    needed = tp_size * pp_size * sequence_size
     copies, rest = divmod(world_size, needed)
     if rest == 0 and copies > 0:
         return
     counts = f"{needed}" if copies == 0 else f"{copies * needed} or {(copies + 1) * needed}"
+    started = f"{world_size} {'was' if world_size == 1 else 'were'} started"
+    if world_size % (tp_size * pp_size) == 0:
+        most = max(size for size in divisors(world_size // (tp_size * pp_size)) if size <= sequence_size)
+        yield (
+            f"{sequence_size} ranks share each sequence (--context-parallel-size, --ds-sequence-parallel-size), each "
+            f"of them tensor x pipeline = {tp_size} x {pp_size} processes, which needs a multiple of {needed} "
+            f"processes, and {started}. Start {counts}, or let {most} share one."
+        )
+        return
     nearest = nearest_layouts(world_size, tp_size, pp_size, split_sizes=split_sizes, most_stages=most_stages)
     shown = ", ".join(f"{tp} x {pp}" for tp, pp in nearest[:_MOST_SHOWN])
     hidden = f" or {len(nearest) - _MOST_SHOWN} others" if len(nearest) > _MOST_SHOWN else ""
+    shared = f", {sequence_size} to share each sequence" if sequence_size > 1 else ""
     yield (
         f"--tensor-model-parallel-size {tp_size} x --pipeline-model-parallel-size {pp_size} needs a multiple of "
-        f"{needed} processes, and {world_size} {'was' if world_size == 1 else 'were'} started. Start {counts}, or use "
+        f"{needed} processes{shared}, and {started}. Start {counts}, or use "
         f"a tensor x pipeline layout that fits {world_size}: {shown}{hidden}."
     )
 

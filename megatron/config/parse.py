@@ -48,6 +48,7 @@ from megatron.config.run_config import (
 from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest
+from megatron.config.sequence_rules import sequence_problems
 from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
@@ -340,6 +341,7 @@ def _build_sections(
         *data_problems(sections["data"], provenance),
         *checkpoint_problems(*(sections[name] for name in ("loading", "saving", "evaluation", "distillation"))),
         *compile_problems(*(sections[name] for name in ("kernels", "model", "parallel", "optim"))),
+        *sequence_problems(*(sections[name] for name in ("model", "parallel", "optim", "loss", "kernels", "data"))),
         *placement_problems(values, *(sections[name] for name in ("model", "parallel", "recompute", "precision"))),
         *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),
         *foreign_problems(

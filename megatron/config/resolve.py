@@ -55,7 +55,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_vocabulary_problems(vocabulary, tokenizer))
     padded, vocabulary_problems = padded_vocab_size(request.parallel, vocabulary)
     problems.extend(vocabulary_problems)
-    replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
+    replicas = max(1, machine.world_size // request.parallel.replica_size)
     micro, batch, _ = batch_sizes(request.optim, replicas)
     optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
     problems.extend(_length_problems(request.optim, optim))
@@ -112,7 +112,7 @@ def machine_problems(request: RunRequest, machine: Machine) -> list[str]:
         return failure.problems
     problems = world_problems(request, machine.world_size)
     if not problems:
-        micro, batch, _ = batch_sizes(request.optim, machine.world_size // request.parallel.model_parallel_size)
+        micro, batch, _ = batch_sizes(request.optim, machine.world_size // request.parallel.replica_size)
         optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
         problems.extend(_length_problems(request.optim, optim))
     return [*problems, *_hang_timeout_problems(request, machine)]

@@ -10,6 +10,7 @@ from megatron.config.layout import divisors, layout_problems, nearest_layouts
 from megatron.config.pipeline_rules import most_stages
 from megatron.config.run_config import RunRequest
 from megatron.config.sections.optim import OptimRequest
+from megatron.config.sections.parallel import RING
 from megatron.errors import ConfigError
 
 
@@ -24,13 +25,14 @@ def world_problems(request: RunRequest, world_size: int) -> list[str]:
         world_size,
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
+        sequence_size=parallel.sequence_size,
         split_sizes=(model.num_attention_heads, *model.widths.values()),
         most_stages=most_stages(parallel, model.num_layers),
     )
     problems = list(misfits)
     if problems or any(request.optim.all_problems()):
         return problems
-    return batch_sizes(request.optim, world_size // parallel.model_parallel_size)[2]
+    return batch_sizes(request.optim, world_size // parallel.replica_size)[2]
 
 
 def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int, list[str]]:
@@ -102,11 +104,12 @@ def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
     """The request with the most preferred layout that is legal; one process always has one."""
     asked, micro = request.parallel, request.optim.micro_batch_size
     smaller: Sequence[int | None] = [None] if micro is None else divisors(micro)[::-1]
+    alone = _of_whole_sequences(request)
     for size in smaller:
         for tp, pp in _preferred(world_size, asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size):
-            candidate = _with_layout(request, tp, pp, size)
-            if candidate is not None and not world_problems(candidate, world_size):
-                return candidate
+            for candidate in (_with_layout(request, tp, pp, size), _with_layout(alone, tp, pp, size)):
+                if candidate is not None and not world_problems(candidate, world_size):
+                    return candidate
     return None
 
 
@@ -128,6 +131,18 @@ def _with_layout(request: RunRequest, tp_size: int, pp_size: int, micro: int | N
         return None
 
 
+def _of_whole_sequences(request: RunRequest) -> RunRequest:
+    """The request with each sequence on one rank."""
+    parallel = dataclasses.replace(
+        request.parallel,
+        context_parallel_size=1,
+        cp_comm_type=RING,
+        hierarchical_context_parallel_sizes=(),
+        ds_sequence_parallel_size=1,
+    )
+    return dataclasses.replace(request, parallel=parallel)
+
+
 def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
     """What was chosen, and why."""
     before, after = asked.parallel, chosen.parallel
@@ -140,12 +155,13 @@ def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
         if is_kept
     ]
     reason = f"it keeps the {' and '.join(kept)} size" if kept else "it is the nearest that is legal"
+    shared = f" x {after.sequence_size} of a sequence" if before.sequence_size > 1 else ""
     micro = chosen.optim.micro_batch_size
     smaller = f"; --micro-batch-size becomes {micro}" if micro != asked.optim.micro_batch_size else ""
     return (
         f"--elastic: {before.tensor_model_parallel_size} tensor x {before.pipeline_model_parallel_size} pipeline ranks "
         f"do not fit {world_size} {'process' if world_size == 1 else 'processes'}; using "
         f"{after.tensor_model_parallel_size} x {after.pipeline_model_parallel_size} x "
-        f"{world_size // after.model_parallel_size} data: {reason}. The global batch stays "
+        f"{world_size // after.replica_size} data{shared}: {reason}. The global batch stays "
         f"{chosen.optim.global_batch_size}{smaller}."
     )

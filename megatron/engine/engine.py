@@ -235,17 +235,19 @@ class Engine:
     def measure(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> dict[str, torch.Tensor]:
         """The metrics of another objective over one global batch, equal on all ranks, without training.
 
-        The micro-batches of a call have the same shape, which may differ from the shape in training.
+        The micro-batches of a call have the same shape, which may differ from the shape in training, and no rank shares
+        its samples with another: every rank of `mesh.loss` is given its own.
 
         Shapes: each metric `[n]` float64, on the CPU, with the `n` of `Objective.metric_sizes`.
         """
         own, self.objective = self.objective, objective
-        split, whole = self.steps, dataclasses.replace(self.steps, sequence_parallel=Axis.single("tp"))
+        alone = Axis.single("tp")
+        divided, whole = self.steps, dataclasses.replace(self.steps, split=None, sequence_parallel=alone)
         try:
             self.steps = whole  # ranks could not share the tokens of any length
             sums = self._evaluated(micro_batches)[2:].cpu()
         finally:
-            self.objective, self.steps = own, split
+            self.objective, self.steps = own, divided
         sizes = objective.metric_sizes
         return dict(zip(sizes, sums.split(list(sizes.values())), strict=True))
 

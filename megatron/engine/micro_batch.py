@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron import device
-from megatron.model.interface.step_context import StepContext, StepSettings
+from megatron.model.interface.step_context import WHOLE_TENSORS, StepContext, StepSettings
 from megatron.objective.base import Objective
 
 
@@ -58,20 +58,27 @@ class DeviceBatch:
         with_inputs: bool = True,
         with_targets: bool = True,
     ) -> DeviceBatch:
-        """Copies what a stage uses to the device of `scales`, without synchronizing."""
+        """Copies what a stage uses to the device of `scales`, without synchronizing.
 
-        def move(array: np.ndarray) -> torch.Tensor:
-            return device.copy_to_device(array, scales.device)
+        Where ranks share the samples, that is what lies at this rank's places.
+        """
+        inputs, split, places = objective.inputs(batch), settings.split, None
+        samples, length = inputs[0].shape[:2]
+        if split is not None:
+            places = split.places(length, getattr(batch, "segment_ids", None) if split.by_document else None)
+            length = places.shape[1]
+
+        def move(name: str, array: np.ndarray) -> torch.Tensor:
+            is_shared = places is not None and array.ndim == 2 and not name.endswith(WHOLE_TENSORS)
+            return device.copy_to_device(_taken(array, places) if is_shared else array, scales.device)
 
         targets = objective.targets(batch) if with_targets else {}
-        inputs = objective.inputs(batch)
-        passed = (batch.sample_ids, *(getattr(batch, name) for name in settings.passed))
         return cls(
-            inputs=tuple(move(array) for array in inputs) if with_inputs else (),
-            passed=tuple(move(array) for array in passed),
-            shape=inputs[0].shape[:2],
+            inputs=tuple(move("inputs", array) for array in inputs) if with_inputs else (),
+            passed=tuple(move(name, getattr(batch, name)) for name in ("sample_ids", *settings.passed)),
+            shape=(samples, length),
             first_sample=int(batch.sample_ids[0]),
-            targets=(scales, *(move(array) for array in targets.values())) if with_targets else (),
+            targets=(scales, *(move(name, array) for name, array in targets.items())) if with_targets else (),
             target_names=tuple(targets),
         )
 
@@ -83,3 +90,10 @@ class DeviceBatch:
     def network_input(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The argument of the first layer."""
         return self.inputs[0] if len(self.inputs) == 1 else self.inputs
+
+
+def _taken(array: np.ndarray, places: np.ndarray | None) -> np.ndarray:
+    """The values at some places of the samples. Shapes: array `[b, s]`, places `[b or 1, n]`; result `[b, n]`."""
+    if places is None:
+        return array
+    return np.take_along_axis(array, np.broadcast_to(places, (len(array), places.shape[1])), axis=1)

@@ -120,8 +120,15 @@ def check_program(words: Sequence[str], world_size: int) -> list[str]:
     problems = world_problems(request, world_size)
     if problems:
         raise ConfigError(problems)
-    tp, pp = request.parallel.tensor_model_parallel_size, request.parallel.pipeline_model_parallel_size
-    return [*notices, f"{world_size} ranks: {tp} tensor x {pp} pipeline x {world_size // (tp * pp)} data"]
+    parallel = request.parallel
+    tp, pp, shared = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.sequence_size,
+    )
+    of_sequence = f" x {shared} of a sequence" if shared > 1 else ""
+    data = world_size // parallel.replica_size
+    return [*notices, f"{world_size} ranks: {tp} tensor{of_sequence} x {pp} pipeline x {data} data"]
 
 
 def _run_here(request: LaunchRequest, program: Sequence[str]) -> int:

@@ -186,18 +186,9 @@ class LanguageModelObjective:
     def token_weights(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """How much each token that the loss mask keeps counts in what is minimized; None if all count the same.
 
-        Shapes: result `[b, s]` or `[s]`.
+        Shapes: result `[b, s]`.
         """
-        if self.averages_samples:
-            return targets["sample_weights"]
-        return self.position_weights(targets["loss_mask"])
-
-    def position_weights(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """How much the loss of each position counts in what is minimized; None if all count the same.
-
-        Shapes: mask `[b, s]`; result `[s]`.
-        """
-        return None
+        return targets.get("sample_weights")
 
     def _sample_means(self, batch: Batch) -> SampleMeans:
         return sample_means(batch.loss_mask, batch.segment_ids if self.packs_samples else None)
@@ -231,9 +222,16 @@ class PrefixObjective(LanguageModelObjective):
             return float(samples * length)
         return samples * ((length + 2) / 3 if self.reweights_positions else (length + 1) / 2)
 
-    def position_weights(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """The weight of each position. Shapes: mask `[b, s]`; result `[s]`."""
+    def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """As of the language model, and if requested the weight of each position `[b, s]`."""
+        targets = super().targets(batch)
         if not self.reweights_positions:
-            return None
-        length = mask.shape[1]
-        return torch.arange(length, 0, -1, dtype=torch.float32, device=mask.device) * (2 / (length + 1))
+            return targets
+        length = batch.loss_mask.shape[1]
+        weights = np.arange(length, 0, -1, dtype=np.float32) * np.float32(2 / (length + 1))
+        return {**targets, "position_weights": np.broadcast_to(weights, batch.loss_mask.shape).copy()}
+
+    def token_weights(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The weights of the positions, or what the samples' means say. Shapes: result `[b, s]`."""
+        weights = super().token_weights(targets)
+        return targets.get("position_weights") if weights is None else weights

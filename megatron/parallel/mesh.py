@@ -202,12 +202,12 @@ class ParallelMesh:
 
     @property
     def cp(self) -> Axis:
-        """Context parallelism."""
+        """Context parallelism: the ranks of a ring."""
         return self.axis("cp")
 
     @property
     def sp(self) -> Axis:
-        """Sequence parallelism."""
+        """Ulysses: the ranks that exchange tokens for heads."""
         return self.axis("sp")
 
     @property
@@ -220,7 +220,13 @@ class ParallelMesh:
 
 def requested_axes(parallel: ParallelRequest, world_size: int) -> tuple[AxisSize, ...]:
     """The standard axes of the layout that a section of the configuration asks for; raises as `standard_axes`."""
-    return standard_axes(world_size, tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size)
+    return standard_axes(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.ring_size,
+        sp=parallel.ulysses_size,
+    )
 
 
 def standard_axes(

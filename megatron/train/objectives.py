@@ -16,6 +16,7 @@ from megatron.model.interface.step_context import MaskKind, Recompute, StepSetti
 from megatron.objective.language_model import LanguageModelObjective, PrefixObjective
 from megatron.objective.masked import MaskedLanguageModelObjective
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.sequence.split import SequenceSplit
 from megatron.tokenizers.tokenizer import Tokenizer
 
 
@@ -48,8 +49,12 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
     )
 
 
-def step_settings(config: RunConfig) -> StepSettings:
-    """The settings shared by all micro-batches of a run."""
+def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSettings:
+    """The settings shared by all micro-batches of a run.
+
+    Args:
+        mesh: whose ranks may share samples; None if nothing is computed with the settings.
+    """
     recompute = Recompute.NONE
     if config.recompute.checkpoint_activations:
         is_split = config.recompute.distributes_saved and not config.parallel.splits_sequence
@@ -58,21 +63,31 @@ def step_settings(config: RunConfig) -> StepSettings:
         recompute = Recompute.ATTENTION
     packed, masked = packs_examples(config), config.loss.objective == MASKED
     separates = config.documents.reset_attention_mask or packed or masked  # of masked text, the padding
+    mask = MaskKind.DOCUMENTS if separates else MaskKind.CAUSAL
+    split = None
+    if mesh is not None:
+        split = SequenceSplit.of(mesh, causal=not config.model.bidirectional, by_document=separates)
     return StepSettings(
         seed=config.random.seed,
         recompute=recompute,
         restart_positions=config.documents.reset_position_ids or packed,
-        mask=MaskKind.DOCUMENTS if separates else MaskKind.CAUSAL,
+        mask=mask,
         has_prefixes=config.loss.has_prefixes,
         has_token_types=masked and config.model.token_types > 1 and config.masking.masked_samples == SENTENCES,
-        has_predicted=masked,
+        has_predicted=names_predicted(config),
         dtype=getattr(torch, config.precision.dtype_name),
         hidden_size=config.model.hidden_size,
         explicit_attention=not config.kernels.fused_attention,
         # ZeRO-3 takes the weight of the head apart again before the losses are computed; a teacher's logits are
         # compared with the network's logits, which then have to be materialized.
         factored_logits=not (masked or config.distillation.is_on or config.parallel.effective_zero_stage == 3),
+        split=split,
     )
+
+
+def names_predicted(config: RunConfig) -> bool:
+    """Whether batches name the positions to predict; ranks that share a sample compute all positions that they have."""
+    return config.loss.objective == MASKED and config.parallel.sequence_size == 1
 
 
 def masked_options(config: RunConfig) -> MaskedOptions | None:
@@ -89,7 +104,9 @@ def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
         eod_mask_loss=config.documents.eod_mask_loss,
         segments=step_settings(config).needs_segments,
         prefixes=config.loss.has_prefixes,
-        predictions=None if masked is None else masked.predictions(config.data.seq_length),
+        predictions=masked.predictions(config.data.seq_length)
+        if masked is not None and names_predicted(config)
+        else None,
     )
 
 

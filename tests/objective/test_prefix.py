@@ -34,7 +34,8 @@ def test_what_is_minimized_is_upstreams_and_what_is_logged_is_plain(on_targets_o
     objective = PrefixObjective(
         Axis.single("tp"), 5, on_targets_only=on_targets_only, reweights_positions=reweights, z_loss_coeff=1e-2
     )
-    result = objective(LOGITS, TARGETS)
+    added = {name: torch.from_numpy(array) for name, array in objective.targets(_batch()).items()}
+    result = objective(LOGITS, {**added, **TARGETS})
     true = LOGITS[..., :5].flatten(0, 1)
     losses = F.cross_entropy(true, LABELS.flatten(), reduction="none").view(2, LENGTH) * MASK
     z_losses = 1e-2 * true.logsumexp(-1).square().view(2, LENGTH) * MASK

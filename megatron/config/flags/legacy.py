@@ -132,14 +132,9 @@ _REFUSED_ROWS: tuple[Row, ...] = (
         ("standalone_embedding_stage",),
     ),
     (
-        "sequences are not split over ranks, and ranks that hold parts of one would train on samples of their own. Use "
-        "--checkpoint-activations or --tensor-model-parallel-size to save memory.",
-        (
-            Known("ds_sequence_parallel_size", int, 1),
-            "force_ds_sequence_parallel",
-            "ds_sequence_parallel_fpdt",
-            Known("context_parallel_size", int, 1),
-        ),
+        "a sequence is divided over ranks as far as --ds-sequence-parallel-size or --context-parallel-size says, and "
+        "not further. Use one of them, and --checkpoint-activations to save memory.",
+        ("force_ds_sequence_parallel", "ds_sequence_parallel_fpdt"),
     ),
     (
         "it says where weights are kept. Use --cpu-optimizer for the optimizer's state, and for weights --zero-stage "

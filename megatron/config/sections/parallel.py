@@ -10,6 +10,7 @@ from megatron.config.flags.paths import PathUse
 from megatron.config.flags.section import ConfigSection
 from megatron.config.sections.pipelines import DEFAULT_ENGINE, ENGINES, SCHEDULE_CHUNKS
 
+RING, ULYSSES, RING_OF_ULYSSES = "p2p", "a2a", "a2a+p2p"
 _EVEN_PARTITIONS = ("type:transformer", "type:transformer|embedding")
 
 
@@ -34,6 +35,24 @@ class ParallelRequest(ConfigSection):
         "ranks that the experts of a layer are divided over; if tensor parallelism does not divide them as far, ZeRO "
         "stage 3 does, with all other weights",
         spelled=("--moe-expert-parallel-size", "--ep-world-size"),
+        at_least=1,
+    )
+    context_parallel_size: int = flag(
+        1, "ranks that share each sequence, every one with a part of its tokens", at_least=1
+    )
+    cp_comm_type: str = flag(
+        RING,
+        "how attention reaches the tokens of other ranks: p2p passes keys and values on in a ring, a2a exchanges "
+        "tokens for heads, a2a+p2p does that within groups that make a ring",
+        choices=(RING, ULYSSES, RING_OF_ULYSSES),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
+        (), "ranks of a group and groups of the ring, for --cp-comm-type a2a+p2p", nargs="+", at_least=1
+    )
+    ds_sequence_parallel_size: int = flag(
+        1,
+        "ranks that share each sequence and exchange tokens for heads around attention; with --context-parallel-size "
+        "each rank of its ring is such a group",
         at_least=1,
     )
     elastic: bool = flag(
@@ -96,10 +115,39 @@ class ParallelRequest(ConfigSection):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
+    @property
+    def ring_size(self) -> int:
+        """Ranks, or groups of Ulysses, between which keys and values travel."""
+        if self.cp_comm_type == RING_OF_ULYSSES:
+            return self.context_parallel_size // self._ulysses_within_ring
+        return 1 if self.cp_comm_type == ULYSSES else self.context_parallel_size
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that exchange tokens for heads."""
+        if self.cp_comm_type == RING_OF_ULYSSES:
+            return self._ulysses_within_ring
+        return (self.context_parallel_size if self.cp_comm_type == ULYSSES else 1) * self.ds_sequence_parallel_size
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks that share each sequence."""
+        return self.ring_size * self.ulysses_size
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that read the same samples."""
+        return self.model_parallel_size * self.sequence_size
+
+    @property
+    def _ulysses_within_ring(self) -> int:
+        return self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
+
     def problems(self) -> Iterator[str]:
+        yield from self._sequence_problems()
         method = self.pp_partition_method
         if method is not None and method not in _EVEN_PARTITIONS:
             yield (
@@ -112,6 +160,28 @@ class ParallelRequest(ConfigSection):
             yield (
                 f"--pad-vocab-size-to: {size} is not divisible by {divisor} (--make-vocab-size-divisible-by). Use "
                 f"--pad-vocab-size-to {-(-size // divisor) * divisor} or another divisor."
+            )
+
+    def _sequence_problems(self) -> Iterator[str]:
+        """One sentence for every contradiction about the ranks that share a sequence."""
+        sizes, ranks = self.hierarchical_context_parallel_sizes, self.context_parallel_size
+        shown = " ".join(map(str, sizes))
+        if self.cp_comm_type != RING_OF_ULYSSES:
+            if sizes:
+                yield (
+                    f"--hierarchical-context-parallel-sizes {shown} is for --cp-comm-type {RING_OF_ULYSSES}, and it is "
+                    f"{self.cp_comm_type}. Drop one of them."
+                )
+        elif len(sizes) != 2 or sizes[0] * sizes[1] != ranks:
+            yield (
+                f"--cp-comm-type {RING_OF_ULYSSES} needs two --hierarchical-context-parallel-sizes, ranks of a group "
+                f"and groups of the ring, whose product is --context-parallel-size {ranks}"
+                f"{f', and got {shown}' if sizes else ''}. Give them, or use --cp-comm-type {RING}."
+            )
+        if self.ds_sequence_parallel_size > 1 and ranks > 1 and self.cp_comm_type != RING:
+            yield (
+                f"--ds-sequence-parallel-size {self.ds_sequence_parallel_size} and --cp-comm-type {self.cp_comm_type} "
+                f"both say which ranks exchange tokens for heads. Drop one of them."
             )
 
 

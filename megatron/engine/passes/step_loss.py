@@ -64,7 +64,7 @@ class StepLoss:
         if with_targets:
             tokens = sum(self.objective.token_count(batch) for batch in micro_batches)
             counted = torch.tensor([tokens, sum(len(batch.sample_ids) for batch in micro_batches)], dtype=torch.float64)
-            counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.loss)
+            counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.batch)
             divisors = torch.where(counted > 0, counted, 1.0)  # without a counted token there is nothing to divide
             scales = (len(micro_batches) * mesh.gradient.size / divisors).to(torch.float32)
         given = self.objective, self.settings, scales

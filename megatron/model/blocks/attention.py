@@ -15,6 +15,7 @@ from megatron.config.architecture.positions import ALIBI
 from megatron.errors import ConfigError
 from megatron.kernels.attention.bounded import AttentionPlan
 from megatron.kernels.attention.dense import attention, explicit_attention
+from megatron.kernels.attention.partial import PartialAttention
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.rotary import rotate_both, rotate_few, split_rotated
@@ -22,11 +23,13 @@ from megatron.model.blocks.dropout import DropoutSite
 from megatron.model.blocks.norm import build_head_norm
 from megatron.model.blocks.position import alibi_slopes, rotation, whole_rotation
 from megatron.model.blocks.query_key_value import QueryKeyValue
-from megatron.model.blocks.score_bias import bounded_plan, cached_bias, score_bias, visible_keys
+from megatron.model.blocks.score_bias import bounded_plan, cached_bias, ring_plan, score_bias, visible_keys
 from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_keys, attention_seed, seeded
+from megatron.parallel.sequence.tiles import Visibility
+from megatron.parallel.sequence.ulysses import to_heads, to_positions
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
@@ -86,22 +89,61 @@ class SelfAttention(nn.Module):
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
             return self.linear_proj(attended.transpose(1, 2).flatten(2), finish)
-        plan = None
-        if not ((self.training and self.dropout) or torch.compiler.is_compiling()):
-            plan = bounded_plan(
-                context, query, self.window, self.slopes, self.softcap, bidirectional=self.bidirectional
-            )
-        bias = None
-        if plan is None:
-            bias = score_bias(context, query, self.window, self.slopes, bidirectional=self.bidirectional)
-        if context.recompute is Recompute.ATTENTION and self.training and torch.is_grad_enabled():
-            attended = checkpoint(
-                self._attend, query, key, value, plan, bias, context, use_reentrant=False, preserve_rng_state=False
-            )
+        if context.split is None:
+            attended = self._attend_whole(query, key, value, context)
         else:
-            attended = self._attend(query, key, value, plan, bias, context)
+            ulysses = context.split.ulysses
+            query, key, value = to_heads(query, key, value, ulysses)  # [b, a/tu, s/r, d]
+            if context.split.ring.size == 1:
+                attended = self._attend_whole(query, key, value, context)
+            else:
+                attended = self._attend_ring(query, key, value, context)
+            attended = to_positions(attended, ulysses)  # [b, a/t, s/ru, d]
         joined = attended.transpose(1, 2).flatten(2)  # [b, s, a/t * d]
         return self.linear_proj(joined, finish, splits_sequence=context.splits_sequence)
+
+    def _attend_whole(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
+        """Attention between the tokens of whole samples.
+
+        Shapes: query `[b, a/t, s, d]`, key and value `[b, g/t, s, d]`; result as query.
+        """
+        slopes, plan = self._slopes(context), None
+        if not ((self.training and self.dropout) or torch.compiler.is_compiling()):
+            plan = bounded_plan(context, query, self.window, slopes, self.softcap, bidirectional=self.bidirectional)
+        bias = None
+        if plan is None:
+            bias = score_bias(context, query, self.window, slopes, bidirectional=self.bidirectional)
+        if context.recompute is Recompute.ATTENTION and self.training and torch.is_grad_enabled():
+            return checkpoint(  # type: ignore[no-any-return]
+                self._attend, query, key, value, plan, bias, context, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._attend(query, key, value, plan, bias, context)
+
+    def _attend_ring(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
+        """Attention of this rank's tokens to those of all ranks of the ring.
+
+        Shapes: query `[b, a/tu, s/r, d]`, key and value `[b, g, s/r, d]`; result as query.
+        """
+        slopes = self._slopes(context)
+        return ring_plan(
+            context,
+            query,
+            PartialAttention(self.scale, self.softcap, context.explicit_attention),
+            Visibility(self.bidirectional, self.window, bool(slopes), self.softcap is not None),
+            slopes,
+        ).attend(query, key, value)
+
+    def _head_part(self, context: StepContext) -> int:
+        """Which part of the heads attention is computed for on this rank."""
+        return self.tp_rank if context.split is None else context.split.head_part(self.tp_rank)
+
+    def _slopes(self, context: StepContext) -> tuple[float, ...]:
+        """The slopes of the heads that attention is computed for on this rank."""
+        return self.slopes if context.split is None else context.split.of_heads(self.slopes)
 
     def prepare(self, hidden: torch.Tensor, context: StepContext) -> None:
         """Computes what layers share of a micro-batch, which a compiled program only reads.
@@ -211,7 +253,8 @@ class SelfAttention(nn.Module):
             return explicit_attention(query, key, value, self.scale, dropout=dropout, **bounds)
         if not drops:
             return attention(query, key, value, self.scale, **bounds)
-        with seeded(attention_seed(context.seed, context.first_sample, self.layer, self.tp_rank), query.device):
+        part = self._head_part(context)
+        with seeded(attention_seed(context.seed, context.first_sample, self.layer, part), query.device):
             return attention(query, key, value, self.scale, dropout=self.dropout, **bounds)
 
     def _dropout(self, query: torch.Tensor, context: StepContext) -> Dropout | None:
@@ -221,7 +264,7 @@ class SelfAttention(nn.Module):
             self.dropout,
             keys=self.site.keys(context.seed),
             sample_ids=context.sample_ids.to(query.device),
-            first_head=self.tp_rank * heads,
+            first_head=self._head_part(context) * heads,
             heads=heads,
             queries=queries,
         )

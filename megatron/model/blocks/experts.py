@@ -75,7 +75,7 @@ class Experts(nn.Module):
             result = self.residual(hidden, result, context)
         if not self.training:
             return result
-        return self.losses.attach(result, routing, order.counts, context.auxiliary)
+        return self.losses.attach(result, routing, order.counts, context.auxiliary, context.split)
 
 
 class ResidualMixture(nn.Module):

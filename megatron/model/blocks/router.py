@@ -14,6 +14,7 @@ from torch import nn
 from megatron.config import ModelConfig
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.sequence.split import SequenceSplit
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import gather_from
 
@@ -89,7 +90,7 @@ class Router(nn.Module):
 class RouterLosses:
     """The losses on the routing of one layer, and its statistics.
 
-    Both losses are means over the tokens of a micro-batch on this rank, padding and tokens without a loss included,
+    Both losses are means over the tokens of a micro-batch, padding and tokens without a loss included,
     for the router handles those like any other. The load-balancing loss is a product of two such means; it therefore
     depends on how the global batch is cut into micro-batches, but not on the layout that trains them.
     """
@@ -101,7 +102,12 @@ class RouterLosses:
         self.z_coefficient = config.moe_z_loss_coeff
 
     def attach(
-        self, hidden: torch.Tensor, routing: Routing, counts: torch.Tensor, losses: AuxiliaryLosses
+        self,
+        hidden: torch.Tensor,
+        routing: Routing,
+        counts: torch.Tensor,
+        losses: AuxiliaryLosses,
+        split: SequenceSplit | None = None,
     ) -> torch.Tensor:
         """Returns `hidden` with the losses attached, and records the statistics.
 
@@ -109,7 +115,8 @@ class RouterLosses:
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.balance_coefficient > 0):
             probabilities = router_probabilities(routing.logits, self.is_sigmoid)
-            balance = balance_loss(probabilities, counts)
+            # Linear in the probabilities, so that the mean over ranks that share samples is that of the whole ones.
+            balance = balance_loss(probabilities, counts if split is None else split.summed(counts))
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.z_coefficient > 0):
             z = z_loss(routing.logits)
         self._record(losses, probabilities.detach(), counts, balance, z)

@@ -12,7 +12,10 @@ import torch
 from megatron.errors import ConfigError
 from megatron.kernels.attention.bounded import AttentionPlan, plan_attention
 from megatron.kernels.attention.bounds import Bounds, local_bias
+from megatron.kernels.attention.partial import PartialAttention
 from megatron.model.interface.step_context import MaskKind, StepContext
+from megatron.parallel.sequence.ring import RingPlan
+from megatron.parallel.sequence.tiles import Visibility
 
 
 def score_bias(
@@ -66,6 +69,33 @@ def bounded_plan(
         lambda: plan_attention(
             query, Bounds(segments, window, tuple(slopes), context.prefix_mask, bidirectional), softcap
         ),
+    )
+
+
+def ring_plan(
+    context: StepContext,
+    query: torch.Tensor,
+    attention: PartialAttention,
+    seen: Visibility,
+    slopes: tuple[float, ...] = (),
+) -> RingPlan:
+    """What this rank of a ring computes of a micro-batch, for all layers with the same bounds.
+
+    Shapes: query `[b, a/tu, s/r, d]`.
+
+    Raises:
+        ConfigError: the ranks of this context share no samples, or its samples have prefixes.
+    """
+    split, length = context.split, query.shape[2]
+    if split is None or context.prefix_mask is not None:
+        raise ConfigError(
+            "Attention in a ring (--cp-comm-type p2p) needs samples that ranks share and that have no prefixes. Use "
+            "--cp-comm-type a2a."
+        )
+    segments = context.segment_ids if context.mask is MaskKind.DOCUMENTS else None
+    return context.once(
+        ("ring", attention, seen, slopes, length),
+        lambda: RingPlan.of(split, length * split.ring.size, segments, attention, seen, slopes, query.device),
     )
 
 

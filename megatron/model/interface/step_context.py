@@ -27,6 +27,9 @@ _ALONE = Axis.single("tp")
 # The fields of a context that only some networks have, in the order in which they pass from stage to stage.
 OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted")
 
+# Those that attention reads whole where ranks share the samples.
+WHOLE_TENSORS = ("segment_ids", "prefix_mask")
+
 
 class Recompute(Enum):
     """What is recomputed during backward instead of keeping its activations.

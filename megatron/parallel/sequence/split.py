@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from megatron.errors import DataError
 from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
 
 _MOST_BLOCKS = 64  # of a rank, where documents make the work uneven
 _EVEN_ENOUGH = 1.03  # the most work of a rank, relative to the mean
@@ -46,6 +48,19 @@ class SequenceSplit:
     def size(self) -> int:
         """The ranks that share a sequence."""
         return self.ring.size * self.ulysses.size
+
+    def head_part(self, tp_rank: int) -> int:
+        """Which part of all heads this rank has after an exchange of tokens for heads."""
+        return tp_rank * self.ulysses.size + self.ulysses.rank
+
+    def of_heads(self, values: Sequence[float]) -> tuple[float, ...]:
+        """What one value for each head before the exchange becomes after it."""
+        heads = len(values) // self.ulysses.size
+        return tuple(values[self.ulysses.rank * heads : (self.ulysses.rank + 1) * heads])
+
+    def summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """The sum of each rank's counts over the whole samples, in new memory."""
+        return all_reduce_sum(all_reduce_sum(counts.clone(), self.ring), self.ulysses)
 
     def parts(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
         """The places of the tokens of each rank of the ring, ascending.

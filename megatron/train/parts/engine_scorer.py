@@ -87,7 +87,7 @@ class EngineScorer(NetworkScorer):
     def rounds(self, queries: Sequence[Query]) -> list[list[list[int]]]:
         """Batches of one shape, enough of them in a round to fill the pipeline."""
         mesh = self.engine.mesh
-        side_by_side = mesh.batch.size * (1 if mesh.pp.size == 1 else _MICRO_BATCHES_PER_STAGE * mesh.pp.size)
+        side_by_side = mesh.loss.size * (1 if mesh.pp.size == 1 else _MICRO_BATCHES_PER_STAGE * mesh.pp.size)
         return plan_rounds(queries, self.batch_tokens, side_by_side, padded_up_to=self.model.rotations_fixed_up_to)
 
     def answer(self, answers: Answers, batches: Sequence[Sequence[int]]) -> None:
@@ -96,8 +96,8 @@ class EngineScorer(NetworkScorer):
         self._beat()
 
     def _measure(self, answers: Answers, batches: Sequence[QueryBatch]) -> None:
-        """Scores a round of batches, divided among data-parallel ranks, and writes the results to their places."""
-        axis = self.engine.mesh.batch
+        """Scores a round of batches, divided among all copies of the model, and writes the results to their places."""
+        axis = self.engine.mesh.loss
         counts = [len(batch.labels) for batch in batches]
         starts = np.concatenate([[0], np.cumsum(counts)])
         shape = (max(len(batch.inputs) for batch in batches), max(batch.inputs.shape[1] for batch in batches))

@@ -53,8 +53,8 @@ def launch_failures(
             problems += machine_problems(request, machine)
         elif not request.parallel.elastic:
             problems += world_problems(request, machine.world_size)
-        if ranks.launcher == "none" and request.parallel.model_parallel_size > 1 and not request.parallel.elastic:
-            problems.append(f"Type: {_launched(request.parallel.model_parallel_size)}")
+        if ranks.launcher == "none" and request.parallel.replica_size > 1 and not request.parallel.elastic:
+            problems.append(f"Type: {_launched(request.parallel.replica_size)}")
     return ranks, [*map(ConfigError, problems)]
 
 

@@ -56,7 +56,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         config.precision,
         mesh,
         deepspeed_config(config),
-        step_settings(config),
+        step_settings(config, mesh),
         config.random.seed,
         config.safety.skip_spikes,
         freezing,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,7 +66,11 @@ def show_start(
     ignored = ", ".join(sentence.partition(f" {IGNORING}")[0] for sentence in config.ignored)
     rows = [
         ("model", f"{size_text(*sizes, active)}: {_shape(config.model, config.precision.dtype_name)}"),
-        *layout_rows(mesh.pp.size, mesh.batch.size, mesh.world.size, engine.zero_stage, _memory_bytes(config, engine)),
+        *layout_rows(
+            {"pp": mesh.pp.size, "dp": mesh.batch.size, "cp": mesh.cp.size, "sp": mesh.sp.size, "tp": mesh.tp.size},
+            engine.zero_stage,
+            _memory_bytes(config, engine),
+        ),
         *_length_rows(config, progress, mesh.batch.size),
         *([("data", shares_text(shares))] if shares else []),
         ("kernels", _kernels(mesh, config.kernels) + _graphs(config, engine)),
@@ -118,20 +123,23 @@ def size_text(parameters: int, without_embeddings: int, trained: int, active: in
     return f"{short_count(parameters)} parameters ({'; '.join(parts)})"
 
 
-def layout_rows(stages: int, replicas: int, ranks: int, zero_stage: int, memory_bytes: int | None) -> list[Row]:
+def layout_rows(sizes: Mapping[str, int], zero_stage: int, memory_bytes: int | None) -> list[Row]:
     """How the ranks share the work.
 
     Args:
+        sizes: of the axes, slowest first, `pp` and `dp` before the others; cp and sp are left out where they are 1.
         memory_bytes: the most that a rank holds of weights, gradients and optimizer; None if unknown.
     """
     memory = ""
     if memory_bytes is not None:
         memory = f"; {short_bytes(memory_bytes)} per rank for weights, gradients and optimizer, plus activations"
+    ranks = math.prod(sizes.values())
     if ranks == 1:
         return [("layout", f"1 rank{memory}")]
-    within = ranks // (stages * replicas)
-    text = f"{ranks} ranks = {stages} pp x {replicas} dp x {within} tp, ZeRO stage {zero_stage}{memory}"
-    return [("layout", text), *(("", row) for row in rank_grid(stages, replicas, within))]
+    axes = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1 or name not in ("cp", "sp"))
+    text = f"{ranks} ranks = {axes}, ZeRO stage {zero_stage}{memory}"
+    within = ranks // (sizes["pp"] * sizes["dp"])
+    return [("layout", text), *(("", row) for row in rank_grid(sizes["pp"], sizes["dp"], within))]
 
 
 def pipeline_rows(parallel: ParallelConfig, micro_batches: int) -> list[Row]:

@@ -107,7 +107,9 @@ DONE_IN_CONFIG = {
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
     "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag", "activations_checkpoint_method",
     "mos", "kd_iters", "cpu_optimizer", "elastic", "profile_steps", "profile_step_start", "profile_step_end",
-    "expert_model_parallel_size", "checkpoint_num_layers", "distribute_saved_activations", "sequence_parallel",
+    "expert_model_parallel_size", "checkpoint_num_layers", "context_parallel_size",
+    "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size",
+    "distribute_saved_activations", "sequence_parallel",
     *(f"{size}_teacher"
       for size in ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "moe_expert_counts")),
     *(f"{split}_{kind}" for split in ("train", "valid", "test")

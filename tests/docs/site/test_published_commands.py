@@ -179,7 +179,7 @@ def test_the_commands_of_the_page_print_the_same(
     assert [entry["accepted"] for entry in shown["commands"]] == [not outcome.refusals for outcome in outcomes]
     assert shown["totals"]["all"] == {"accepted": totals(outcomes)[-1][1], "commands": len(outcomes)}
     assert text.count("\naccepted ") + text.startswith("accepted ") == totals(outcomes)[-1][1]
-    assert "--ds-sequence-parallel-size 4 is refused" in text
+    assert "--ds-sequence-parallel-fpdt is refused" in text
 
 
 def test_a_folder_without_a_list(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ def test_the_size_names_experts_and_frozen_parameters_only_where_there_are_some(
 
 def test_one_rank_has_no_grid() -> None:
     text = "1 rank; 63.0 MiB per rank for weights, gradients and optimizer, plus activations"
-    assert layout_rows(1, 1, 1, 1, 63 * 2**20) == [("layout", text)]
+    assert layout_rows({"pp": 1, "dp": 1, "tp": 1}, 1, 63 * 2**20) == [("layout", text)]
 
 
 def test_the_ranks_of_the_largest_run_take_four_rows() -> None:
-    rows = layout_rows(8, 16, 1024, 1, None)
+    rows = layout_rows({"pp": 8, "dp": 16, "cp": 1, "sp": 1, "tp": 8}, 1, None)
     assert rows[0] == ("layout", "1024 ranks = 8 pp x 16 dp x 8 tp, ZeRO stage 1")
     assert rows[1] == ("", "stage 0   [0-7] [8-15] ... [120-127]")
     assert len(rows) == 5

@@ -1,0 +1,104 @@
+"""Rules for runs whose ranks share each sequence: what its length and heads must be, and what cannot be divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.config.layout import divisors
+from megatron.config.objective.loss import PREFIX, LossConfig
+from megatron.config.sections.computation import KernelConfig
+from megatron.config.sections.curriculum import FIXED_DISCRETE
+from megatron.config.sections.data import DataConfig
+from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.optim import OptimRequest
+from megatron.config.sections.parallel import ULYSSES, ParallelRequest
+
+
+def sequence_problems(
+    model: ModelRequest,
+    parallel: ParallelRequest,
+    optim: OptimRequest,
+    loss: LossConfig,
+    kernels: KernelConfig,
+    data: DataConfig,
+) -> Iterator[str]:
+    """One sentence for everything that keeps a sequence from being divided as was asked."""
+    if parallel.sequence_size == 1:
+        return
+    yield from _length_problems(model, parallel, optim, data.seq_length)
+    yield from _heads_problems(model, parallel)
+    if parallel.ring_size > 1:
+        yield from _ring_problems(model, parallel, loss)
+    if kernels.compile:
+        yield (
+            f"--compile does not go with {_asked(parallel)}: ranks exchange messages in the middle of a block. Drop "
+            "--compile."
+        )
+    if model.sentence_order_head:
+        yield (
+            f"--sentence-order-head does not go with {_asked(parallel)}: it reads the first token of a sample, which "
+            "one rank has. Add --bert-no-binary-head."
+        )
+
+
+def length_unit(parallel: ParallelRequest, *, causal: bool) -> int:
+    """What lengths must be multiples of: a ring cuts causal samples into two blocks a rank."""
+    ring = parallel.ring_size
+    return math.lcm(2 * ring if causal and ring > 1 else ring, parallel.sequence_size)
+
+
+def _asked(parallel: ParallelRequest) -> str:
+    """The flags that divide sequences, as they were given."""
+    sizes = {
+        "--context-parallel-size": parallel.context_parallel_size,
+        "--ds-sequence-parallel-size": parallel.ds_sequence_parallel_size,
+    }
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+def _length_problems(
+    model: ModelRequest, parallel: ParallelRequest, optim: OptimRequest, sequence_length: int
+) -> Iterator[str]:
+    unit = length_unit(parallel, causal=not model.bidirectional)
+    lengths: dict[str, tuple[int, ...]] = {"--seq-length": (sequence_length,)}
+    if optim.curriculum_learning:
+        if optim.curriculum_schedule == FIXED_DISCRETE:
+            lengths["--curriculum-lengths"] = optim.curriculum_lengths
+        else:
+            lengths["--curriculum-length-step"] = (optim.curriculum_length_step,)
+            lengths["--curriculum-max-length"] = (optim.curriculum_max_length or sequence_length,)
+    for name, values in lengths.items():
+        odd = next((value for value in values if value % unit), None)
+        if odd is not None:
+            lower = odd // unit * unit
+            yield (
+                f"{name} {odd} cannot be divided over {_asked(parallel)}: lengths must be multiples of {unit}. Use "
+                f"{f'{lower} or ' if lower else ''}{lower + unit}, or fewer ranks."
+            )
+
+
+def _heads_problems(model: ModelRequest, parallel: ParallelRequest) -> Iterator[str]:
+    """Every rank that exchanges tokens for heads must get equally many; groups of keys and values are replicated."""
+    tensor, ulysses = parallel.tensor_model_parallel_size, parallel.ulysses_size
+    heads = model.num_attention_heads // max(1, tensor)
+    if heads > 0 and heads % ulysses:
+        ways = [size for size in divisors(heads) if size <= ulysses]
+        of_each = f" of each tensor-parallel rank (--tensor-model-parallel-size {tensor})" if tensor > 1 else ""
+        yield (
+            f"{heads} attention heads{of_each} cannot be exchanged between {ulysses} ranks ({_asked(parallel)}). Heads "
+            f"must be a multiple of the ranks; use {ways[-1]}, or --context-parallel-size with --cp-comm-type p2p, "
+            "which does not divide heads."
+        )
+
+
+def _ring_problems(model: ModelRequest, parallel: ParallelRequest, loss: LossConfig) -> Iterator[str]:
+    way = f"Use --cp-comm-type {ULYSSES}, whose ranks see whole samples"
+    asked = f"--cp-comm-type {parallel.cp_comm_type}"
+    if loss.objective == PREFIX:
+        yield f"--objective {PREFIX} does not go with {asked}: prefixes are seen by tokens before them. {way}."
+    if model.attention_dropout > 0:
+        yield (
+            f"--attention-dropout {model.attention_dropout:g} does not go with {asked}, whose blocks of attention have "
+            f"no dropout. Use --attention-dropout 0, or --cp-comm-type {ULYSSES}."
+        )

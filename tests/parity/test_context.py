@@ -1,0 +1,122 @@
+"""Ranks that share each sequence train as one process does: rings, Ulysses and both, with every other axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.data.loader import Batch
+from megatron.model.blocks.router import PASSES, is_expert_tokens
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import sampled
+from tests.parity.layouts import layout_flags, local_batches
+from tests.parity.reference import Recipe
+
+RECIPE = Recipe(num_layers=2, steps=2, global_batch_size=4, micro_batch_size=1)
+DROPS = "--hidden-dropout 0.1"
+RING_4, RING_2 = "--context-parallel-size 4", "--context-parallel-size 2"
+MIXED = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+
+Step = tuple[float, float, list[float]]
+
+
+class Case(NamedTuple):
+    """A layout of four ranks, and a network with its data."""
+
+    layout: str
+    network: str = ""
+    zero_stage: int = 1
+
+
+CASES = {
+    "ring": Case(RING_4, DROPS),
+    "ring-rope-recompute": Case(
+        RING_4, "--position-embedding-type rope --num-query-groups 2 --checkpoint-activations", 3
+    ),
+    "ring-documents-dp": Case(RING_2, f"--reset-attention-mask --reset-position-ids {DROPS}", 2),
+    "ring-window-alibi-tp": Case(
+        f"{RING_2} --tensor-model-parallel-size 2", "--position-embedding-type alibi --attention-window 5"
+    ),
+    "ring-softcap-pp": Case(
+        f"{RING_2} --pipeline-model-parallel-size 2",
+        "--attention-logit-softcap 5 --reset-attention-mask --num-query-groups 1",
+        0,
+    ),
+    "ring-sample-means": Case(RING_4, "--loss-mean samples --z-loss-coeff 0.01 --label-smoothing 0.1"),
+    "ring-experts": Case(RING_2, "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --no-add-bias-linear"),
+    "ulysses": Case("--ds-sequence-parallel-size 4", f"--attention-dropout 0.2 {DROPS}", 0),
+    "ulysses-documents": Case(
+        f"{RING_4} --cp-comm-type a2a", "--reset-attention-mask --num-query-groups 2 --recompute-activations", 3
+    ),
+    "ulysses-alibi-pp": Case(
+        f"{RING_2} --cp-comm-type a2a --pipeline-model-parallel-size 2",
+        "--position-embedding-type alibi --attention-dropout 0.1 --attention-window 4",
+    ),
+    "ulysses-prefix": Case(
+        "--ds-sequence-parallel-size 2",
+        "--objective prefix --loss-on-targets-only --reweight-loss-based-on-position-frequency",
+    ),
+    "mixed": Case(MIXED, f"--num-query-groups 1 --reset-attention-mask {DROPS}"),
+    "mixed-flags": Case("--context-parallel-size 2 --ds-sequence-parallel-size 2", DROPS, 0),
+}
+
+
+def case_config(case: Case, world_size: int) -> RunConfig:
+    """The resolved configuration of a case; one process trains whole sequences."""
+    layout = case.layout if world_size > 1 else ""
+    extra = [*layout.split(), *case.network.split()]
+    flags = layout_flags(RECIPE, (1, 1, 1), case.zero_stage if world_size > 1 else 0, extra)
+    machine = Machine(device_type="cpu", world_size=world_size, supports_fp16=False, supports_bf16=True)
+    return resolve(parse(flags), machine, TokenizerFacts(vocab_size=RECIPE.vocab_size, eod_id=0, fingerprint="none"))
+
+
+def batches(config: RunConfig, mesh: ParallelMesh, step: int) -> list[Batch]:
+    """Micro-batches whose samples have several documents and count very different numbers of tokens."""
+    made = []
+    for batch in local_batches(RECIPE, config, mesh, step, uneven=True):
+        ends = batch.tokens % 7 == 0
+        prefix = np.arange(batch.tokens.shape[1]) < 3 + batch.sample_ids[:, None] % 5
+        made.append(dataclasses.replace(batch, segment_ids=np.cumsum(ends, axis=1) - ends, prefix_mask=prefix))
+    return made
+
+
+def train(rank: int, names: list[str], world_size: int) -> dict[str, tuple[list[Step], tuple[float, float]]]:
+    """Losses, norms and metrics of each case, and an evaluation."""
+    figures = {}
+    for case in names:
+        config = case_config(CASES[case], world_size)
+        mesh = open_mesh(config.parallel)
+        engine = build_engine(config, mesh)
+        curve = []
+        for step in range(RECIPE.steps):
+            result = engine.train_batch(batches(config, mesh, step), RECIPE.learning_rate)
+            assert result.loss is not None
+            passes = result.metrics.get(PASSES, [1.0])[0]  # what routers record is a mean over these
+            means = [sum(values) / (1 if is_expert_tokens(name) else passes) for name, values in result.metrics.items()]
+            curve.append((result.loss, result.gradient_norm, means))
+        figures[case] = (curve, engine.evaluate(batches(config, mesh, 9)))
+    return figures
+
+
+FEW = ["ring-documents-dp", "ring-window-alibi-tp", "ulysses-alibi-pp", "ring-experts", "mixed"]
+
+
+@pytest.mark.parametrize("names", sampled([FEW, list(CASES)], [FEW]), ids=["few", "all"])
+def test_losses_and_norms_are_those_of_one_process(names: list[str]) -> None:
+    (alone,) = run_ranks(train, 1, names, 1)
+    for of_rank in run_ranks(train, 4, names, 4, timeout_seconds=300):
+        for name in names:
+            steps, evaluated = of_rank[name]
+            wanted, wanted_evaluated = alone[name]
+            for (loss, norm, means), (true_loss, true_norm, true_means) in zip(steps, wanted, strict=True):
+                assert loss == pytest.approx(true_loss, rel=4e-7 if name.startswith("ulysses") else 1e-6), name
+                assert norm == pytest.approx(true_norm, rel=4e-6), name
+                assert means == pytest.approx(true_means, rel=4e-6), name
+            assert evaluated == pytest.approx(wanted_evaluated, rel=4e-6), name
