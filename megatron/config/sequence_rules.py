@@ -45,7 +45,8 @@ def sequence_problems(
 def length_unit(parallel: ParallelRequest, *, causal: bool) -> int:
     """What lengths must be multiples of: a ring cuts causal samples into two blocks a rank."""
     ring = parallel.ring_size
-    return math.lcm(2 * ring if causal and ring > 1 else ring, parallel.sequence_size)
+    within = parallel.tensor_model_parallel_size if parallel.splits_sequence else 1
+    return math.lcm(2 * ring if causal and ring > 1 else ring, parallel.sequence_size * within)
 
 
 def _asked(parallel: ParallelRequest) -> str:

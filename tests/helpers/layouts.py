@@ -15,3 +15,5 @@ class Layout:
     distributed_timeout_minutes: int = 2
     local_rank: int | None = None
     splits_sequence: bool = False
+    ring_size: int = 1
+    ulysses_size: int = 1
