@@ -151,7 +151,7 @@ class _Ring(torch.autograd.Function):
         plan = ctx.plan
         ring, block = plan.ring, torch.stack((key, value))
         of_queries = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        returning: _Message | None = None
+        returning: list[_Message] = []  # at most one
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size
             message = plan.send_on(block) if step + 1 < ring.size else None
@@ -170,13 +170,12 @@ class _Ring(torch.autograd.Function):
                 of_queries[rows, :, tile.queries] += parts[0]
                 of_block[0, rows, :, tile.keys] += parts[1]
                 of_block[1, rows, :, tile.keys] += parts[2]
-            if returning is not None:
-                of_block += returning.wait()
-            returning = plan.send_on(of_block)
+            if returning:
+                of_block += returning.pop().wait()
+            returning.append(plan.send_on(of_block))
             if message is not None:
                 block = message.wait()
-        assert returning is not None  # a ring has a rank
-        of_key, of_value = returning.wait().to(key.dtype)
+        of_key, of_value = returning.pop().wait().to(key.dtype)
         return of_queries.to(query.dtype), of_key, of_value, None
 
 
