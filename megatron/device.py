@@ -103,11 +103,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def memory_allocated_bytes() -> int:
-    """Bytes allocated to tensors on the GPU now; 0 on CPU."""
-    return torch.cuda.memory_allocated() if device_type() == "cuda" else 0
-
-
 def peak_memory_allocated_bytes() -> int:
     """The most bytes allocated to tensors on the GPU so far; 0 on CPU."""
     return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0

@@ -79,7 +79,7 @@ class _Status:
 
 @dataclass
 class _Output:
-    """What this process prints: its rank, and the least severe level shown."""
+    """What this process prints: its rank, and the lowest level shown."""
 
     rank: int | None = None
     prints_info: bool = True
@@ -116,7 +116,7 @@ def is_first_rank() -> bool:
 
 
 def set_level(level: str) -> None:
-    """Sets the least severe level shown: debug, info, warning, error or critical."""
+    """Sets the lowest level shown: debug, info, warning, error or critical."""
     _OUTPUT.level = _LEVELS[level]
 
 
@@ -493,4 +493,4 @@ def _append(text: str) -> None:
     if copy is None or copy.append(text if text.endswith("\n") else text + "\n"):
         return
     if copy.lost == 1:
-        warning(f"{copy.path} cannot be written: {copy.reason}. The run goes on and tries again at every message.")
+        warning(f"{copy.path} cannot be written: {copy.reason}. The run continues and tries again at every message.")

@@ -85,7 +85,7 @@ def test_a_copy_that_cannot_be_written_is_one_warning(copy: Path, capsys: pytest
     log.warn_of_lost_output()
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "warning" in line] == [
-        f"warning: {copy} cannot be written: File too large. The run goes on and tries again at every message.",
+        f"warning: {copy} cannot be written: File too large. The run continues and tries again at every message.",
         f"warning: {copy} lacks 4 messages (File too large).",
     ]
 

@@ -22,7 +22,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "parallel": (
         "Ranks and layers that are split",
-        "The grid of ranks, its groups, where each parameter lies, and the layers that are split over ranks.",
+        "The grid of ranks, its groups, where each parameter is, and the layers that are split over ranks.",
         (
             "megatron.parallel.mesh",
             "megatron.parallel.shard_spec",

@@ -1,4 +1,4 @@
-"""Links from the site to files of the project that lie outside of docs/: such files become a part of the site.
+"""Links from the site to files of the project outside docs/: such files become a part of the site.
 
 Markdown files become pages under `project/`, all others are copied there as they are.
 """
@@ -38,7 +38,7 @@ def linked_files(root: Path, first: Sequence[str] = ()) -> list[str]:
 
 
 def site_path(path: str) -> str:
-    """Where a file of the project lies in the sources of the site."""
+    """The path of a file of the project in the sources of the site."""
     return path.removeprefix(DOCS) if path.startswith(DOCS) else PROJECT + path
 
 

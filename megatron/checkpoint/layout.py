@@ -279,7 +279,7 @@ def _check_boxes(name: str, kind: str, shape: tuple[int, ...], boxes: list[Box])
 
 
 def _box_problem(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    """Why sorted boxes do not tile a tensor; not every pair is looked at."""
+    """Why sorted boxes do not tile a tensor; not every pair is examined."""
     looked_at = volume = 0
     for number, (start, stop) in enumerate(boxes):
         volume += math.prod(b - a for a, b in zip(start, stop, strict=True))
@@ -356,7 +356,7 @@ class _Stretches:
 
 
 def _stretches(key: PieceKey) -> _Stretches:
-    """The contiguous parts of a piece, in order; only the rows of its flat range are looked at."""
+    """The contiguous parts of a piece, in order; only the rows of its flat range are examined."""
     box = key.box_shape
     outer = len(box)
     while outer > 0 and box[outer - 1] == key.shape[outer - 1]:

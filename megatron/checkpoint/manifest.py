@@ -2,7 +2,7 @@
 
 `manifest.json` is JSON text whose last entry is the SHA-256 of all bytes before that entry, so no byte of it can change
 unnoticed. A digest tells nothing about who wrote the text, so nothing in it is trusted before it was checked: what it
-takes in memory is bounded, names are plain, numbers are in range, the pieces of a file lie side by side up to its end,
+takes in memory is bounded, names are plain, numbers are in range, the pieces of a file are contiguous up to its end,
 and pieces make up whole tensors.
 
 Format version 1, entries in order:
@@ -239,7 +239,7 @@ def _errno_name(number: int) -> str:
 
 
 def read_whole(storage: Storage, path: Path) -> bytearray:
-    """The bytes of a manifest, whose content nobody has looked at.
+    """The bytes of a manifest, whose content is not checked yet.
 
     Raises:
         DamagedError: it is missing, or too large for the files next to it.
@@ -370,7 +370,7 @@ class _Parser:
         return tuple(pieces)
 
     def _check_files(self, files: tuple[StoredFile, ...], pieces: tuple[StoredPiece, ...]) -> None:
-        """In every file the pieces must lie side by side, from behind its header to its end."""
+        """In every file the pieces must be contiguous, from the end of its header to its end."""
         file = np.array([piece.file for piece in pieces], dtype=np.int64)
         begin = np.array([piece.begin_bytes for piece in pieces], dtype=np.int64)
         end = np.array([piece.end_bytes for piece in pieces], dtype=np.int64)

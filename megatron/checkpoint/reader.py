@@ -95,7 +95,7 @@ class CheckpointReader:
         self._wanted.sort(key=lambda piece: piece.place)
 
     def needed_chunks(self) -> dict[tuple[int, int], list[_Span]]:
-        """The chunks to read, in file order, as (file number, chunk number), each with the spans that lie in it."""
+        """The chunks to read, in file order, as (file number, chunk number), each with the spans in it."""
         chunks: dict[tuple[int, int], list[_Span]] = {}
         for piece in self._wanted:
             for span in piece.spans:

@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that is good as far as it was looked at.
+    """A checkpoint that is good as far as it was checked.
 
     Args:
         record: the JSON object that was saved with it.
@@ -183,7 +183,7 @@ def load_newest(
         wanted: called once for each attempt; must yield all tensors every time.
         known: what `newest_record` returned for this directory, so that rank 0 does not parse that manifest again.
         check: called with each folder and its record; one for which it raises DamagedError is skipped, too.
-        also: directories that are looked at as well; of two checkpoints of one step, the one in `directory` is taken.
+        also: other directories that are searched; of two checkpoints of one step, the one in `directory` is taken.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged, or the newest good one does not fit the run.

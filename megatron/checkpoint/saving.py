@@ -1,7 +1,7 @@
 """Saves a checkpoint: every rank writes its own file, rank 0 the manifest, and one rename makes all of it visible.
 
 Saving has two halves. `take_snapshot` lists what this rank saves; `write_snapshot` puts the values on the disk. If they
-lie in a buffer of their own, the second half touches no tensor of the run, and training continues meanwhile.
+are in a buffer of their own, the second half touches no tensor of the run, and training continues meanwhile.
 
 A rank streams its values into a safetensors file. The bytes are checked and hashed in memory, before the disk; no
 tensor is copied whole, and one on another device crosses to the host in chunks. Values that are not finite are refused:

@@ -1,6 +1,6 @@
 """What one rank saves: which pieces, announced once, and their values, read as they are written.
 
-A snapshot whose values lie in a buffer of their own can be written by another thread while training continues.
+A snapshot whose values are in a buffer of their own can be written by another thread while training continues.
 """
 
 from __future__ import annotations

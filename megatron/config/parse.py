@@ -325,8 +325,8 @@ def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:
 def _build_sections(
     own: Mapping[str, Flag], values: Mapping[str, Any], provenance: Mapping[str, str], broken: set[str]
 ) -> tuple[dict[str, Any], list[str], set[str]]:
-    """Builds every section, and lists what is wrong with them but for values that are refused already, and the fields
-    that have no usable value.
+    """Builds every section, and lists what is wrong with them except for values that are refused already, and the
+    fields that have no usable value.
     """
     missing = [flag for name, flag in own.items() if flag.required and name not in values]
     problems = missing_problems(missing, {}, broken)

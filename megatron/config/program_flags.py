@@ -94,7 +94,7 @@ def read_with_trainer(
 
     Returns:
         The program's own flags, unchecked; the values that were given for them; what the whole command line said; and
-        what is wrong with it, but for the rules between the trainer's flags.
+        what is wrong with it, except for the rules between the trainer's flags.
     """
     own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     taken = {spelling for flag in own.values() for spelling in flag.spellings}

@@ -170,7 +170,7 @@ def _tokenizer_problems(data: DataConfig) -> Iterator[str]:
                 yield f"{name} is required by --tokenizer-type GPT2BPETokenizer: its vocabulary has two files."
     elif kind in WORDPIECE_TOKENIZERS:
         if data.vocab_file is None:
-            yield f"--vocab-file is required by --tokenizer-type {kind}: a vocab.txt with one token a line."
+            yield f"--vocab-file is required by --tokenizer-type {kind}: a vocab.txt with one token per line."
     elif kind in SENTENCEPIECE_TOKENIZERS:
         if data.tokenizer_name_or_path is None and data.vocab_file is None:
             yield f"--tokenizer-model is required by --tokenizer-type {kind}: a SentencePiece .model file."

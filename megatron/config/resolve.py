@@ -105,7 +105,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
 
 
 def machine_problems(request: RunRequest, machine: Machine) -> list[str]:
-    """What `resolve` would refuse on a machine whatever the tokenizer is, but for the dtype."""
+    """What `resolve` would refuse on a machine for any tokenizer, except for the dtype."""
     try:
         request, _ = fit_layout(request, machine.world_size)
     except ConfigError as failure:
@@ -250,7 +250,7 @@ def _warmup_problems(optim: OptimConfig) -> Iterator[str]:
 def _hang_timeout(request: RunRequest, machine: Machine) -> float:
     """Seconds without progress after which the run ends; before a collective times out, whose error names no cause.
 
-    A single process makes nobody wait, so it has a limit only if one is given.
+    A single process has no one waiting for it, so it has a limit only if one is given.
     """
     asked = request.safety.hang_timeout_seconds
     if asked is None:

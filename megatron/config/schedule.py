@@ -153,7 +153,7 @@ def ramp_up_batches(optim: OptimConfig, consumed_samples: int) -> Iterator[int]:
 
 
 def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> int:
-    """Samples consumed after this many further steps."""
+    """Samples consumed after this many more steps."""
     for size in ramp_up_batches(optim, consumed_samples):
         if steps == 0:
             return consumed_samples

@@ -17,8 +17,8 @@ from megatron.errors import ConfigError
 def world_problems(request: RunRequest, world_size: int) -> list[str]:
     """One sentence for everything about a request that does not fit this many processes.
 
-    Batches are only looked at if the layout fits, since without one there is no number of replicas to share them, and
-    if their sizes do not contradict each other already.
+    Batches are only checked if the layout fits, since without one there is no number of replicas to share them, and if
+    their sizes do not contradict each other already.
     """
     model, parallel = request.model, request.parallel
     misfits = layout_problems(

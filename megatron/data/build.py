@@ -26,7 +26,7 @@ from megatron.secret_text import masked
 
 _SPLIT_NAMES = ("train", "valid", "test")
 # Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", section 6: data that are repeated up to 4 times
-# are worth almost as much as new ones, and after 16 times further passes are worth little.
+# are worth almost as much as new ones, and after 16 times more passes are worth little.
 _MOST_USEFUL_PASSES = 16
 
 
@@ -117,7 +117,7 @@ def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False
         for group in asked:
             if group.name not in [one.name for one in planned]:
                 notices.append(
-                    f"the {name} group {group.name} is empty: no sequence lies in the ranges of its sources, so it is "
+                    f"the {name} group {group.name} is empty: no sequence is in the ranges of its sources, so it is "
                     f"not evaluated. Widen the ranges. {advice}"
                 )
         if data.data_path and share and not asked and not planned:

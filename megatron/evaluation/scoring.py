@@ -120,7 +120,7 @@ def bounded_query(tokenizer: Tokenizer, tokens: list[int], first_target: int, ma
         DataError: there is no target, more targets than the network has positions, or nothing before the first one.
     """
     if first_target >= len(tokens):
-        raise DataError(f"{place}: there is no token to predict. Write a text that goes on after its context.")
+        raise DataError(f"{place}: there is no token to predict. Write a text that continues after its context.")
     if first_target == 0:
         raise DataError(
             f"{place}: nothing stands before the tokens to predict, and the tokenizer {tokenizer.name} has no "

@@ -35,7 +35,7 @@ def run_tasks(
         shows_progress: for one rank only.
 
     Raises:
-        PeerLostError: another rank is gone, so no further task can run.
+        PeerLostError: another rank is gone, so no other task can run.
     """
     for task in tasks:
         started_at = time.monotonic()

@@ -153,7 +153,7 @@ def check_values(tree: Any, name: str) -> None:
     """Checks that the values of a file can be written into records and paths.
 
     Raises:
-        ConfigError: a text in it holds a NUL or half of a surrogate pair, or values lie too deep.
+        ConfigError: a text in it holds a NUL or half of a surrogate pair, or values are nested too deeply.
     """
     waiting = [(tree, 1)]
     while waiting:

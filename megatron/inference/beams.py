@@ -106,7 +106,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class Continuations:
-    """How the running texts go on.
+    """How the running texts continue.
 
     Attributes:
         parents: for each text that is continued, which of the texts before it continues.
@@ -136,7 +136,7 @@ class Hypotheses:
     _logprobs: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
     def extend(self, logprobs: torch.Tensor) -> Continuations | None:
-        """Adds the best next tokens; returns how the running texts go on, or None when the search is over.
+        """Adds the best next tokens; returns how the running texts continue, or None when the search is over.
 
         Shapes: logprobs `[n, v]`, of the next tokens of the n running texts.
         """
@@ -228,7 +228,7 @@ def _check_prompt(length: int, positions: int) -> None:
 
 
 def _extend_on_all(scores: torch.Tensor | None, hypotheses: Hypotheses, loaded: LoadedModel) -> dict[str, Any]:
-    """Extends the hypotheses on the first rank of the last stage; all ranks learn how it goes on, or the result.
+    """Extends the hypotheses on the first rank of the last stage; all ranks learn how it continues, or the result.
 
     Shapes: scores `[n, v/t]` on the last stage, None on the others.
 

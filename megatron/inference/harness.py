@@ -213,8 +213,8 @@ def run_harness(
     Args:
         model: of `harness_model`.
         names: of the tasks.
-        include_path: folder of further tasks.
-        num_fewshot: solved examples before each question; None for what a task says.
+        include_path: folder of additional tasks.
+        num_fewshot: solved examples before each question; None for the task's own number.
         limit: take only this many items of each task, from the beginning.
         bootstrap_iters: draws behind the standard errors of metrics without a formula.
 

@@ -45,7 +45,7 @@ class LoadedModel:
     """A network in evaluation mode with everything needed to feed it text.
 
     Attributes:
-        config: of the run that saved the checkpoint, with the flags laid over it and this mesh's layout.
+        config: of the run that saved the checkpoint, with the flags applied to it and this mesh's layout.
         model: this rank's layers: its pipeline stage; `Forward` runs all stages.
         path: the checkpoint that was loaded.
         step: its training step.

@@ -203,7 +203,7 @@ class PrefixObjective(LanguageModelObjective):
 
     Args:
         on_targets_only: whether the loss mask leaves out the prefixes; a sample of s tokens keeps (s + 1) / 2 labels on
-            average, since a prefix ends at each of its positions equally often.
+            average, since a prefix ends at each of its positions with the same probability.
         reweights_positions: weigh the label of position t, counted from 0, by 2 (s - t) / (s + 1): a late position is a
             target more often than an early one. The weights of s tokens sum to s; the weights of targets sum to
             (s + 2) / 3 on average.

@@ -150,4 +150,4 @@ class Activity:
     def _warn(self, name: str, failure: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning(f"{self._folder}/{name} cannot be written: {failure.strerror}. Training goes on without it.")
+            log.warning(f"{self._folder}/{name} cannot be written: {failure.strerror}. Training continues without it.")

@@ -279,7 +279,7 @@ def open_destinations(
 ) -> list[Destination]:
     """Opens all requested destinations; called only on the process that writes files.
 
-    Nothing is lost yet, so what cannot be opened is an error, but for W&B when a run is resumed: its service may be
+    Nothing is lost yet, so what cannot be opened is an error, except for W&B when a run is resumed: its service may be
     down while nobody is there to leave out the flag.
 
     Args:
@@ -287,7 +287,7 @@ def open_destinations(
         workload: sizes for the rates per replica.
         run_directory: the folder of the run, where `metrics.jsonl` goes.
         is_resume: whether the run continues from a checkpoint.
-        loss_tags: further TensorBoard tags of the training and the validation loss.
+        loss_tags: additional TensorBoard tags of the training and the validation loss.
 
     Raises:
         ConfigError: an optional package is missing, or another run is writing the same file.
@@ -309,6 +309,6 @@ def open_destinations(
             except StorageError as failure:
                 if not is_resume:
                     raise
-                log.warning(f"{failure} The resumed run goes on without it.")
+                log.warning(f"{failure} The resumed run continues without it.")
         closing.pop_all()
     return opened

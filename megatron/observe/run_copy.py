@@ -2,7 +2,7 @@
 
 A checkpoint is sent into a folder with a temporary name, its digests are compared there, and one rename makes it
 visible, so the copy never shows half of one. The temporary name is made of the checkpoint's own digest: a copy that was
-killed goes on with the files that are missing.
+killed continues with the files that are missing.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = lambda te
         say: called for each checkpoint that was sent.
 
     Raises:
-        ConfigError: there is no such folder, or the place lies in it.
+        ConfigError: there is no such folder, or the destination is in it.
         CheckpointError: the place holds another checkpoint of the same step.
-        DamagedError: a checkpoint is not what its manifest says.
+        DamagedError: a checkpoint does not match its manifest.
         StorageError: the place cannot be read or written, or what arrived is not what was sent.
     """
     run = run.resolve()
@@ -132,8 +132,8 @@ def _copy_checkpoint(
     wrong = [name for name, right in wanted.items() if arrived.get(name) != right]
     if wrong:
         raise DamagedError(
-            f"{wrong[0]} of {folder} is not what its manifest says after it was copied to {place}. Check the "
-            f"checkpoint (python tools/checkpoints.py verify {folder.parent}), then copy it again."
+            f"{wrong[0]} of {folder} does not match its manifest after it was copied to {place}. Check the checkpoint "
+            f"(python tools/checkpoints.py verify {folder.parent}), then copy it again."
         )
     place.rename(temporary, final, replaces=False)
     return sum(file.size_bytes for file in manifest.files) + len(text)
@@ -161,7 +161,7 @@ def _copy_file(run: Path, path: Path, place: CopyPlace, target: PurePosixPath, f
 
 
 _REMOTE = re.compile(r"(?P<host>(?:[\w.-]+@)?[\w.-]+|(?:[\w.-]+@)?\[[0-9A-Fa-f:.]+\]):(?P<path>.+)", re.DOTALL)
-# Never a prompt: nobody is there to answer while a run goes on.
+# Never a prompt: nobody is there to answer during a run.
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 _DIGEST_LINE = re.compile(r"\\?([0-9a-f]{64}) [ *](.*)")
 _CHUNK_BYTES = 1 << 20
@@ -178,7 +178,7 @@ class DirectoryPlace:
         return str(self.root)
 
     def is_inside(self, folder: Path) -> bool:
-        """Whether it is a folder, or lies in it."""
+        """Whether it is a folder, or is in it."""
         return self.root.resolve().is_relative_to(folder.resolve())
 
     def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:

@@ -42,7 +42,7 @@ def peak_flops_per_second(device_name: str, *, is_half_precision: bool, given_te
     Args:
         device_name: as the driver gives it, such as "NVIDIA A100-SXM4-80GB".
         is_half_precision: whether matrices are multiplied in bfloat16 or float16; the table knows no other peaks.
-        given_teraflops: what the user says that it is (--peak-tflops).
+        given_teraflops: the value given by the user (--peak-tflops).
     """
     if given_teraflops is not None:
         return given_teraflops * _TERA
@@ -146,7 +146,7 @@ class Workload:
         return samples_per_second * self.model_flops_per_sample / self.device_count / self.peak_flops_per_second
 
     def bubble_ratio(self, global_batch_size: int) -> float | None:
-        """The share of a step that a stage of a pipeline has nothing to do, if all passes take equally long.
+        """The share of a step that a stage of a pipeline has nothing to do, if all passes take the same time.
 
         That is the simulated share of the schedule; (p - 1) / (m + p - 1) for 1F1B with p stages and m micro-batches.
         None without a pipeline. Transfers between stages, uneven stages and what follows the last backward pass are

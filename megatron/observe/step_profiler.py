@@ -90,7 +90,7 @@ class StepProfiler:
             table = profile.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=60)
             trace.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
         except (OSError, RuntimeError) as failure:
-            log.warning(f"the profile {trace} cannot be written: {failure}. The run goes on.")
+            log.warning(f"the profile {trace} cannot be written: {failure}. The run continues.")
             return
         log.info(f"profile of steps {self._first} to {self._taken}: {trace} (and .txt: the operations by time)")
 

@@ -46,7 +46,7 @@ def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | 
         DataError: it is damaged.
     """
     if not vocab_file:
-        raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file (a vocab.txt with one token a line).")
+        raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file (a vocab.txt with one token per line).")
     vocabulary = _vocabulary(vocab_file)
     lower_case = kind == "BertWordPieceLowerCase"
     tokenizer = wordpiece(vocabulary, lower_case)

@@ -42,7 +42,7 @@ class PartSetup:
 
 
 class Part:
-    """Something that a run does besides training. A part has the methods below that it needs.
+    """Something that a run does besides training. A part overrides only the methods it needs.
 
     All but `after_save` are called in the main thread, on every rank and at the same point of the run, so that they may
     communicate. What they raise ends the run.

@@ -62,7 +62,7 @@ def test_a_split_that_was_asked_for_and_is_empty_is_named(tmp_path, corpus):
         seq_length=8, train_weighted_split_paths=(f"t: 1 0:0.9 {prefix}",), valid_weighted_split_paths=valid
     )
     (found,) = empty_splits(data, build(data, (2, 2, 2))[1])
-    assert found.startswith("the valid group v is empty: no sequence lies in the ranges of its sources")
+    assert found.startswith("the valid group v is empty: no sequence is in the ranges of its sources")
 
 
 @pytest.mark.parametrize(("first", "then"), [(9, 12), (9, 40), (5, 9), (22, 23), (1, 200)])

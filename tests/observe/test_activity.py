@@ -94,4 +94,4 @@ def test_a_folder_that_is_gone_is_one_warning(tmp_path: Path, capsys: pytest.Cap
         activity.sampled(1, ["a"], ["b"])
         activity.sampled(2, ["a"], ["b"])
     shown = capsys.readouterr().err
-    assert shown.count("cannot be written") == 1 and "Training goes on without it." in shown
+    assert shown.count("cannot be written") == 1 and "Training continues without it." in shown

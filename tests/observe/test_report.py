@@ -222,7 +222,7 @@ def test_a_service_that_is_down_is_an_error_of_a_new_run_only(
         open_destinations(config, WORKLOAD, RunDirectory(tmp_path))
     opened = open_destinations(config, WORKLOAD, RunDirectory(tmp_path), is_resume=True)
     assert [destination.name for destination in opened] == [str(tmp_path / "metrics.jsonl")]
-    assert "WANDB_MODE=offline" in (said := capsys.readouterr().err) and "goes on without it" in said
+    assert "WANDB_MODE=offline" in (said := capsys.readouterr().err) and "continues without it" in said
     opened[0].close()
 
 

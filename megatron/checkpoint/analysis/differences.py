@@ -103,7 +103,7 @@ class Comparison:
 
     @property
     def holds_same_tensors(self) -> bool:
-        """Whether both hold the same tensors with the same values, bit for bit but for signs of zero."""
+        """Whether both hold the same tensors with the same values, bit for bit except for signs of zero."""
         same_names = not (self.only_first or self.only_second or self.other_shape)
         return same_names and not any(entry.different for entry in self.differences)
 

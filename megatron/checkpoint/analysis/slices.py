@@ -68,7 +68,7 @@ class OpenCheckpoint:
         return cls(newest.path, newest.manifest, Record.from_json(newest.record, newest.path), catalogue)
 
     def tensors(self) -> dict[str, CheckpointTensor]:
-        """All tensors by name, in the order in which they lie in the files."""
+        """All tensors by name, in the order of the files."""
         catalogue = self.catalogue
         kinds: dict[str, dict[Kind, str]] = {}
         for (name, kind), pieces in catalogue.pieces.items():

@@ -49,7 +49,7 @@ def copy_checkpoint(
         the copy, or None if the directory holds the same checkpoint already.
 
     Raises:
-        DamagedError: the source is not what its manifest says.
+        DamagedError: the source does not match its manifest.
         CheckpointError: another checkpoint of that step is there.
         StorageError: the file system refused; what was in the directory is untouched.
     """

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints: whole ones, damaged ones, and what dead saves and deletions left.
+"""What is in a folder of checkpoints: complete ones, damaged ones, and what interrupted saves and deletions left.
 
 What is known of a checkpoint without its tensors is read once for each manifest.
 """
@@ -120,7 +120,7 @@ def steps_in(directory: Path, storage: Storage) -> dict[int, Path]:
 
 
 def other_files(summary: ManifestSummary, storage: Storage) -> list[str]:
-    """What lies in a checkpoint's folder and is not part of it; remains of network file systems do not count.
+    """What is in a checkpoint's folder and is not part of it; remains of network file systems do not count.
 
     Raises:
         OSError: the folder cannot be listed.

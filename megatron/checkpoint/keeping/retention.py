@@ -1,7 +1,7 @@
 """Which checkpoints of a folder are kept; the others are deleted, after a newer one is committed and never before.
 
 What is not certainly a checkpoint of this run is left alone: folders of other programs and runs, links, checkpoints
-that are damaged, and checkpoints that somebody put other files into.
+that are damaged, and checkpoints into which other files were put.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class OptimRequest(CurriculumFields):
 
     @property
     def is_limited_by_data(self) -> bool:
-        """Whether the run ends when so much data is used; otherwise it ends after this many steps."""
+        """Whether a number of samples or tokens ends the run; otherwise a number of steps does."""
         return self.train_samples is not None or self.train_tokens is not None
 
     @property

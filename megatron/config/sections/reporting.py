@@ -43,7 +43,7 @@ class ReportConfig(ConfigSection):
         f"how the lines of steps, evaluations and saves look: {' or '.join(LOG_STYLES)}, or a style of the program; "
         "files are the same",
     )
-    log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
+    log_level: str | None = flag(None, "lowest level of the messages that rank 0 shows", choices=_LEVELS)
     log_level_replica: str | None = flag(
         None,
         "the same for the other ranks",

@@ -122,7 +122,7 @@ def _usual_value(flag: Flag, model: ModelConfig) -> Any:
 
 
 def _yaml(value: Any) -> str:
-    """A value as YAML, of which JSON is a part but for numbers such as 1e-05, which YAML takes for text."""
+    """A value as YAML, a superset of JSON except for numbers such as 1e-05, which YAML reads as text."""
     if isinstance(value, float):
         text = repr(value)
         return text if "e" not in text or "." in text else text.replace("e", ".0e")

@@ -109,7 +109,7 @@ def expected_logits(side: Side, attention: str | None = None) -> Expected:
 def prove(
     expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """Compares the logits of a checkpoint folder of ours and returns what `proof.json` says.
+    """Compares the logits of a checkpoint folder of ours and returns the contents of `proof.json`.
 
     Args:
         rounded_to: the element type that our weights are rounded to first; None where both hold the same values.

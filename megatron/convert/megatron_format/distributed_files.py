@@ -118,7 +118,7 @@ Place = tuple[str, int, int]
 
 
 def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Place]]:
-    """The shape of every tensor, and where each chunk lies: file, first byte, number of bytes."""
+    """The shape of every tensor, and where each chunk is: file, first byte, number of bytes."""
     metadata = read_pickle(folder / ".metadata")
     fields = metadata.fields() if isinstance(metadata, ForeignObject) else {}
     listed, table = fields.get("state_dict_metadata"), fields.get("storage_data")
@@ -143,7 +143,7 @@ def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Place
         ):
             raise ConversionError(
                 f"{folder / '.metadata'} names the file {str(file)[:60]!r} for {key.get('fqn')}; files end in .distcp, "
-                "lie next to it and are not transformed."
+                "are next to it and are not transformed."
             )
         places[str(key.get("fqn")), key.get("offset")] = (file, place.get("offset", 0), place.get("length", 0))
     return shapes, places

@@ -157,7 +157,7 @@ def _group(run: Mapping[str, Any], share: float, updates: int, numbers: list[int
 
 
 class _MappedTensors:
-    """Tensors that lie in temporary files, so that the system may take their memory back."""
+    """Tensors kept in temporary files, so that the system may take their memory back."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -30,7 +30,7 @@ _MOST_ENTRIES = 2**20
 
 
 class FileRange(io.RawIOBase):
-    """A range of an open file as a file of its own; needs no further file descriptor."""
+    """A range of an open file as a file of its own; needs no other file descriptor."""
 
     def __init__(self, read_at: Callable[[int, int], bytes], begin_bytes: int, end_bytes: int) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class Changed(NamedTuple):
 
 @dataclass
 class CleanedBlock:
-    """The result of cleaning a block, as far as each document is looked at by itself.
+    """The result of cleaning a block, as far as it depends on each document alone.
 
     Args:
         documents: documents read, bad lines included.

@@ -73,7 +73,7 @@ class WindowPlan:
         return int(self.chunk_ends[-1]) if len(self.chunk_ends) else 0
 
     def windows(self, first: int, last: int) -> Iterator[tuple[Windows, Numbers]]:
-        """The windows [first, last) with their offsets, in pieces of `rows_at_once` but for the last.
+        """The windows [first, last) with their offsets, in pieces of `rows_at_once` except for the last.
 
         Raises:
             DataError: the pair is damaged, or it does not hold token ids.

@@ -51,7 +51,7 @@ class Tally:
         repeated: positions that hold a token which the window before holds too.
         special: positions that hold a beginning or an end.
         padded: positions that hold nothing.
-        short: windows below the least length; `dropped_windows` of them were left out.
+        short: windows below the minimum length; `dropped_windows` of them were left out.
         dropped: tokens that are in no window.
     """
 
@@ -193,7 +193,7 @@ def cut(
 
 
 def regrouped(pieces: Iterable[tuple[Windows, Numbers]], size: int) -> Iterator[tuple[Windows, Numbers]]:
-    """The same windows in pieces of `size` rows, but for the last; none of the given ones is larger."""
+    """The same windows in pieces of `size` rows, except for the last; none of the given ones is larger."""
     held: list[tuple[Windows, Numbers]] = []
     count = 0
     for piece in pieces:

@@ -29,7 +29,7 @@ class InputBlock:
         start: byte offset in the (uncompressed) input.
         size: bytes of the block.
         data: its bytes, or None when they are to be read from the file `source`.
-        input_bytes: bytes of the input as it lies on disk that were consumed for this block.
+        input_bytes: bytes of the input file that were consumed for this block.
         layout: how it holds documents, see `layout_of`; of a Parquet file `start` and `size` count rows' bytes in
             Arrow's form, of a store the bytes of its rows as lines of JSON.
         first_line: number of the input's documents before this block, where a share of the input begins with it and
@@ -79,9 +79,8 @@ def shown_path(path: str) -> str:
 def unreadable(path: str, offset: int, failure: BaseException) -> DataError:
     """The error of an input that is damaged at a byte offset of its text."""
     return DataError(
-        f"{shown_path(path)}: cannot be read past byte offset {offset} of its text: {failure}. The file is "
-        "damaged or not what its suffix says; "
-        "fetch it again or leave it out."
+        f"{shown_path(path)}: cannot be read past byte offset {offset} of its text: {failure}. The file is damaged or "
+        "not of the format in its suffix; fetch it again or leave it out."
     )
 
 

@@ -52,11 +52,11 @@ def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
     """Writes jsonl lines {"text", "src"} until there are enough bytes.
 
     Raises:
-        DataError: this Python carries less than 10 MB of text.
+        DataError: this Python contains less than 10 MB of text.
         StorageError: the file cannot be written; checked before the work where possible.
     """
     problem = (
-        f"bytes of source text are all that this Python ({sys.prefix}) carries; {LEAST_BYTES} are needed. Use an "
+        f"bytes of source text are all that this Python ({sys.prefix}) contains; {LEAST_BYTES} are needed. Use an "
         "interpreter with its full standard library, or train on a jsonl file of your own."
     )
     return write_corpus(path, corpus_documents, wanted_bytes, LEAST_BYTES, problem)

@@ -90,7 +90,7 @@ def check_documents(paths: Sequence[str], keys: Sequence[str]) -> None:
 
 
 def total_bytes(inputs: Sequence[str | InputPart]) -> int | None:
-    """Size of all inputs, or of the parts of them, as they lie on disk, in bytes; None if one of them is a pipe."""
+    """Size of all inputs, or of the parts of them, as stored, in bytes; None if one of them is a pipe."""
     sizes = [_size(entry if isinstance(entry, InputPart) else InputPart(entry)) for entry in inputs]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -205,7 +205,7 @@ def _stream_text(path: str, block_bytes: int, separator: bytes, is_by_name: bool
     """Reads plain text once and cuts it after a separator.
 
     Args:
-        is_by_name: only the file's name says that it is text, so that its first line is looked at.
+        is_by_name: only the file's name says that it is text, so its first line is checked.
 
     Separators are found from the left, as splitting finds them, so that one which overlaps itself (two newlines) cuts
     the same documents for every size of a block.
@@ -266,8 +266,8 @@ def _check_no_json(path: str, chunk: bytes) -> None:
     except (ValueError, RecursionError):
         return
     raise DataError(
-        f"{path}: a .txt file is read as plain text, one document a line, but its first line is a JSON object. Call it "
-        r".jsonl, or, if these lines are the text that is meant, give --document-separator '\n'."
+        f"{path}: a .txt file is read as plain text, one document per line, but its first line is a JSON object. Call "
+        r"it .jsonl, or, if these lines are the text that is meant, give --document-separator '\n'."
     )
 
 

@@ -30,7 +30,7 @@ class InputPart:
     """A stretch of an input: the lines that begin in [start, stop); of a table the rows of those numbers.
 
     Args:
-        start, stop: bytes of the file as it lies on disk, or rows; `stop` None is its end.
+        start, stop: bytes of the file as stored, or rows; `stop` None is its end.
     """
 
     path: str

@@ -38,7 +38,7 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[b
 
 
 def packed(batches: Iterable[Any], block_bytes: int) -> Iterator[bytes]:
-    """Batches of rows, or tables, as Arrow streams: as many in each as have about `block_bytes`."""
+    """Batches of rows, or tables, as Arrow streams: each of about `block_bytes`."""
     held: list[Any] = []
     for batch in batches:
         held.append(batch)

@@ -25,7 +25,7 @@ def write_prose(path: Path) -> DemoCorpus:
     """Writes jsonl lines {"text", "src"}, a document for each page of the manual and each source file.
 
     Raises:
-        DataError: this Python carries hardly any text.
+        DataError: this Python contains hardly any text.
         StorageError: the file cannot be written; checked before the work where possible.
     """
     problem = (

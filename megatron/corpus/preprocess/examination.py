@@ -27,7 +27,7 @@ class Examination:
     """What a pair of token files holds.
 
     Args:
-        vocab_size: ids must lie below it; None if unknown.
+        vocab_size: ids must be below it; None if unknown.
         histogram: (least length, documents) of each class of lengths in tokens: 0, 1, 2 to 3, 4 to 7, ...
         out_of_range: ids below 0 or not in the vocabulary; `first_out_of_range` says where the first is.
         duplicates: documents that an earlier one equals; `shown_duplicates` are pairs (earlier, later).

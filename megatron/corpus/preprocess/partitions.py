@@ -86,7 +86,7 @@ def preprocess_in_parts(
     The pairs are the same as `preprocess` writes for all shares.
 
     Raises:
-        ConfigError: a tokenizer file is missing, or the parts that lie there are another run's.
+        ConfigError: a tokenizer file is missing, or the parts there belong to another run.
         DataError: a bad line (unless they are skipped) or a damaged file; finished parts stay.
         StorageError: the outputs cannot be written; finished parts stay.
         WorkerError: a worker process died; finished parts stay.

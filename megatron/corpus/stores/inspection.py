@@ -1,6 +1,6 @@
 """What a document store holds: its document numbers audited, its lengths counted, its reads timed, and samples drawn.
 
-Source: `fetch_samples` writes what dsGPT2's `vocab_downloader.py` writes; the lengths are those of its `statistics.py`,
+Source: `fetch_samples` writes what dsGPT2's `vocab_downloader.py` writes; the lengths are as in its `statistics.py`,
 which counts in bins of ten tokens up to 130.
 """
 

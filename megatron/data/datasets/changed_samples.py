@@ -99,7 +99,7 @@ class ShortenedDataset(ChangedSamples):
 @dataclass(frozen=True)
 class CopiedPrompts(ChangedSamples):
     """The samples of a source of examples, some of which are read from a copy with prompts in the place of answers: a
-    chatbot that now and then repeats what it was told stays close to the text it was pretrained on.
+    chatbot that sometimes repeats its prompt stays close to the text it was pretrained on.
 
     Which samples is a hash of the seed and the sample's number, so it is the same on every rank and after a resume, and
     another epoch copies others.

@@ -81,7 +81,7 @@ class RowDataset(SegmentedSamples):
         return [DocumentSpan(int(chunk.rows[place]), 0, len(self.read(sample).tokens))]
 
     def _place(self, sample: int) -> tuple[_Chunk, int]:
-        """The chunk that a sample lies in, and its place there."""
+        """The chunk that contains a sample, and its place there."""
         segment, number = self._segment_of(sample)
         epoch, position = divmod(number, self._rows)
         if self._order is None or self._order[0] != (segment, epoch):

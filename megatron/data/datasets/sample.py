@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class DocumentSpan(NamedTuple):
-    """A stretch of tokens of one document that lies in a sample.
+    """A stretch of tokens of one document within a sample.
 
     Args:
         sequence: its number in the source, of a row source the number of the row.

@@ -68,7 +68,7 @@ class Sidecar:
 
 
 def sidecar_path(prefix: str | Path) -> Path:
-    """Where the sidecar of a data prefix lies."""
+    """The path of the sidecar of a data prefix."""
     return Path(f"{prefix}.json")
 
 

@@ -2,8 +2,8 @@
 
 Megatron's order depends on the number of samples asked for, so that asking for more on a resume repeats and skips data.
 Here every source has an order of its own, a list of segments. The first is Megatron's order for the samples planned at
-the start; an extended run appends another segment of whole further epochs with a seed of its own, and all samples of a
-segment are used before the next begins. What has been planned is never reordered.
+the start; an extended run appends another segment of whole epochs with a seed of its own, and all samples of a segment
+are used before the next begins. What has been planned is never reordered.
 
 How the sources are mixed is a list of phases. A run has one, unless its blend is changed at a resume: then a phase with
 the new weights begins at the consumed samples of that checkpoint, and the phases before it stay as they were. In the

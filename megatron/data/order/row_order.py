@@ -38,7 +38,7 @@ class EpochRowOrder:
         return int(self._edges[-1] - self._edges[0])
 
     def place(self, position: int) -> tuple[int, int]:
-        """The chunk in which a position of the order lies, and its place in that chunk."""
+        """The chunk that contains a position of the order, and its place in that chunk."""
         chunk = int(np.searchsorted(self._starts, position, side="right")) - 1
         return chunk, position - int(self._starts[chunk])
 

@@ -44,7 +44,7 @@ class _Shard:
 
     Args:
         starts: first row of each of its groups in the file; then the number of its rows.
-        facts: what it says of its windows, None where another tool wrote it.
+        facts: its description of its windows; None if another tool wrote it.
     """
 
     path: str
@@ -116,7 +116,7 @@ class ParquetRows(RowSource):
         return starts[(starts >= first) & (starts <= last)]
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Reads rows, every group they lie in once."""
+        """Reads rows, and every group that contains some once."""
         tokens = np.empty((len(rows), self.row_length + 1), np.int32)
         mask = np.empty((len(rows), self.row_length), np.bool_)
         order = np.argsort(rows)

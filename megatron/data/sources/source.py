@@ -134,7 +134,7 @@ class Source(ABC):
 
     @property
     def folder(self) -> Path:
-        """The folder that it lies in; the current one for a database that is not a file."""
+        """The folder that contains it; the current one for a database that is not a file."""
         return Path(self.prefix).parent
 
     @property

@@ -277,7 +277,7 @@ _Rows = TypeVar("_Rows", bound=RowSource)
 
 
 class _PackedSource(Source, Generic[_Rows]):
-    """A source that is packed into rows, other ones for every range of it."""
+    """A source that is packed into rows, which differ for every range of it."""
 
     def __init__(self, prefix: str, request: DataRequest) -> None:
         super().__init__(prefix, request)

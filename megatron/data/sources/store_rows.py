@@ -79,7 +79,7 @@ class StoreRows(RowSource):
         return len(self._store)
 
     def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Stretches of 64 documents: every document is fetched equally fast, but pages are read whole."""
+        """Stretches of 64 documents: every document is fetched at the same speed, but pages are read whole."""
         return np.append(np.arange(first, last, _BLOCK_DOCUMENTS), last)
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -101,7 +101,7 @@ class StoreRows(RowSource):
         if (counts > kept).any():
             self._warn(
                 f"{self.prefix}: {int((counts > kept).sum())} of {len(counts)} documents looked at are longer than "
-                f"{self._encoder.length} tokens, and {1 - kept.sum() / counts.sum():.0%} of their tokens lie beyond"
+                f"{self._encoder.length} tokens, and {1 - kept.sum() / counts.sum():.0%} of their tokens are beyond"
             )
 
     def _warn(self, what: str) -> None:

@@ -60,7 +60,7 @@ class StoreAddress:
         """Reads an address or the path of a configuration file.
 
         Raises:
-            ConfigError: it is neither, or an option is unknown, or its password cannot be told from the rest.
+            ConfigError: it is neither, or an option is unknown, or its password cannot be separated from the rest.
         """
         text = reveal(text)
         base, collections, column, rest = _without_our_options(text)
@@ -160,7 +160,7 @@ def _mongodb_address(base: str, options: str, database: str | None = None) -> St
 
 
 def _check_user(written: str) -> None:
-    """Checks that the secrets of a connection string can be told from the rest of it."""
+    """Checks that the secrets of a connection string can be separated from the rest of it."""
     user, at, _ = written.partition("://")[2].rpartition("@")
     if at and _UNESCAPED.search(user):
         raise ConfigError(

@@ -44,8 +44,8 @@ class GenerationEngine:
         max_sequences: texts that run at once; others wait.
         max_tokens: the most tokens of all running texts, each counted at its full length in whole blocks: what bounds
             the memory of the caches. By default as many as `max_sequences` texts of all positions have.
-        isolates_failures: whether a request whose token cannot be chosen ends alone, as "failed", and the others go on.
-            Otherwise `step` raises. The same on all ranks.
+        isolates_failures: whether a request whose token cannot be chosen ends alone, as "failed", and the others
+            continue. Otherwise `step` raises. The same on all ranks.
     """
 
     def __init__(

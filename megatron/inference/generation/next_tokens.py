@@ -61,7 +61,7 @@ def last_length(request: Request, loaded: LoadedModel) -> int:
 
 
 def finish_of(request: Request, token: int, length: int, last: int) -> Finish | None:
-    """Why a text ends with its newest token; None if it goes on.
+    """Why a text ends with its newest token; None if it continues.
 
     Args:
         length: tokens of the text.

@@ -71,7 +71,7 @@ class GeneratedToken:
         token: None where the request was cancelled or failed, or asked for no new token.
         top: the most probable tokens with their log-probabilities, highest first.
         finish: why this token is the last: it is a stop token ("stop"), the text is as long as it may be ("length"), or
-            the request was cancelled, or its token could not be chosen ("failed"); None if the text goes on.
+            the request was cancelled, or its token could not be chosen ("failed"); None if the text continues.
         failure: the traceback where it failed.
         prompt: the tokens of the prompt from the second on, as if they had been chosen; with the first answer to a
             request that asks for them.
@@ -92,7 +92,7 @@ class Completion:
 
     Attributes:
         logprobs: of the tokens, in nats.
-        top: for every token the most probable ones, as many as were asked for.
+        top: for every token the requested number of most probable ones.
     """
 
     request: Request

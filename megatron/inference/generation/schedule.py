@@ -2,8 +2,8 @@
 
 A text enters when the memory of its whole length is free, so that nothing has to give way later. In every step each
 running text that waits for one token takes part; prompts are computed in chunks whose bounds depend on the prompt
-alone, as many per step as fit the budget, so that a long prompt does not hold up the others and the numbers of a text
-do not depend on the others.
+alone, as many per step as the budget allows, so that a long prompt does not hold up the others and the numbers of a
+text do not depend on the others.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Chosen:
 
     Attributes:
         logprob: of the token, in nats.
-        top: the most probable tokens and their log-probabilities, highest first, as many as were asked for.
+        top: the most probable tokens and their log-probabilities, highest first, in the requested number.
     """
 
     token: int

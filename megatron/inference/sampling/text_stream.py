@@ -57,7 +57,7 @@ class TextStream:
         return piece + rest
 
     def _scan(self, piece: str) -> str:
-        """Adds text to what is kept back; returns what lies before a stop text, or before what may become one."""
+        """Adds text to what is kept back; returns what comes before a stop text, or before what may become one."""
         text = self._kept_back + piece
         stops = [(start + len(stop), start, stop) for stop in self._stop_texts if (start := text.find(stop)) >= 0]
         if stops:
@@ -127,7 +127,7 @@ class IncrementalDecoder:
         return piece[unchanged:]
 
     def _settled_length(self, text: str) -> int:
-        """How many characters of `text`, the text of the present tokens, no further token changes."""
+        """How many characters of `text`, the text of the present tokens, no later token changes."""
         if self._probe is None:
             beginning = text[-_LONGEST_BEGINNING:]
             return len(text) - len(beginning) + len(beginning.rstrip(REPLACEMENT))

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: its request, and the objects of its answer.
 
-Source: OpenAI's API reference, "Chat"; top_k, min_p, typical_p and repetition_penalty are further fields.
+Source: OpenAI's API reference, "Chat"; top_k, min_p, typical_p and repetition_penalty are additional fields.
 """
 
 from __future__ import annotations

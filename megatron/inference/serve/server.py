@@ -56,7 +56,7 @@ class Server:
 
     Args:
         listener: is closed at the end.
-        grace_seconds: for requests that are being answered when the server is told to stop.
+        grace_seconds: for requests in progress when the server is stopped.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Server:
 
 
 def _farewell(requests: int, grace_seconds: float) -> str:
-    """What the log says when the server is told to stop."""
+    """The log line for a stopping server."""
     if not requests:
         return "stopping: no request is being answered"
     counted = "1 request is" if requests == 1 else f"{requests} requests are"

@@ -84,7 +84,7 @@ def build_app(service: Service, access: Access) -> ASGIApp:
     app = Starlette(
         routes=routes, middleware=[cors] if access.origins else [], exception_handlers={404: unknown, 405: unknown}
     )
-    app.router.redirect_slashes = False  # no redirect depends on what a request says of its host
+    app.router.redirect_slashes = False  # no redirect depends on the host in a request
     return app
 
 

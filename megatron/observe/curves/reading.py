@@ -84,7 +84,7 @@ class Curve:
         What is set, not measured, such as the learning rate, stays as it is.
 
         Args:
-            ratio: how much of the average each further value keeps; 0 changes nothing.
+            ratio: how much of the average each new value keeps; 0 changes nothing.
         """
         if self.metric in _EXACT:
             return self
@@ -133,14 +133,14 @@ def read_curves(path: str | Path, metric: str, axis: str = STEPS, name: str | No
 
 
 def _places(records: Sequence[Mapping[str, Any]], axis: str) -> list[float]:
-    """Where each step lies on an axis."""
+    """The position of each step on an axis."""
     if axis == HOURS:
         return [seconds / 3600 for seconds in itertools.accumulate(item["seconds_per_iteration"] for item in records)]
     return [_FIELDS[axis](record) for record in records]
 
 
 def _evaluation_place(record: Mapping[str, Any], places: Mapping[int, float], axis: str) -> float | None:
-    """Where an evaluation lies; None where only its step could say, which is not recorded."""
+    """The position of an evaluation; None where only its step could say, which is not recorded."""
     return _FIELDS[axis](record) if axis in (STEPS, SAMPLES, TOKENS) else places.get(int(record["iteration"]))
 
 

@@ -111,7 +111,7 @@ class Board:
             self._change.notify_all()
 
     def _follow(self) -> None:
-        """The thread: what fails is said once, and it goes on."""
+        """The thread: each failure is logged once, and the thread continues."""
         said = ""
         while not self.is_stopping:
             try:

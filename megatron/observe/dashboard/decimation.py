@@ -15,7 +15,7 @@ class DecimatedCurve:
     """Points to draw. Shapes: each `[points]`.
 
     Attributes:
-        x: where the first value of each interval lies.
+        x: where the first value of each interval is.
         low, high: the extremes of the interval; NaN where it has no finite value.
         line: the smoothed value at the end of the interval.
         extent: the first and last place of the whole curve, not only of the part that was asked for.

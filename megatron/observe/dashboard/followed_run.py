@@ -209,7 +209,7 @@ class DashboardRun:
             return known
 
     def details(self) -> dict[str, Any]:
-        """What the panels next to the curves show, but for the log and the configuration."""
+        """What the panels next to the curves show, except for the log and the configuration."""
         with self._lock:
             table = self._shown_table()
             dated = [*self._records[METRICS_NAME], *self._records[EVENTS_NAME]]

@@ -1,6 +1,6 @@
 """What a destination of metrics is; a `Safeguard` keeps its failure from ending the run, and says what it lacks.
 
-What only records may fail: on a full disk, training goes on and saves. A file that takes each record at once is tried
+What only records may fail: on a full disk, training continues and saves. A file that takes each record at once is tried
 again at every record; a destination that writes in the background is off after its first failure, until the run is
 started again.
 """
@@ -107,7 +107,8 @@ class Safeguard:
             if self._failing is None:
                 outlook = "until it is started again" if self._is_off else "and tries again at every record"
                 log.warning(
-                    f"{self.destination.name} cannot be written: {self._reason}. The run goes on without it {outlook}."
+                    f"{self.destination.name} cannot be written: {self._reason}. The run continues without it "
+                    f"{outlook}."
                 )
                 self._failing = call
             if self._unsure is not None:

@@ -26,7 +26,7 @@ class TensorBoard:
         directory: folder of the events file (--tensorboard-dir).
         config: which optional tags to write, how often, and how many events may be queued.
         workload: provides the number of replicas, for rates per replica.
-        loss_tags: further tags of the training and the validation loss.
+        loss_tags: additional tags of the training and the validation loss.
 
     Raises:
         ConfigError: TensorBoard is not installed.

@@ -50,7 +50,7 @@ _DSGPT2 = """\
     {%- elif message['role'] == 'assistant' %}
         {{- '<sys><s>' + message['content'] + '</s>' }}
     {%- else %}
-        {{- raise_exception('dsgpt2 knows no ' + message['role'] + ' messages, only those of user and assistant') }}
+        {{- raise_exception('dsgpt2 knows no ' + message['role'] + ' messages, only user and assistant messages') }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -159,7 +159,7 @@ class BoundedTemplate:
         return done
 
     def _started(self) -> tuple[_Child, Mapping[str, Any]]:
-        """A new child that has compiled the template, and what it says of it."""
+        """A new child that has compiled the template, and its answer."""
         try:
             child = _Child()
             child.send(rendering.packed([_seconds_for(0), self._source]))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 _PIECE_BYTES = 4 << 20
 _MARK_OF_A_SPACE = "\u2581"  # is one to SentencePiece
 # Split patterns in which a space that follows anything but white space always begins a new match, and which
-# look only forward: GPT-2's own (in `ByteLevel`), and those of Llama 3 and Qwen 2 as their tokenizer.json has them.
+# look only forward: GPT-2's own (in `ByteLevel`), and the ones in the tokenizer.json of Llama 3 and Qwen 2.
 _CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS_SPLIT_BEFORE_SPACES = frozenset(

@@ -1,4 +1,4 @@
-"""A copy of a run holds complete checkpoints only, goes on after it was killed, and refuses what is damaged."""
+"""A copy of a run holds complete checkpoints only, continues after it was killed, and refuses what is damaged."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_copy_goes_on_where_it_was_killed(run: Path, tmp_path: Path, monkeypat
 def test_damage_is_found_before_the_checkpoint_has_its_name(run: Path, tmp_path: Path) -> None:
     file = run / "ckpt" / "iter_0000004" / "pieces_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(DamagedError, match="pieces_00000.safetensors of .*iter_0000004 is not what its manifest says"):
+    with pytest.raises(DamagedError, match="pieces_00000.safetensors of .*iter_0000004 does not match its manifest"):
         copy_run(run, DirectoryPlace(tmp_path / "there"))
     there = tmp_path / "there" / run.name / "ckpt"
     assert [path.name for path in there.glob("iter_*")] == ["iter_0000002"]

@@ -87,7 +87,7 @@ def test_a_file_is_tried_again_at_every_record(capsys: pytest.CaptureFixture[str
     run(file)
     assert file.recorded == [*(f"{'step' if step else 'start'} {step}" for step in (0, 1, 2, 5, 6, 8)),
                              "evaluation 8", "task 8", "close -1"]  # fmt: skip
-    failed = "FILE cannot be written: No space left on device. The run goes on without it and tries again at every"
+    failed = "FILE cannot be written: No space left on device. The run continues without it and tries again at every"
     assert warnings(capsys) == [
         f"{failed} record.",
         "FILE is written again; it lacks records of steps 3 to 4.",
@@ -102,7 +102,7 @@ def test_a_buffered_destination_is_off_and_lacks_what_was_not_flushed(capsys: py
     run(destination)
     assert destination.recorded[-1] == "step 5"  # which was handed over, and not flushed
     assert warnings(capsys) == [
-        "FILE cannot be written: No space left on device. The run goes on without it until it is started again.",
+        "FILE cannot be written: No space left on device. The run continues without it until it is started again.",
         "FILE lacks records of steps 5 to 8 (No space left on device).",
     ]
 
@@ -154,7 +154,7 @@ def test_tensorboard_s_writer_thread_dies_of_a_full_disk(
     writer._worker.join()
     said = [line for line in warnings(capsys) if line.startswith("TensorBoard")]
     assert said == [
-        f"TensorBoard in {tmp_path} cannot be written: No space left on device. The run goes on without it until it is "
-        "started again.",
+        f"TensorBoard in {tmp_path} cannot be written: No space left on device. The run continues without it until it "
+        "is started again.",
         f"TensorBoard in {tmp_path} lacks records of steps 2 to 4 (No space left on device).",
     ]

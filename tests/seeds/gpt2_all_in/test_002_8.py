@@ -1,4 +1,4 @@
-"""Scenario 002.8: a run that was killed goes on elsewhere from its copy; the demo notebook runs from top to bottom."""
+"""Scenario 002.8: a killed run continues elsewhere from its copy; the demo notebook runs from top to bottom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `.txt` file is plain text, a document a line, in every tool that reads a corpus, without a flag."""
+"""A `.txt` file is plain text, one document per line, in every tool that reads a corpus, without a flag."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class FieldRule:
     """How some fields correspond, in both directions.
 
     Args:
-        read: our fields, from theirs and from those of ours that earlier rules have read.
+        read: our fields, from theirs and from our fields that earlier rules have read.
         write: their fields, from ours; what is not written is noticed when the result is read back.
         names: our name and theirs, where the rule is about one field with two names.
     """

@@ -122,7 +122,7 @@ class Family:
         }
 
     def is_ignored(self, tensor: str) -> bool:
-        """Whether a stored tensor is a buffer that nobody needs; its name may lack the optional prefix."""
+        """Whether a stored tensor is a buffer that is not needed; its name may lack the optional prefix."""
         return any(
             re.fullmatch(_pattern(ignored), name) is not None
             for ignored in self.ignored_tensors

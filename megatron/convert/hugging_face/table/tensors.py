@@ -2,7 +2,7 @@
 
 A rule names one of our tensors and the parts that make it up. A part is a block of our logical tensor (all of it, the
 query rows, the gate, one expert), with its dimensions in some order and merged to the shape that the other side stores.
-Several parts may lie in one tensor of theirs, one below the other. Names hold `{layer}`, and `{expert}` where experts
+Several parts may be in one tensor of theirs, one below the other. Names hold `{layer}`, and `{expert}` where experts
 are tensors of their own. A rule whose tensor the network does not have is skipped: a table lists biases, norms and
 heads that only some models of the family have.
 """
@@ -30,7 +30,7 @@ class DimensionRange:
 
 @dataclass(frozen=True)
 class MappedPart:
-    """One block of our tensor, as it lies in a tensor of theirs.
+    """One block of our tensor, as it is stored in one of theirs.
 
     Args:
         theirs: the name of their tensor.

@@ -82,7 +82,7 @@ class CleanOptions:
 
     Args:
         key: of the text, in lines of JSON and in Parquet files; `a.b` is key b of the object under a.
-        kept_columns: further columns of Parquet files that the output has (lines of JSON keep all their keys).
+        kept_columns: additional columns of Parquet files that the output has (lines of JSON keep all their keys).
         document_separator: what ends a document in inputs of plain text.
         fix_text, straighten_quotes: see `TextRepair`.
         normalize_space: see `with_plain_spaces`.

@@ -16,7 +16,7 @@ class LanguageFilter:
 
     Args:
         choice: the languages by their ISO 639 codes; the least probability, over all languages that the model knows, of
-            the best one; and how much of a text is looked at.
+            the best one; and how much of a text is examined.
 
     Raises:
         ConfigError: py3langid is not installed, or does not know a language.

@@ -63,7 +63,7 @@ def content_hash(path: str, size: int, changed_at: int) -> str:
 
 
 def files_fingerprint(prefix: str) -> str:
-    """SHA-256 over the contents of the files in their order, wherever they lie."""
+    """SHA-256 over the contents of the files in their order, wherever they are."""
     digest = hashlib.sha256()
     for path in example_files(prefix):
         state = os.stat(path)
@@ -109,9 +109,9 @@ def _records(stream: Any, path: str, with_lists: bool) -> Iterator[tuple[int, An
 def _list_of(content: bytes, path: str) -> list[Any]:
     if len(content) > _LARGEST_LIST_BYTES:
         raise DataError(
-            f"{path} holds a list of more than {_LARGEST_LIST_BYTES:,} bytes. Write one record a line (.jsonl)."
+            f"{path} holds a list of more than {_LARGEST_LIST_BYTES:,} bytes. Write one record per line (.jsonl)."
         )
-    records = _parsed(content, path, "Write a list of records, or one record a line")
+    records = _parsed(content, path, "Write a list of records, or one record per line")
     return records if isinstance(records, list) else [records]
 
 

@@ -107,7 +107,7 @@ def hide_tokens(
         which are hidden, bool [s].
 
     Args:
-        most: tokens that are hidden at most; further ones stay.
+        most: the most tokens that are hidden; others stay.
     """
     may_hide = may_hide & ~vocabulary.is_special[text]
     draws = numbers >> _HALF

@@ -81,7 +81,7 @@ class TextRows(RowSource):
         """Reads rows.
 
         Shapes:
-            as of `RowSource`, but for tokens int64 [n, s] and, in place of a loss mask, which of them are text.
+            as of `RowSource`, except for tokens int64 [n, s] and, in place of a loss mask, which of them are text.
         """
         tokens = np.full((len(rows), self._length), self._vocabulary.pad_id, np.int64)
         is_text, segments = np.zeros(tokens.shape, np.bool_), np.ones(tokens.shape, np.int64)
@@ -120,7 +120,7 @@ class TextRows(RowSource):
 
 
 class MaskedRows(ChangedSamples):
-    """Rows with hidden tokens: other ones each time a row comes again.
+    """Rows with hidden tokens: different ones each time a row is repeated.
 
     Args:
         dataset: samples with the text, and which of their tokens are text in place of a loss mask.

@@ -62,7 +62,7 @@ class GenerationJob:
 
 
 class Jobs:
-    """All requests that wait or are computed, at most as many sequences as the limits allow.
+    """All requests that wait or are computed, within the limits on sequences.
 
     Args:
         commands: what the engine's loop takes its commands from.

@@ -113,7 +113,7 @@ class JsonFields:
         """Refuses a field of OpenAI's that this server cannot honour, unless its value asks for nothing.
 
         Args:
-            reason: what the message says after the name of the field.
+            reason: the rest of the message after the name of the field.
             harmless: values that ask for what happens anyway.
         """
         value = self.value(name)
