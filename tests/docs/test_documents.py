@@ -28,6 +28,7 @@ RUN_BY = {
     "docs/hugging_face.md": "tools/convert/test_hugging_face_tools.py",
     "docs/kernels.md": "tools/test_build_kernels.py",
     "docs/launching.md": "docs/guides/test_launching_guide.py",
+    "docs/long_sequences.md": "docs/test_long_sequences_guide.py",
     "docs/masked_language_models.md": "docs/guides/test_masked_guide.py",
     "docs/operations.md": "docs/guides/test_operations_guide.py",
     "docs/pipelines.md": "docs/guides/test_pipelines_guide.py",

@@ -1,11 +1,15 @@
-"""What a block keeps for its backward pass."""
+"""What a block keeps for its backward pass, and what its tensor-parallel ranks send."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
+from collections import Counter
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.model.blocks.transformer import TransformerBlock
 from megatron.model.interface.step_context import Recompute, StepContext
@@ -42,3 +46,47 @@ def test_a_split_input_is_not_kept_whole_and_changes_no_number() -> None:
         for mode in ("blocks", "split blocks"):
             for value, expected in zip(found[mode][1:], found["none"][1:], strict=True):
                 torch.testing.assert_close(value, expected, rtol=0, atol=0)
+
+
+class SentValues:
+    """Counts what this rank sends by messages of each kind, in units of (t - 1) / t values."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.values: Counter[str] = Counter()
+        # of which argument's size a ring algorithm sends this many times (t - 1) / t
+        for name, argument, times in (
+            ("all_reduce", 0, 2), ("all_gather_into_tensor", 0, 1), ("reduce_scatter_tensor", 1, 1),
+        ):  # fmt: skip
+            monkeypatch.setattr(dist, name, self._counted(name, getattr(dist, name), argument, times))
+
+    def _counted(self, name, send, argument, times):
+        def counted(*arguments, **options):
+            self.values[name] += times * arguments[argument].numel()
+            return send(*arguments, **options)
+
+        return counted
+
+
+def count_values(rank: int) -> dict[str, list[dict[str, int]]]:
+    """The values that a block's forward and backward pass send, without and with sequence parallelism."""
+    plain, found = open_mesh(Layout(2)), {}
+    config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0)
+    for name, mesh in (("plain", plain), ("split", dataclasses.replace(plain, splits_sequence=True))):
+        block, axis = TransformerBlock(config, mesh, 0), mesh.sequence_parallel
+        hidden = torch.randn(3, 8 // axis.size, config.hidden_size, requires_grad=True)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            sent = SentValues(monkeypatch)
+            output = block(hidden, StepContext(torch.arange(3), sequence_parallel=axis))
+            forward = dict(sent.values)
+            sent.values.clear()
+            output.sum().backward()
+            found[name] = [forward, dict(sent.values)]
+    return found
+
+
+def test_ranks_send_what_the_formula_says() -> None:
+    whole = 3 * 8 * 32  # b, s, h
+    for found in run_ranks(count_values, 2):
+        assert found["plain"] == [{"all_reduce": 4 * whole}] * 2
+        gathered, summed = "all_gather_into_tensor", "reduce_scatter_tensor"
+        assert found["split"] == [{gathered: 2 * whole, summed: 2 * whole}, {gathered: 4 * whole, summed: 2 * whole}]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.checkpoint import load, save
+from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.parallel.joining import open_mesh
+from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import layout_name, train_layouts
+from tests.parity.layouts import layout_config, layout_name, local_batches, train_layouts
 from tests.parity.reference import Recipe
 
 pytestmark = pytest.mark.slow
@@ -34,3 +40,33 @@ def test_layout_equals_one_process(layout, zero_stages, expected):
             for step, (found, one) in enumerate(zip(curve, expected, strict=True)):
                 assert found[0] == pytest.approx(one[0], rel=4.0e-7), f"ZeRO {stage}: loss of step {step}"
                 assert found[1] == pytest.approx(one[1], rel=1.0e-6), f"ZeRO {stage}: gradient norm of step {step}"
+
+
+def save_and_load(rank: int, folder: str) -> dict[str, tuple[bool, list[float], list[float]]]:
+    """Trains a step and saves, loads that into the other way of computing, and trains both on.
+
+    Returns whether weights were the same after loading, and the losses of both.
+    """
+    found = {}
+    for name, ways in {"joined": (SPLIT, DROPOUT), "split": (DROPOUT, SPLIT)}.items():
+        configs = [layout_config(RECIPE, (2, 1, 1), 1, way) for way in ways]
+        first, second = (build_engine(config, open_mesh(config.parallel)) for config in configs)
+        first.train_batch(local_batches(RECIPE, configs[0], first.mesh, 0, False), RECIPE.learning_rate)
+        save(Path(folder) / name, 1, owned_pieces(first), {"updates": first.update_count}, first.mesh)
+        record = load(Path(folder) / name / "iter_0000001", wanted_pieces(second), second.mesh)
+        refresh_weights(second, record["updates"])
+        is_same = all(map(torch.equal, first.module.parameters(), second.module.parameters()))
+        losses = []
+        for engine, config in zip((first, second), configs, strict=True):
+            batches = [local_batches(RECIPE, config, engine.mesh, step, False) for step in (1, 2)]
+            evaluated = engine.evaluate(batches[0])[0]
+            trained = [engine.train_batch(batch, RECIPE.learning_rate).loss for batch in batches]
+            losses.append([evaluated, *trained])
+        found[name] = (is_same, *losses)
+    return found
+
+
+def test_checkpoints_load_with_and_without(tmp_path):
+    for found in run_ranks(save_and_load, 2, str(tmp_path)):
+        for is_same, own, other in found.values():
+            assert is_same and own == pytest.approx(other, rel=4.0e-7)
