@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +27,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.is_released = False
-        self._calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self._calls: list[tuple[Any, Any, Any, dict[int, torch.Tensor]]] = []
         self._made: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,8 +40,8 @@ class Tape(TorchDispatchMode):
             written = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
             outside = [each.shape for each in written if each.untyped_storage()._cdata not in self._made]
             assert not outside, f"{func} writes to memory of shapes {outside} that the capture did not allocate"
-        made = [each for each in outputs if each.untyped_storage()._cdata not in before]
-        self._made.update((each.untyped_storage()._cdata, each.untyped_storage()) for each in made)
+        made = {place: x for place, x in enumerate(outputs) if x.untyped_storage()._cdata not in before}
+        self._made.update((each.untyped_storage()._cdata, each.untyped_storage()) for each in made.values())
         self._calls.append((func, args, kwargs, made))
         return results
 
@@ -48,7 +49,7 @@ class Tape(TorchDispatchMode):
         """Leaves no number where the block wrote one: a capture computes nothing."""
         with torch.no_grad():
             for *_, made in self._calls:
-                for tensor in made:
+                for tensor in made.values():
                     if tensor.is_floating_point():
                         tensor.fill_(torch.nan)
 
@@ -57,9 +58,12 @@ class Tape(TorchDispatchMode):
         assert not self.is_released
         with torch.no_grad():
             for func, args, kwargs, made in self._calls:
-                results = _tensors(func(*args, **kwargs))
-                for old, new in zip(made, (each for each in results if made), strict=False):
-                    old.copy_(new)
+                results = func(*args, **kwargs)
+                for message in (leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.ScriptObject)):
+                    Work.unbox(message).wait()
+                outputs = list(_tensors(results))
+                for place, tensor in made.items():
+                    tensor.copy_(outputs[place])
 
     def release(self) -> None:
         """Notes that it is not needed any more."""
