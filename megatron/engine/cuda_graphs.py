@@ -47,6 +47,7 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
         f"DeepSpeed takes the gradients of ZeRO stage {stage} in hooks of the backward pass": by_hooks,
         "the host chooses the loss scale of float16": config.precision.fp16,
         "the host reads how many tokens an expert gets": model.num_experts > 1,
+        "messages of sequence parallelism overlap with products": parallel.sequence_parallel,
         f"messages of {parallel.distributed_backend} inside the blocks cannot be captured": (
             parallel.tensor_model_parallel_size > 1 and parallel.distributed_backend != "nccl"
         ),
@@ -176,8 +177,16 @@ class MicroBatchGraphs:
         """Forward, loss and backward, which touches no `.grad` and runs none of the hooks that wait for one."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         loss, sums = self._forward(batch)
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        gradients = (_like(parameter, gradient) for parameter, gradient in zip(trained, found, strict=True))
         return Outcome(loss.detach(), sums, tuple(gradients))
+
+
+def _like(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient in the memory layout of its parameter, as a backward pass leaves it in `.grad`."""
+    if gradient is None or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 def _tensors(batch: DeviceBatch) -> Sequence[torch.Tensor]:

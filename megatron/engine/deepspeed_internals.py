@@ -123,7 +123,7 @@ class OwningView(GradientOwner, OptimizerView):
 
     def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
         OptimizerView.__init__(self, engine)
-        self._device = clipping.device
+        self._device, self._implementation = clipping.device, clipping.implementation
         self._is_scaled: bool = engine.fp16_enabled()
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
         trained = [parameter for group in self.groups() for parameter in group]
@@ -217,10 +217,10 @@ class PartitionedView(OwningView):
         dtype = wrapper.gradient_accumulation_dtype
         if not wrapper.partition_gradients:
             buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
-            return MainGradients(buffers, groups, _IS_COUNTED, averaging)
+            return MainGradients(buffers, groups, _IS_COUNTED, averaging, self._implementation)
         parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
         if averaging.axis.size == 1 and masters[0].device == device:
-            return MainGradients(parts, groups, _IS_COUNTED, averaging)
+            return MainGradients(parts, groups, _IS_COUNTED, averaging, self._implementation)
         return PartitionGradients(parts, groups, _IS_COUNTED, averaging, wrapper.reduce_bucket_size)
 
     def _serve_pipeline(self, engine: Any) -> None:
@@ -259,7 +259,7 @@ class AccumulatedView(PartitionedView):
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
-        return MainGradients(wrapper.fp32_groups_gradients_flat, groups, _IS_COUNTED, averaging)
+        return MainGradients(wrapper.fp32_groups_gradients_flat, groups, _IS_COUNTED, averaging, self._implementation)
 
 
 class SubGroupView(OptimizerView):

@@ -46,6 +46,7 @@ LAYOUT_REFUSALS = {
     "--pipeline-model-parallel-size 2": "stages of a pipeline exchange messages",
     "--tensor-model-parallel-size 2 --distributed-backend gloo": "messages of gloo inside the blocks cannot be",
     "--tensor-model-parallel-size 2": "",
+    "--tensor-model-parallel-size 2 --sequence-parallel": "messages of sequence parallelism",
 }
 
 
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "fp32 zero 0": (0, ["--hidden-dropout", "0.1"]),
     "bf16 zero 1": (1, ["--bf16", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]),
     "bf16 zero 1, recomputed, frozen": (1, ["--bf16", "--checkpoint-activations", "--freeze", "embedding.*"]),
-    "fp32 zero 0, sources and z-loss": (0, ["--z-loss-coeff", "0.01", "--label-smoothing", "0.1"]),
+    "fp32 zero 2, smoothing and z-loss": (2, ["--z-loss-coeff", "0.01", "--label-smoothing", "0.1"]),
 }
 
 
@@ -184,6 +185,19 @@ def test_a_graph_computes_what_its_inputs_say_at_the_same_addresses() -> None:
         if number >= WARM_UP_MICRO_BATCHES:
             addresses.add((slope.data_ptr(), shift.data_ptr(), outcome.loss.data_ptr()))
     assert capturer.warm_ups == WARM_UP_MICRO_BATCHES and len(capturer.tapes) == 1 and len(addresses) == 1
+
+
+def test_gradients_lie_in_memory_as_their_parameters() -> None:
+    matrix = nn.Parameter(torch.ones(2, 3))
+
+    def forward(batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = (matrix.t() @ batch.inputs[0].t()).sum()  # its gradient is a transposed view
+        return loss, loss.detach().reshape(1)
+
+    graphs = MicroBatchGraphs([matrix], forward, TapeCapturer())
+    for _ in range(WARM_UP_MICRO_BATCHES + 1):
+        (gradient,) = graphs.run(numbers(1, 2.0), None).gradients
+        assert gradient is not None and gradient.stride() == (3, 1) and gradient.tolist() == [[2.0] * 3] * 2
 
 
 def test_weights_are_read_where_the_optimizer_changes_them() -> None:

@@ -9,19 +9,22 @@ from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
+from megatron.kernels import multi_tensor
+from megatron.kernels.choice import Implementation
 
 
 class MainGradients(GradientSum):
     """Flat buffers in which the gradients of a rank's parameters add up, one backward pass after the other.
 
-    A pass takes a fixed number of calls, however many parameters there are; torch copies the gradients of the first in
-    one launch, and adds those of later ones, in half precision to fp32, in one each.
+    A pass takes a fixed number of calls, however many parameters there are, and one launch; torch's addition of half
+    precision to fp32 takes one for each parameter.
 
     Args:
         buffers: one for each group, whose padding is zero.
         groups: where the parameters lie in them.
         is_counted: whether this rank counts a parameter in the gradient norm.
         averaging: how data-parallel ranks average; each then holds its part of a buffer only.
+        implementation: of the addition, for buffers in fp32.
     """
 
     def __init__(
@@ -30,8 +33,11 @@ class MainGradients(GradientSum):
         groups: Sequence[FlatGroup],
         is_counted: Callable[[nn.Parameter], bool],
         averaging: Averaging,
+        implementation: Implementation = Implementation.TORCH,
     ) -> None:
         super().__init__(averaging)
+        is_wide = all(buffer.dtype is torch.float32 for buffer in buffers)
+        self._implementation = implementation if is_wide else Implementation.TORCH
         axis = averaging.axis
         self.divided_over = axis if axis.size > 1 else None
         self._buffers = list(buffers)
@@ -62,8 +68,7 @@ class MainGradients(GradientSum):
             parameter.grad = None
         if sums[False]:
             torch._foreach_copy_(sums[False], gradients[False])
-        if sums[True]:
-            torch._foreach_add_(sums[True], gradients[True])
+        multi_tensor.add_(sums[True], gradients[True], implementation=self._implementation)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Its view into a buffer."""
