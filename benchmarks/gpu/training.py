@@ -64,7 +64,9 @@ def measure_model(context: Context) -> None:
 
 
 def contenders(context: Context, shape: Shape, length: int, micro_batch: int) -> Iterator[Contender]:
-    """Ours, plain PyTorch and transformers; what is never the fastest comes last: torch's kernels, and no compiler."""
+    """Ours, without and with CUDA graphs, plain PyTorch and transformers; what is never the fastest comes last: torch's
+    kernels, and no compiler.
+    """
     request = request_of(context, shape, length, micro_batch)
     is_with_csrc = context.kernels is None and has_compiled_kernels(context)
     yield Contender("ours, --kernels csrc" if is_with_csrc else "ours", True, lambda: our_step(request))
@@ -87,6 +89,9 @@ def contenders(context: Context, shape: Shape, length: int, micro_batch: int) ->
         return TransformersNetwork(config.model, "sdpa")
 
     yield peer(plain, "plain PyTorch", is_compiled=True)
+    if context.device.type == "cuda":
+        with_graphs = request_of(context, shape, length, micro_batch, "--cuda-graphs", "auto")
+        yield Contender("ours, --cuda-graphs auto", True, lambda: our_step(with_graphs))
     if not context.is_tiny:
         yield peer(transformers, "transformers", is_compiled=True)
     if is_with_csrc:

@@ -123,6 +123,13 @@ def test_contenders_that_do_not_fit_are_left_out(tmp_path: Path, monkeypatch: py
     assert (last["figure"], last["details"]["of"]) == ("not measured", "transformers")
 
 
+def test_a_gpu_runs_ours_with_and_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
+    context = Context("124m", tmp_path, torch.device("cuda"), TINY, seconds=1.0)
+    names = [contender.name for contender in training.contenders(context, SHAPES["124m"].tiny(), 16, 2)]
+    assert names == ["ours", "plain PyTorch, torch.compile", "ours, --cuda-graphs auto", "transformers"]
+
+
 def test_records_become_a_table_with_verdicts(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, "head")
     recorder.figure("time", 1.234567, "ms", target=Target(at_most=1.5), of="a | b")
