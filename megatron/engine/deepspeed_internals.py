@@ -1,7 +1,19 @@
 """What DeepSpeed keeps to itself: no other file uses a name that its documentation does not promise.
 
 `OptimizerView` shows the fp32 weights and gradients inside the optimizer that DeepSpeed returned; `view_of` chooses its
-class by the ZeRO stage. What follows concerns the parameters of ZeRO-3, the pipeline engine and the messages.
+class by what that is. With ZeRO 0, 1 and 2 the step owns the gradients (`engine/gradients/`):
+
+    ZeRO, dtype      view              where gradients add up       done here instead of by DeepSpeed
+    0, fp32          DirectView        .grad                        mean over ranks, norm, clipping, step
+    1, bf16          AccumulatedView   its flat fp32 buffers        the same, and adding up
+    1, fp32, fp16    PartitionedView   flat fp32 buffers of ours    the same; hooks and buckets are removed
+    2                PartitionedView   this rank's fp32 part        the same; buckets are `reduce_bucket_size` long
+    3                SubGroupView      DeepSpeed's                  the permission to update
+
+bf16 is like fp32 at stage 1 if the optimizer is offloaded or gradients are to add up in bf16. DeepSpeed initializes,
+divides, keeps the loss scale and gathers the updated weights. What follows concerns the parameters of ZeRO-3, the
+pipeline engine and the messages.
+
 tests/engine/deepspeed/test_deepspeed_internals.py holds every name against the installed version.
 
 Source: DeepSpeed 0.19.8, in the files that each part names.
@@ -167,6 +179,8 @@ class OwningView(GradientOwner, OptimizerView):
                 self.refresh_weights()
             self._sum.clear()
 
+        if self.takes_by_hooks and isinstance(self._sum, PartitionGradients):
+            self._sum.add_during_backward()
         self._wrapper.step = step
 
     def _overflows(self, norm: torch.Tensor) -> bool:
@@ -221,6 +235,7 @@ class PartitionedView(OwningView):
         parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
         if averaging.axis.size == 1 and masters[0].device == device:
             return MainGradients(parts, groups, _IS_COUNTED, averaging, self._implementation)
+        self.takes_by_hooks = sum(group.length for group in groups) > wrapper.reduce_bucket_size
         return PartitionGradients(parts, groups, _IS_COUNTED, averaging, wrapper.reduce_bucket_size)
 
     def _serve_pipeline(self, engine: Any) -> None:

@@ -22,7 +22,6 @@ from megatron.engine.deepspeed_internals import (
     BuiltStage,
     keep_on_device,
     mark_parameter,
-    partition_of,
     replaced_backend,
     skip_optimizer_check,
     skip_shared_memory_build,
@@ -34,13 +33,8 @@ from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw, eager, keep_compiler_unloaded
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.messages import TRANSFER, all_reduce_max
+from megatron.parallel.messages import TRANSFER
 from megatron.parallel.shard_spec import shard_spec_of
-
-# Means "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
-_NO_CLIPPING = 1.0e30
-
-_PLACEHOLDER = "placeholder_"
 
 _TRANSFERS = frozenset({"send", "recv", "isend", "irecv"})
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce", "broadcast")
@@ -73,8 +67,6 @@ def initialize(
     ratio = offloaded_ratio(settings["zero_optimization"])
     settings = without_ratio(settings)
     stage = settings["zero_optimization"]["stage"]
-    if stage == 0 and not settings["gradient_clipping"]:
-        settings["gradient_clipping"] = _NO_CLIPPING
     # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
     settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
     _warn_of_narrow_accumulation(settings, mesh)
@@ -118,7 +110,7 @@ def build_optimizer(
     *,
     is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer; collective over the ranks of a model copy.
+    """Builds the optimizer.
 
     Parameters with the same weight decay and learning rate that are trained since the same update form a group:
     matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
@@ -148,7 +140,8 @@ def build_optimizer(
     if optim.use_bnb_optimizer:
         for key, group in zip(sorted(by_kind), groups, strict=True):
             group["keeps_float32"] = key[3]
-    _add_placeholders(groups, module, mesh)
+    if not groups:  # all layers of this rank are frozen, and an optimizer needs something
+        groups = [{"params": [_placeholder(module)], "weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}]
     rate = optim.lr or 0.0
     if optim.optimizer == "adam":
         for group in groups:
@@ -175,48 +168,13 @@ def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> N
         group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
 
 
-def _add_placeholders(groups: list[dict[str, Any]], module: nn.Module, mesh: ParallelMesh) -> None:
-    """Adds parameters of one element where DeepSpeed's optimizers need one and the layers have none; collective over
-    the ranks of a model copy.
-
-    They take one gradient norm per group over all stages, so every stage must have as many groups; a middle stage,
-    without embeddings, may have fewer kinds of parameters, and one whose layers are all frozen has none. One of them
-    cannot take the norm of nothing, so every rank must count some gradient. If one lacks that, all ranks of the copy
-    add a placeholder: it takes part in DeepSpeed's division among the data-parallel ranks, which must be the same
-    wherever a tensor-parallel group holds copies. The placeholder's gradient is zero; it belongs to no layer and is in
-    no checkpoint.
-
-    Source: DeepSpeed `runtime/zero/stage_1_and_2.py`, `scaled_global_norm`, and `runtime/utils.py`,
-    `get_global_norm_of_tensors`.
-    """
-    optimized = [parameter for group in groups for parameter in group["params"]]
-    counts_some = any(shard_spec_of(parameter).is_counted(mesh) for parameter in optimized)
-    is_partitioned = any(partition_of(parameter) is not None for parameter in optimized)  # ZeRO-3 needs none
-    lacks = bool(optimized) and not counts_some and not is_partitioned
-    own = torch.tensor([len(groups), lacks], dtype=torch.int64, device=mesh.device)
-    group_count, some_lack = all_reduce_max(own, mesh.model).tolist()
-    for _ in range(len(groups), group_count):
-        kind = {"weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}
-        groups.append({"params": [_placeholder(module)], **kind})
-    if some_lack:
-        groups[0]["params"].append(_placeholder(module))
-
-
 def _placeholder(module: nn.Module) -> nn.Parameter:
-    """A new parameter of one element that the gradient norm counts, outside all layers."""
+    """A new parameter of one element, outside all layers, that gets no gradient and is in no checkpoint."""
     like = next(module.parameters())
     placeholder = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
-    mark_parameter(placeholder, is_counted=True)
-    number = sum(name.startswith(_PLACEHOLDER) for name, _ in module.named_parameters(recurse=False))
-    module.register_parameter(f"{_PLACEHOLDER}{number}", placeholder)
+    mark_parameter(placeholder, is_counted=False)
+    module.register_parameter("placeholder", placeholder)
     return placeholder
-
-
-def zero_placeholder_gradients(module: nn.Module) -> None:
-    """Gives the placeholders of `build_optimizer` their gradient; before every step."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if name.startswith(_PLACEHOLDER):
-            parameter.grad = torch.zeros_like(parameter)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from megatron.engine.deepspeed_setup import (
     set_learning_rate,
     set_weight_decay,
     timed_messages,
-    zero_placeholder_gradients,
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
@@ -154,7 +153,7 @@ class Engine:
         return self.optimizer.register_step_pre_hook(lambda *_: work())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's layers, each once, without placeholders of the optimizer."""
+        """The parameters of this rank's layers, each once, without a placeholder of the optimizer."""
         return (parameter for parameter in self.stack.parameters() if hasattr(parameter, "global_name"))
 
     def counted_parameters(self) -> Iterator[tuple[LayerSpec, int, bool]]:
@@ -209,7 +208,6 @@ class Engine:
         verdict = self.gate.expect(self._figures)
         if not self.module.training:
             self.module.train()
-        zero_placeholder_gradients(self.module)
         with timed_messages(self.mesh.stopwatch):
             self._passes.train(batches, self._losses)
         skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()

@@ -20,7 +20,6 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.start_up.engine_opening import build_engine, parameter_counts
-from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
@@ -87,20 +86,11 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
 
 
-def groups_of_stages(rank: int) -> list[set[str]]:
-    """The groups of a stage with two kinds of parameters next to one with three."""
-    mesh = open_mesh(Layout(1, 2))
-    module = small_module()
-    module[2].weight.shard_spec = dataclasses.replace(shard_spec_of(module[2].weight), lr_multiplier=0.25)
-    if rank == 0:
-        module = nn.Sequential(module[0], module[1])
-    return [names_of(module, group) for group in build_optimizer(optim_config(), module, mesh).param_groups]
-
-
-def test_every_stage_has_as_many_groups() -> None:
-    first, second = run_ranks(groups_of_stages, 2)
-    assert first == [{"0.weight"}, {"0.bias", "1.weight", "1.bias"}, {"placeholder_0"}]
-    assert second == [{"2.weight"}, {"0.weight"}, {"0.bias", "1.weight", "1.bias"}]
+def test_a_rank_with_nothing_to_train_has_a_placeholder() -> None:
+    module = small_module().requires_grad_(False)
+    (group,) = build_optimizer(optim_config(weight_decay=0.3), module, ParallelMesh.single()).param_groups
+    assert names_of(module, group) == {"placeholder"} and group["weight_decay"] == 0.0
+    assert not module.placeholder.tensor_model_parallel
 
 
 def test_an_unknown_optimizer_is_rejected() -> None:

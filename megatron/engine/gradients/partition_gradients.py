@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class PartitionGradients(GradientSum):
             for parameter, start in zip(group.parameters, group.starts, strict=True)
         }
         self._whole: dict[int, torch.Tensor | None] = {}  # by the parameter's id
+        self._missing: dict[int, set[int]] = {}  # of the bucket of a parameter, those that have no gradient yet
+        self._sent: set[int] = set()  # in this pass, before it was over
         self._counted: list[torch.Tensor] = []
         for part, group in zip(parts, groups, strict=True):
             begin = axis.rank * len(part)
@@ -70,18 +73,39 @@ class PartitionGradients(GradientSum):
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Averages the gradients of a backward pass and adds this rank's part; collective over data-parallel ranks."""
-        sent = []
+        remaining = []
         for parameter in parameters:
-            if id(parameter) not in self._whole:
-                sent.append(parameter)
-            elif parameter.grad is not None:
-                self.of(parameter).add_(parameter.grad)
-                parameter.grad = None
-        for run in self._runs(sent):
-            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters]
-            for each in run.parameters:
-                each.grad = None
-            self._send(run, gradients)
+            if id(parameter) in self._missing:
+                self._missing[id(parameter)].add(id(parameter))
+            if id(parameter) in self._whole:
+                if parameter.grad is not None:
+                    self.of(parameter).add_(parameter.grad)
+                    parameter.grad = None
+            elif id(parameter) in self._sent:
+                self._sent.remove(id(parameter))
+            else:
+                remaining.append(parameter)
+        for run in self._runs(remaining):
+            self._send_gradients(run)
+
+    def add_during_backward(self) -> None:
+        """Sends a bucket as soon as a backward pass has all of its gradients, so that a rank never has all of a pass;
+        after `keep_whole`. All ranks must compute gradients in the same order.
+        """
+        parameters = [place[2] for key, place in self._places.items() if key not in self._whole]
+        for run in self._runs(parameters):
+            missing = set(map(id, run.parameters))
+            for parameter in run.parameters:
+                self._missing[id(parameter)] = missing
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, run))
+
+    @torch.no_grad()
+    def _arrived(self, run: _Run, parameter: torch.Tensor) -> None:
+        missing = self._missing[id(parameter)]
+        missing.discard(id(parameter))
+        if not missing:
+            self._sent.update(map(id, run.parameters))
+            self._send_gradients(run)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """The whole sum of a parameter that `keep_whole` was called with.
@@ -122,6 +146,13 @@ class PartitionGradients(GradientSum):
             end = start + size
         if run:
             yield _Run(group, tuple(run), first)
+
+    def _send_gradients(self, run: _Run) -> None:
+        """Frees the gradients of a pass once they are in one tensor."""
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters]
+        for each in run.parameters:
+            each.grad = None
+        self._send(run, gradients)
 
     def _send(self, run: _Run, gradients: list[torch.Tensor]) -> None:
         """Averages gradients over the ranks and adds this rank's part of them."""

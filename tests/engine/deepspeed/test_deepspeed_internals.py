@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ from megatron.engine.deepspeed_internals import (
     whole_numel,
 )
 from megatron.engine.engine import Engine
+from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.update_gate import StepFigures, UpdateGate
 from megatron.engine.state import owned_pieces
 from megatron.engine.tensor_parts import tensors_in
 from megatron.parallel.joining import open_mesh
@@ -201,6 +204,54 @@ def test_hooks_may_accumulate_during_the_backward_pass(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(usual, immediate, strict=True))
 
 
+def dynamic_scaler(**options: Any) -> DynamicLossScaler:
+    """A loss scaler as DeepSpeed builds it in fp16."""
+    fixed = {"min_scale": 1, "consecutive_hysteresis": False, "raise_error_at_min_scale": False, "dtype": torch.half}
+    return DynamicLossScaler(**options, **fixed)
+
+
+class _Scaled(DirectView):
+    """A view of weights that are updated in place, under a loss scale."""
+
+    refreshes = 0
+
+    def refresh_weights(self) -> None:
+        self.refreshes += 1
+
+
+def test_an_overflow_halves_the_scale_and_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 by hand, since DeepSpeed refuses it on a CPU."""
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", SimpleNamespace(is_initialized=lambda: True, get_rank=lambda *_: 1))
+    weight, mesh = torch.nn.Parameter(torch.zeros(2)), ParallelMesh.single()
+    mark_parameter(weight, is_counted=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = dynamic_scaler(init_scale=1024.0, scale_window=1000, delayed_shift=1)
+    wrapper = SimpleNamespace(loss_scaler=scaler, cur_scale=scaler.cur_scale, overflow=False)
+    engine = SimpleNamespace(
+        optimizer=wrapper,
+        basic_optimizer=optimizer,
+        communication_data_type=torch.float16,
+        pipeline_parallelism=False,
+        fp16_enabled=lambda: True,
+        postscale_gradients=lambda: True,
+        gradient_predivide_factor=lambda: 1.0,
+        set_gradient_accumulation_boundary=lambda is_boundary: None,
+    )
+    view = _Scaled(engine, mesh.gradient, Clipping(1.0, mesh.model, mesh.device))
+    gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=True)
+    view.guard(gate)
+    for gradient, overflows in ((math.inf, True), (512.0, False)):
+        wrapper.cur_scale = scaler.cur_scale
+        verdict = gate.expect(lambda: StepFigures(torch.ones(()), torch.as_tensor(view.norm()), torch.ones(())))
+        (weight * torch.tensor([gradient, 0.0])).sum().backward()
+        view.accumulate()
+        view.reduce()
+        wrapper.step()
+        assert wrapper.overflow is overflows and not verdict.is_bad and weight.grad is None
+        assert scaler.cur_scale == 512.0 and view.refreshes == int(not overflows)
+    assert view.norm() == 1.0 and weight.tolist() == pytest.approx([-1.0, 0.0], rel=1e-5)
+
+
 def phases_of_a_pipeline(rank: int) -> set[str]:
     """The phases that one stage announced in a step."""
     config = layout_config(RECIPE, (1, 2, 1), 1, [])
@@ -244,15 +295,7 @@ def test_a_mark_decides_what_the_norm_counts() -> None:
 def test_the_loss_scaler_has_the_counters_that_a_checkpoint_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: 1)
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", alone)
-    scaler = DynamicLossScaler(
-        init_scale=4.0,
-        scale_window=1,
-        min_scale=1,
-        delayed_shift=2,
-        consecutive_hysteresis=False,
-        raise_error_at_min_scale=False,
-        dtype=torch.half,
-    )
+    scaler = dynamic_scaler(init_scale=4.0, scale_window=1, delayed_shift=2)
     before = {name: getattr(scaler, name) for name in _SCALER_COUNTERS}
     scaler.update_scale(True)
     scaler.update_scale(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -48,10 +49,10 @@ def gradients_of(parameters: list[nn.Parameter], rank: int, step: int) -> list[t
 
 
 def sums(rank: int) -> list[bool]:
-    """For each bucket size: whether this rank's parts, and what it counts of them, are as they should be."""
+    """For each bucket size, with and without hooks: whether this rank's parts, and what it counts, are right."""
     axis = open_mesh(Layout()).gradient
     right = []
-    for bucket in BUCKETS:
+    for bucket, early in itertools.product(BUCKETS, (False, True)):
         groups = groups_of(torch.bfloat16)
         parameters = [each for group in groups for each in group.parameters]
         tied, uncounted = parameters[2], parameters[1]
@@ -64,12 +65,18 @@ def sums(rank: int) -> list[bool]:
             bucket,
         )
         held.keep_whole([tied])
+        if early:
+            held.add_during_backward()
         whole = [torch.zeros(group.length) for group in groups]
         counted = [torch.zeros(group.length, dtype=torch.bool) for group in groups]
         for step in range(PASSES):
             missing = parameters[0] if step == 1 else None
-            for each, gradient in zip(parameters, gradients_of(parameters, rank, step), strict=True):
-                each.grad = None if each is missing else gradient
+            given = gradients_of(parameters, rank, step)
+            used = [pair for pair in zip(parameters, given, strict=True) if pair[0] is not missing]
+            sum((each * gradient).sum() for each, gradient in used).backward()
+            # a bucket that is complete was sent, and its gradients are gone
+            assert early or all(each.grad is not None for each, _ in used)
+            assert not early or bucket > 1 or all(each.grad is None for each, _ in used if each is not tied)
             chunks = [parameters] if step == 0 else [parameters[3:], parameters[:3]]
             for chunk in chunks:
                 held.add(chunk)
@@ -96,7 +103,7 @@ def sums(rank: int) -> list[bool]:
 
 
 def test_each_rank_adds_its_part_of_every_pass() -> None:
-    assert run_ranks(sums, 2) == [[True, True] * len(BUCKETS)] * 2
+    assert run_ranks(sums, 2) == [[True, True] * 2 * len(BUCKETS)] * 2
 
 
 def test_what_was_not_kept_whole_cannot_be_asked_for() -> None:

@@ -122,9 +122,7 @@ def _empty(engine: Engine) -> Any:
 
 def _spoil_reduced_gradient(engine: Engine) -> Any:
     """A gradient of this rank becomes NaN after ranks have summed it, so that the other replicas do not see it."""
-    place, name = (
-        (engine.deepspeed.optimizer, "step") if engine.zero_stage else (engine.deepspeed, "clip_fp32_gradients")
-    )
+    place, name = engine.deepspeed.optimizer, "step"
     own = getattr(place, name)
 
     def spoiled(*given: Any) -> Any:
@@ -250,6 +248,7 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
         fp16_enabled=lambda: False,
         postscale_gradients=lambda: True,
         gradient_predivide_factor=lambda: 1.0,
+        set_gradient_accumulation_boundary=lambda is_boundary: None,
     )
     DirectView(engine, mesh.gradient, clipping).guard(gate)
 

@@ -189,8 +189,7 @@ def _damage(engine: Engine, poison: Poison, shared: list[bool]) -> Callable[[], 
 
         return chosen.register_hook(hook).remove
     if poison.target == "reduced gradient":
-        clips = engine.zero_stage == 0  # and takes the norm there
-        place, name = (engine.deepspeed, "clip_fp32_gradients") if clips else (engine.deepspeed.optimizer, "step")
+        place, name = engine.deepspeed.optimizer, "step"
         step = getattr(place, name)
 
         def damaged_step(*arguments: Any) -> Any:
