@@ -64,7 +64,7 @@ class MainGradients(GradientSum):
             is_later = id(parameter) in self._written
             self._written.add(id(parameter))
             sums[is_later].append(self._views[id(parameter)])
-            gradients[is_later].append(parameter.grad)
+            gradients[is_later].append(parameter.grad.contiguous())
             parameter.grad = None
         if sums[False]:
             torch._foreach_copy_(sums[False], gradients[False])
