@@ -35,6 +35,11 @@ TESTED_BY: Mapping[str, str] = {
     "tensor 2 with sequence parallelism": (
         "tests/parity/sequence/test_sequence_parallel.py::test_layout_equals_one_process"
     ),
+    "whole sequences": _PARITY,
+    **dict.fromkeys(
+        ("a ring of 2", "Ulysses 2"),
+        "tests/parity/sequence/test_context_parallel.py::test_losses_and_norms_are_those_of_one_process",
+    ),
     "nothing recomputed": _PARITY,
     "attention recomputed": "tests/parity/test_switches.py::test_layout_equals_one_process",
     "blocks recomputed": "tests/parity/test_switches.py::test_layout_equals_one_process",

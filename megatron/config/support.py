@@ -34,6 +34,11 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             "tensor 2": "--tensor-model-parallel-size 2",
             "tensor 2 with sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel",
         },
+        "sequences": {
+            "whole sequences": "--context-parallel-size 1 --ds-sequence-parallel-size 1",
+            "a ring of 2": "--context-parallel-size 2 --attention-dropout 0",
+            "Ulysses 2": "--ds-sequence-parallel-size 2",
+        },
         "recompute": {
             "nothing recomputed": "--no-checkpoint-activations",
             "attention recomputed": "--recompute-granularity selective",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.data.loader import Batch
+from megatron.data.loader import Batch, predicted_places
 from megatron.model.blocks.router import PASSES, is_expert_tokens
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
@@ -20,6 +20,7 @@ from tests.parity.layouts import layout_flags, local_batches
 from tests.parity.reference import Recipe
 
 RECIPE = Recipe(num_layers=2, steps=2, global_batch_size=4, micro_batch_size=1)
+MASKED = "--objective masked --bidirectional --masked-lm-head"
 DROPS = "--hidden-dropout 0.1"
 RING_4, RING_2 = "--context-parallel-size 4", "--context-parallel-size 2"
 MIXED = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
@@ -63,6 +64,18 @@ CASES = {
         "--ds-sequence-parallel-size 2",
         "--objective prefix --loss-on-targets-only --reweight-loss-based-on-position-frequency",
     ),
+    "ring-schedule": Case(
+        f"{RING_2} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --pipeline-engine own", DROPS
+    ),
+    "ring-sequence-parallel": Case(
+        f"{RING_2} --tensor-model-parallel-size 2 --sequence-parallel", f"--reset-attention-mask {DROPS}"
+    ),
+    "ulysses-sequence-parallel": Case(
+        f"{RING_2} --cp-comm-type a2a --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{DROPS} --checkpoint-activations",
+    ),
+    "ring-masked": Case(RING_4, f"{MASKED} {DROPS}", 3),
+    "ulysses-masked": Case("--ds-sequence-parallel-size 2", f"{MASKED} --attention-dropout 0.1"),
     "mixed": Case(MIXED, f"--num-query-groups 1 --reset-attention-mask {DROPS}"),
     "mixed-flags": Case("--context-parallel-size 2 --ds-sequence-parallel-size 2", DROPS, 0),
 }
@@ -83,7 +96,11 @@ def batches(config: RunConfig, mesh: ParallelMesh, step: int) -> list[Batch]:
     for batch in local_batches(RECIPE, config, mesh, step, uneven=True):
         ends = batch.tokens % 7 == 0
         prefix = np.arange(batch.tokens.shape[1]) < 3 + batch.sample_ids[:, None] % 5
-        made.append(dataclasses.replace(batch, segment_ids=np.cumsum(ends, axis=1) - ends, prefix_mask=prefix))
+        batch = dataclasses.replace(batch, segment_ids=np.cumsum(ends, axis=1) - ends, prefix_mask=prefix)
+        if config.loss.objective == "masked":
+            batch.loss_mask[:, 0] = 0
+            batch = dataclasses.replace(batch, predicted=predicted_places(batch.loss_mask, batch.tokens.shape[1]))
+        made.append(batch)
     return made
 
 

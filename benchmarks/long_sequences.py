@@ -1,0 +1,109 @@
+"""Memory and time of blocks whose tokens are divided over ranks: a ring, Ulysses, or one process.
+
+    python benchmarks/long_sequences.py
+    torchrun --nproc-per-node 4 benchmarks/long_sequences.py --layers 6
+
+Prints one JSON line per measurement. Every rank has one thread. The memory is the most that any rank's resident memory
+grew by, forward and backward of all blocks; the time is that of the slowest rank. Several forms take turns in the same
+processes; their memory is then not printed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.figures import print_figure
+from megatron import log
+from megatron.config import ConfigSection, Machine, TokenizerFacts, flag, parse, parse_flags, resolve
+from megatron.model.interface.network import LayerKind, LayerStack
+from megatron.model.networks import network_layers
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_max
+from megatron.train.objectives import step_settings
+
+
+@dataclass(frozen=True)
+class LongSequencesFlags(ConfigSection):
+    """Flags of this program."""
+
+    forms: tuple[str, ...] = flag(("p2p",), "p2p and a2a, which take turns", nargs="+", choices=("p2p", "a2a"))
+    length: int = flag(32768, "tokens of the sample", at_least=2)
+    width: int = flag(64, "width of the blocks", at_least=1)
+    heads: int = flag(4, "attention heads", at_least=1)
+    layers: int = flag(1, "transformer blocks", at_least=1)
+    repetitions: int = flag(1, "runs of each form; the median counts", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures on all ranks."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    flags = parse_flags(LongSequencesFlags, words, prog="long_sequences.py", description=__doc__ or "")
+    torch.set_num_threads(1)
+    runs = {form: _run_of(flags, form) for form in flags.forms}
+    seconds: dict[str, list[float]] = {form: [] for form in runs}
+    for _, run in runs.values():
+        run(64)  # what libraries allocate once
+    before = _resident_bytes()
+    for _ in range(flags.repetitions):
+        for form, (mesh, run) in runs.items():
+            started_at = time.perf_counter()
+            run(flags.length // mesh.world.size)
+            seconds[form].append(time.perf_counter() - started_at)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    for form, (mesh, _) in runs.items():
+        own = torch.tensor([grown / 1e6, statistics.median(seconds[form])], dtype=torch.float64)
+        megabytes, slowest = all_reduce_max(own, mesh.control).tolist()
+        settings = {"ranks": mesh.world.size, "form": form, "length": flags.length, "layers": flags.layers}
+        settings |= {"width": flags.width, "heads": flags.heads}
+        if mesh.world.rank == 0:
+            if len(runs) == 1:
+                print_figure("long_sequences", "peak_memory", megabytes, "MB", **settings)
+            print_figure("long_sequences", "time_per_token", slowest / flags.length * 1e6, "us", **settings)
+    return 0
+
+
+def _run_of(flags: LongSequencesFlags, form: str) -> tuple[ParallelMesh, Callable[[int], None]]:
+    """The mesh of a form, and forward and backward of its blocks with some tokens on each rank."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    pairs = {
+        "--num-layers": flags.layers, "--hidden-size": flags.width, "--num-attention-heads": flags.heads,
+        "--seq-length": flags.length, "--max-position-embeddings": flags.length, "--position-embedding-type": "rope",
+        "--attention-dropout": 0, "--hidden-dropout": 0, "--micro-batch-size": 1, "--train-iters": 1, "--lr": 1,
+        "--context-parallel-size": world_size, "--cp-comm-type": form,
+        "--data-path": "none", "--vocab-file": "none", "--merge-file": "none",
+    }  # fmt: skip
+    machine = Machine(device_type="cpu", world_size=world_size, supports_fp16=False, supports_bf16=True)
+    request = parse([str(word) for pair in pairs.items() for word in pair])
+    config = resolve(request, machine, TokenizerFacts(vocab_size=64, eod_id=0, fingerprint="none"))
+    mesh = open_mesh(config.parallel)
+    specs = [spec for spec in network_layers(config.model, mesh) if spec.kind is LayerKind.BLOCK]
+    blocks, settings = LayerStack(specs, seed=1), step_settings(config, mesh)
+
+    def run(tokens: int) -> None:
+        hidden = torch.randn(1, tokens, flags.width, requires_grad=True)
+        output = blocks(hidden, settings.context(torch.zeros(1, dtype=torch.int64)))
+        output.backward(torch.ones_like(output))
+        blocks.zero_grad()
+
+    return mesh, run
+
+
+def _resident_bytes() -> int:
+    """The memory of this process that is resident now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
