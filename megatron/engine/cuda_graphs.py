@@ -48,6 +48,7 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
         "the host chooses the loss scale of float16": config.precision.fp16,
         "the host reads how many tokens an expert gets": model.num_experts > 1,
         "messages of sequence parallelism overlap with products": parallel.sequence_parallel,
+        "ranks that share a sequence exchange messages within attention": parallel.sequence_size > 1,
         f"messages of {parallel.distributed_backend} inside the blocks cannot be captured": (
             parallel.tensor_model_parallel_size > 1 and parallel.distributed_backend != "nccl"
         ),

@@ -47,6 +47,7 @@ LAYOUT_REFUSALS = {
     "--tensor-model-parallel-size 2 --distributed-backend gloo": "messages of gloo inside the blocks cannot be",
     "--tensor-model-parallel-size 2": "",
     "--tensor-model-parallel-size 2 --sequence-parallel": "messages of sequence parallelism",
+    "--context-parallel-size 2": "ranks that share a sequence exchange messages",
 }
 
 
