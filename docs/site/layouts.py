@@ -22,13 +22,13 @@ COMMAND = shlex.split(
     "--vocab-file vocab.json --merge-file merges.txt"
 )
 
-_SCHEDULES = "tests/engine/pipeline/test_executor.py::test_every_schedule_trains_like_one_process"
+_SCHEDULES = "tests/parity/pipeline/test_schedules.py::test_a_schedule_equals_one_process"
 _PARITY = "tests/parity/test_parity.py::test_fp32_layout_equals_reference"
 # The test that trains with a value of `AXES`, and compares with one process where the value divides anything.
 TESTED_BY: Mapping[str, str] = {
     "no pipeline": _PARITY,
     **dict.fromkeys(("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "v-half", "v-1f1b"), _SCHEDULES),
-    "1f1b, engine deepspeed": _PARITY,
+    "1f1b, engine deepspeed": "tests/engine/pipeline/test_deepspeed_pipeline.py::test_both_engines_train_alike",
     **{f"ZeRO {stage}": _PARITY for stage in range(4)},
     "tensor 1": _PARITY,
     "tensor 2": _PARITY,

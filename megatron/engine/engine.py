@@ -111,7 +111,7 @@ class Engine:
         gradients = self.view if isinstance(self.view, GradientOwner) else None
         if gradients is None or self.chunks.count == 1:
             return PlainPasses(self.deepspeed, self.stack, gradients, self._enter, adds_up=self.view.is_direct)
-        gradients.keep_whole(weight for weight, _ in self.tied)
+        gradients.keep_whole(weight for weight, _ in self.tied if not is_frozen(weight))
         executor = Executor(
             self.stack,
             self.chunks,

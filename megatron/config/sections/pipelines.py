@@ -44,10 +44,10 @@ class PipelineAbilities:
 
 
 OWN, DEEPSPEED = "own", "deepspeed"
-DEFAULT_ENGINE = DEEPSPEED
+DEFAULT_ENGINE = OWN
 ENGINES: Mapping[str, PipelineAbilities] = types.MappingProxyType(
     {
-        OWN: PipelineAbilities(schedules=tuple(SCHEDULE_CHUNKS), reads_files=True, zero_stages=(0, 1)),
+        OWN: PipelineAbilities(schedules=tuple(SCHEDULE_CHUNKS), reads_files=True, zero_stages=(0, 1, 2)),
         DEEPSPEED: PipelineAbilities(schedules=("1f1b",), reads_files=False, zero_stages=(0, 1)),
     }
 )

@@ -62,21 +62,29 @@ class Executor:
                 if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                     module.queue = self.queues[chunk]
 
-    def run(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss, *, trains: bool) -> None:
+    def run(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss, *, trains: bool) -> int:
         """Executes a program of this rank.
 
         Args:
             batches: as many micro-batches as the program has.
             trains: whether autograd records the forward passes.
+
+        Returns:
+            The most forward passes whose activations were held at once.
         """
         execution = _Execution(self, batches, losses, trains)
         for action in program:
             execution.execute(action)
         execution.finish()
+        return execution.most_held
 
 
 class _Execution:
-    """One run of a program: what is alive in it."""
+    """One run of a program: what is alive in it.
+
+    Attributes:
+        most_held: the most forward passes whose activations were held at once.
+    """
 
     def __init__(self, executor: Executor, batches: Sequence[DeviceBatch], losses: StepLoss, trains: bool) -> None:
         self._executor, self._batches, self._losses, self._trains = executor, batches, losses, trains
@@ -89,6 +97,7 @@ class _Execution:
         # What the backward pass of a chunk needs.
         self._alive: dict[Place, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._work: dict[Place, list[Work]] = {}
+        self.most_held = 0
         self._steps: Mapping[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -126,6 +135,7 @@ class _Execution:
             self._outputs[place] = output.detach()
         if self._trains:
             self._alive[place] = hidden, output
+            self.most_held = max(self.most_held, len(self._alive) + len(self._work))
 
     def _hidden_before(self, place: Place) -> torch.Tensor | None:
         """The input of a chunk, as a leaf of autograd's graph; None for the first, which takes the micro-batch's."""
@@ -143,7 +153,7 @@ class _Execution:
         self._executor.enter("backward")
         if output.requires_grad:  # else everything before is frozen
             torch.autograd.backward(output, gradient)
-            self._executor.take_gradients(self._executor.parameters[action.chunk])
+            self._take_gradients(action)
         if hidden is not None and hidden.grad is not None:
             self._gradients[action.chunk - 1, action.micro_batch] = hidden.grad
 
@@ -164,7 +174,14 @@ class _Execution:
         self._executor.enter("backward")
         for work in self._work.pop((action.chunk, action.micro_batch)):
             work()
-        self._executor.take_gradients(self._executor.parameters[action.chunk])
+        self._take_gradients(action)
+
+    def _take_gradients(self, action: Action) -> None:
+        """Hands on what a backward pass has left; the halves of one leave those of different parameters."""
+        parameters = self._executor.parameters[action.chunk]
+        if action.kind is not Kind.BACKWARD:
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        self._executor.take_gradients(parameters)
 
     def _send_forward(self, action: Action) -> None:
         self._send(self._outputs.pop((action.chunk, action.micro_batch)), action)

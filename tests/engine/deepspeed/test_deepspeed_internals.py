@@ -254,7 +254,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(monkeypatch: pyte
 
 def phases_of_a_pipeline(rank: int) -> set[str]:
     """The phases that one stage announced in a step."""
-    config = layout_config(RECIPE, (1, 2, 1), 1, [])
+    config = layout_config(RECIPE, (1, 2, 1), 1, ["--pipeline-engine", "deepspeed"])
     engine = build_engine(config, open_mesh(config.parallel))
     phases: set[str] = set()
     engine.on_phase = phases.add

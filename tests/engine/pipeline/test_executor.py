@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron.model.blocks.transformer import TransformerBlock
+from megatron.model.interface.network import LayerKind
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
@@ -43,11 +45,36 @@ def train_cases(rank: int, pp: int, cases: dict[str, list[str]]) -> dict[str, li
     mesh: Any = None
     curves = {}
     for schedule, flags in cases.items():
-        flags = [*DROPOUT, "--pipeline-engine", "own", "--pipeline-schedule", schedule, *flags]
+        flags = [*DROPOUT, "--pipeline-schedule", schedule, *flags]
         config = layout_config(RECIPE, (1, pp, 1), 0, flags)
         mesh = mesh or open_mesh(config.parallel)
         curves[schedule] = train(mesh, config)
     return curves
+
+
+def block_runs(rank: int) -> tuple[int, int]:
+    """How often blocks run in a step of a schedule with split backward passes and recomputation, and the blocks."""
+    flags = ["--pipeline-schedule", "zbv", "--checkpoint-activations"]
+    config = layout_config(RECIPE, (1, 2, 1), 0, flags)
+    engine = build_engine(config, open_mesh(config.parallel))
+    runs = 0
+    once = TransformerBlock._run_sum
+
+    def counted(*given: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return once(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerBlock, "_run_sum", counted)
+        engine.train_batch(local_batches(RECIPE, config, engine.mesh, 0, True), RECIPE.learning_rate)
+    return runs, sum(spec.kind is LayerKind.BLOCK for spec, _ in engine.stack.named_layers())
+
+
+def test_a_block_runs_once_and_once_more_to_be_recomputed() -> None:
+    micro_batches = RECIPE.global_batch_size // RECIPE.micro_batch_size
+    for runs, blocks in run_ranks(block_runs, 2):
+        assert blocks > 0 and runs == 2 * blocks * micro_batches
 
 
 def test_every_schedule_trains_like_one_process() -> None:
