@@ -317,6 +317,7 @@ class _Graph:
         self._graph.replay()
 
     def release(self) -> None:
+        synchronize()  # it may still run
         self._graph.reset()
 
 
