@@ -68,10 +68,12 @@ that refuse a command before it starts, by `docs/site/layouts.py`.
 Data parallelism can be combined with everything here: start more processes. For a command of your own, `doctor.py` says
 what could be changed about it:
 
-<!-- not run: the tests of doctor.py do -->
-```bash
+```text
 python tools/doctor.py --layouts -- pretrain_gpt.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16
 ```
+
+A cell below is a pair of values; `tests/parity/pipeline/test_layout_table.py` trains pairs of a schedule and another
+value, all of them with `--cases`.
 
 ## Pipelines
 
