@@ -38,8 +38,7 @@ class GradientOwner:
     def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
 
-        With ZeRO 2 it is collective over data-parallel ranks, and sends what it is given even if that has no gradient:
-        a schedule that computes weight gradients later calls it after these.
+        With ZeRO 2 it is collective over data-parallel ranks, which call it for the same parameters in the same order.
 
         Args:
             parameters: those whose gradients are complete, frozen ones excluded; all by default.

@@ -28,8 +28,7 @@ class PartitionGradients(GradientSum):
     gradients are freed, ranks average the tensor, and each adds its own part of it. So between two passes a rank holds
     its part only, and during one the gradients of that pass and a bucket.
 
-    `add` sends something for each of its parameters, whether it has a gradient or not, so all ranks must call it with
-    the same ones; in a schedule that computes weight gradients later, after these.
+    A bucket is sent if any of its parameters has a gradient, so all ranks must compute the gradients of the same ones.
 
     Args:
         parts: one for each group, zero.
@@ -148,7 +147,9 @@ class PartitionGradients(GradientSum):
             yield _Run(group, tuple(run), first)
 
     def _send_gradients(self, run: _Run) -> None:
-        """Frees the gradients of a pass once they are in one tensor."""
+        """Frees the gradients of a pass once they are in one tensor; without any, nothing is sent."""
+        if all(each.grad is None for each in run.parameters):
+            return
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters]
         for each in run.parameters:
             each.grad = None
