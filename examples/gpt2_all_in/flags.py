@@ -100,7 +100,7 @@ class AllInOneTrainer(ConfigSection):
     dataset: str | None = flag(
         None,
         "where dataset full is: a pattern of Parquet windows such as shards/train-*.parquet, a prefix of token files, "
-        "the address of a document store, or text: hf://NAME on the hub, a folder of a data set, jsonl or .txt",
+        "the address of a document store, or text: hf://NAME on the hub, a folder of a dataset, jsonl or .txt",
         path=PathUse.PREFIX,
     )
     valid_dataset: str | None = flag(
@@ -171,7 +171,7 @@ class AllInOneFile:
 
     @property
     def text_folder(self) -> Path | None:
-        """Where a data set that is text becomes token files, with a tokenizer trained on it; None for others."""
+        """Where a dataset that is text becomes token files, with a tokenizer trained on it; None for others."""
         source = self.trainer.dataset or ""
         if self.dataset == DEV or not (source.startswith(_HUB) or source.endswith(_TEXTS) or Path(source).is_dir()):
             return None

@@ -1,4 +1,4 @@
-"""From the data flags to the training, validation and test data sets of a run, and the plan that fixes their order."""
+"""From the data flags to the training, validation and test datasets of a run, and the plan that fixes their order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MOST_USEFUL_PASSES = 16
 
 @dataclass(frozen=True)
 class SplitDatasets:
-    """The data sets of a run; a split without samples or without sequences is None or absent.
+    """The datasets of a run; a split without samples or without sequences is None or absent.
 
     Args:
-        valid, test: data set of each named group (`valid`, `test` unless weighted groups have names of their own).
+        valid, test: dataset of each named group (`valid`, `test` unless weighted groups have names of their own).
     """
 
     train: SampleDataset | None
@@ -44,11 +44,11 @@ class SplitDatasets:
 
 
 def build_split_datasets(request: DataRequest) -> tuple[SplitDatasets, DataPlan]:
-    """Opens the sources and gives the data sets of all splits.
+    """Opens the sources and returns the datasets of all splits.
 
     Raises:
         DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
-            the stored plan is of other data.
+            the stored plan belongs to other data.
         ConfigError: two evaluation groups share a name, or Parquet windows have another length than samples.
     """
     data, stored, consumed = request.data, request.stored, request.consumed
@@ -97,7 +97,7 @@ def epoch_samples(request: DataRequest) -> int:
 
 
 def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False) -> list[str]:
-    """A sentence for each validation or test split that was asked for and has nothing in it.
+    """A sentence for each validation or test split that was requested and is empty.
 
     Args:
         is_evaluated: evaluations were asked for, so that there should be something to validate on at all.
@@ -131,7 +131,7 @@ def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False
 
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
-    """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
+    """What identifies the data, for a checkpoint's manifest: sizes and fingerprint per prefix."""
     return {masked(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
 
 
@@ -144,7 +144,7 @@ def data_prefixes(data: DataConfig) -> list[str]:
 
 
 def token_file_prefixes(data: DataConfig) -> list[str]:
-    """The same with both token files of each source of pairs."""
+    """The same, with both token files of each source of pairs."""
     return [part for prefix in data_prefixes(data) for part in open_source(prefix).token_files]
 
 
@@ -293,7 +293,7 @@ class _Range:
 
 
 def _fresh_plan(sources: DataSources) -> DataPlan:
-    """The plan of a new run, before any samples are asked of it."""
+    """The plan of a new run, before it is extended to any samples."""
     data = sources.request.data
     groups = {
         "train": _weighted_groups(data.train_groups, sources),
@@ -367,7 +367,7 @@ def _no_training_data_text(data: DataConfig) -> str:
 
 
 def _build_group(group: GroupPlan, plan: DataPlan, sources: DataSources) -> SampleDataset:
-    """The samples of a group; of the phases that were over before the consumed samples, only their places."""
+    """The samples of a group; of phases that ended before the consumed samples, only their positions."""
     firsts = [phase.first for phase in group.phases]
     last = len(firsts) - 1
     opened = [number for number in range(last) if firsts[number + 1] > sources.request.consumed]

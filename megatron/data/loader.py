@@ -239,7 +239,7 @@ def predicted_places(loss_mask: np.ndarray, most: int) -> np.ndarray:
     if counts.max() > most or has_loss[:, 0].any():
         raise DataError(
             f"A sample has {counts.max()} tokens to be predicted and {most} were planned for, or its first token is "
-            "one of them. This is an error of the data set, not of the data; please report it."
+            "one of them. This is an error of the dataset, not of the data; please report it."
         )
     places = np.zeros((len(loss_mask), most), np.int64)
     rows, columns = np.nonzero(has_loss)

@@ -171,7 +171,7 @@ class Hypotheses:
         self.finished = sorted([*self.finished, beam], key=lambda one: -one.score)[: self.settings.beams]
 
     def _is_over(self) -> bool:
-        """Whether no running text is waited for any more."""
+        """Whether no running text needs to be waited for."""
         settings = self.settings
         if len(self.finished) < settings.beams:
             return False
@@ -202,7 +202,7 @@ def beam_search(loaded: LoadedModel, prompt: Sequence[int], settings: BeamSettin
     cached, short_context = 0, loaded.config.model.short_context or 0
     while True:
         length = texts.shape[1]
-        if cached <= short_context < length:  # from here on, the keys of all tokens are rotated otherwise
+        if cached <= short_context < length:  # from here on, the keys of all tokens are rotated differently
             caches.truncate(0)
             cached = 0
         context = StepSettings().context(torch.arange(len(texts), device=device), first_sample=0, caches=caches)

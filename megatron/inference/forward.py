@@ -1,4 +1,4 @@
-"""A forward pass through all pipeline stages of a loaded network, and what is decided by its scores."""
+"""A forward pass through all pipeline stages of a loaded network, and decisions based on its scores."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Forward:
 
 
 def decide_on_all(scores: torch.Tensor | None, loaded: LoadedModel, decide: Callable[[torch.Tensor], Any]) -> Any:
-    """What the first rank of the last stage decides by the scores of the whole vocabulary, on all ranks of the model.
+    """The decision of the last stage's first rank, based on the scores of the whole vocabulary, on all ranks of the
+    model.
 
     Shapes: scores `[n, v/t]` on the last stage, None on the others; `decide` is given `[n, v]` float32, on the CPU.
 
@@ -71,7 +72,7 @@ def decide_on_all(scores: torch.Tensor | None, loaded: LoadedModel, decide: Call
     if scores is not None:
         whole = whole_logits(scores, mesh.tp, loaded.vocab_size)  # [n, v]
         if mesh.tp.rank == 0:
-            whole = whole.to("cpu", torch.float32)  # not in `decide`: what fails on a device is no row's fault
+            whole = whole.to("cpu", torch.float32)  # not in `decide`: a failure of the device is no row's fault
             try:
                 answer["decision"] = decide(whole)
             except NumericsError as failure:

@@ -2,9 +2,9 @@
 
 Texts become tokens by the rules of the harness's own `hf` model, so that both give the same figures: blanks at the end
 of a context belong to the continuation, the tokens of a continuation are the tokens of the whole text after as many as
-the context has, and an empty context is the beginning-of-sequence token, or end-of-document where there is none.
-They differ in one thing: what a tokenizer puts after texts (`</s>`) is left out here, while the harness takes it for
-the end of the continuation and loses the continuation's first token for it.
+the context has, and an empty context is the beginning-of-sequence token, or end-of-document where there is none. They
+differ in one thing: what a tokenizer puts after texts (`</s>`) is left out here, while the harness takes it for the end
+of the continuation and loses the continuation's first token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def harness_model(loaded: LoadedModel, batch_size: int = 8, on_progress: Progres
     On several ranks all call the harness with the same tasks; each gets all results. To the harness it is one process.
 
     Args:
-        batch_size: texts of full length that a forward pass may have; of shorter ones it has more.
+        batch_size: texts of full length in a forward pass; it takes more of shorter ones.
         on_progress: called with the queries scored so far, and all of them.
 
     Raises:
@@ -87,7 +87,7 @@ class _Methods:
         return self.tokens.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text, with what the tokenizer puts before texts unless that is there or not wanted."""
+        """The tokens of a text, with what the tokenizer puts before texts unless it is there already or not wanted."""
         if add_special_tokens is False or not string:
             return self.tokens.encode_bare(string)
         return encode_prompt(self.tokens, string)

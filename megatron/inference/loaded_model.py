@@ -181,7 +181,7 @@ def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: 
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Packs the matrices of a network that is only to be run from now on: not trained, saved or exported.
+    """Packs the matrices of a network that will only be run: not trained, saved or exported.
 
     A packed matrix takes the place of the plain one. An output head that shares the word embedding has it in addition,
     if there is memory.

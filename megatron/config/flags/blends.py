@@ -23,7 +23,7 @@ class WeightedPath:
 
 @dataclass(frozen=True)
 class WeightedGroup:
-    """A named blend of parts of data sets, read from `NAME: W S:E PREFIX, W S:E PREFIX`."""
+    """A named blend of parts of datasets, read from `NAME: W S:E PREFIX, W S:E PREFIX`."""
 
     name: str
     entries: tuple[WeightedPath, ...]

@@ -55,7 +55,7 @@ class CleanOutputs:
         """Checks that all can be written, before any work is done.
 
         Raises:
-            ConfigError: two outputs, or an output and an input, are one file; a suffix is not written.
+            ConfigError: two outputs, or an output and an input, are one file; a suffix is not supported.
             StorageError: the file system refuses.
         """
         taken = {str(Path(path).resolve()): f"--input {path}" for path in inputs}
@@ -239,16 +239,16 @@ class _Writer:
 
 
 def _runs(stays: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of neighbours that stay."""
+    """Half-open ranges of consecutive documents that are kept."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], stays, [False])).astype(np.int8)))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def check_output(flag: str, path: str) -> None:
-    """Checks that a file of this name can be written as its suffix says.
+    """Checks that a file of this name can be written in the format of its suffix.
 
     Raises:
-        ConfigError: the suffix is of a compression that is not written, or its library is missing.
+        ConfigError: the suffix is a compression that is not supported, or its library is missing.
     """
     suffix = Path(path).suffix.lower()
     if suffix in (".bz2", ".xz", ".parquet"):

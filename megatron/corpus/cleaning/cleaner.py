@@ -56,7 +56,7 @@ class Dropped(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A document whose text is not what was read: where it first differs, before and after."""
+    """A document whose text was changed: where it first differs, before and after."""
 
     number: int
     what: str
@@ -290,7 +290,8 @@ def _rebuilt(options: CleanOptions, evaluation: EvaluationSets | None, counts: b
 
 
 def text_digest(text: str) -> bytes:
-    """Sixteen bytes that two texts share if they differ only in spaces and in how characters are composed (NFC).
+    """Sixteen bytes that are equal for two texts if they differ only in spaces and in how characters are composed
+    (NFC).
 
     BLAKE2b: the probability that two of n other texts share them by chance is about n² / 2^129.
     """
@@ -314,7 +315,7 @@ def _filters(options: CleanOptions) -> Iterator[DocumentFilter]:
 
 
 def _change(number: int, what: str, before: str, after: str) -> Changed:
-    """A change with the text around the first difference: found in steps, as texts are long and mostly equal."""
+    """A change with the text around the first difference, found in steps, as texts are long and mostly equal."""
     first = 0
     step = _COMPARED_CHARACTERS
     while step:
@@ -326,5 +327,5 @@ def _change(number: int, what: str, before: str, after: str) -> Changed:
 
 
 def _unwritten(entry: DocumentEntry, key: str) -> bytes:
-    """What an input without lines of JSON held, as one; nothing where it was no text."""
+    """The JSON line for an input that has none; empty where it was not text."""
     return b"" if entry.text is None else line_of(entry, key, entry.text)

@@ -12,7 +12,7 @@ _EXAMPLE_CHARACTERS = 80
 
 @dataclass
 class Reason:
-    """Documents that were dropped or changed for one reason, and the first few of them.
+    """Counts of documents dropped or changed for one reason, and the first few of them.
 
     Args:
         examples: `where` is the input and the line, `shown` the beginning of the text, or the text around a change.
@@ -58,7 +58,7 @@ class CleaningReport:
         self._count(self.changed, what, {"where": where, "shown": before, "detail": after})
 
     def wants_example(self, reason: str) -> bool:
-        """Whether an example of a dropped document is still wanted: making one may cost time."""
+        """Whether another example of a dropped document is needed: making one may take time."""
         known = self.dropped.get(reason)
         return self.maximum_examples > 0 if known is None else len(known.examples) < self.maximum_examples
 

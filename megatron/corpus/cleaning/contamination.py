@@ -28,7 +28,7 @@ _SENTENCE_END = re.compile(r"[.!?。！？]")
 
 
 class Match(NamedTuple):
-    """A run of words of a text that an evaluation text has too: its characters, and the number of the run."""
+    """A run of words that an evaluation text has too: its characters, and the number of the run."""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ class RunSet:
 
     Args:
         first: number of the first run among the runs of all lengths.
-        maybe: whether a run with these low bits may be there: quicker to ask than the sorted hashes.
+        maybe: whether a run with these low bits may be there, which is faster to look up than the sorted hashes.
 
     Shapes:
         hashes: uint64 [n], sorted; ignored: bool [n]; maybe: bool [a power of two].
@@ -160,8 +160,8 @@ def _files(values: Sequence[str]) -> Sequence[str]:
 def pieces_around(text: str, matches: Sequence[Match], choice: ContaminationChoice) -> list[str]:
     """What is left of a text when its matches are cut out.
 
-    Matches that overlap are one. With it go `margin` characters on either side, and on from there to the next end of a
-    sentence. A piece with fewer characters than `shortest_piece` goes too.
+    Matches that overlap are one. `margin` characters on either side are cut with them, and from there up to the nearest
+    sentence end. Pieces with fewer characters than `shortest_piece` are dropped too.
     """
     pieces = []
     begin = 0
@@ -192,7 +192,7 @@ def _last_sentence_end(text: str, begin: int, stop: int) -> int:
 
 
 def _evaluation_texts(block: InputBlock) -> Iterator[str]:
-    """Every text of a block: lines of plain text; of JSON all strings in a line, however deep."""
+    """Every text of a block: lines of plain text, or all strings in a line of JSON, however deeply nested."""
     data = block.read()
     offset = block.start
     for line in data.split(b"\n"):

@@ -15,7 +15,7 @@ from megatron.corpus.cleaning.near_duplicates.signatures import band_shape
 
 
 class DuplicateFilter:
-    """Drops documents like an earlier one; the first stays."""
+    """Drops documents that are like an earlier one; the first is kept."""
 
     def __init__(self, options: CleanOptions) -> None:
         self._exact = ExactDuplicates() if options.exact_duplicates else None
@@ -28,7 +28,7 @@ class DuplicateFilter:
         self._sources: list[tuple[int, str, int]] = []
 
     def rejections(self, cleaned: CleanedBlock, path: str, line: int) -> list[Rejection | None]:
-        """A rejection for each document of a block that passed so far, None where it stays.
+        """A rejection for each document of a block that passed so far, None where it is kept.
 
         Args:
             path, line: the input, and how many of its documents came before the block.
@@ -55,7 +55,7 @@ class DuplicateFilter:
 
 
 class ExactDuplicates:
-    """Remembers the hash of every text: 21 to 43 bytes a document (16 of them the hash, the rest free slots)."""
+    """Remembers the hash of every text: 21 to 43 bytes per document (16 of them the hash, the rest free slots)."""
 
     def __init__(self) -> None:
         self._table = KeyTable(2, with_values=False)

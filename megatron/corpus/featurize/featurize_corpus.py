@@ -1,7 +1,7 @@
 """Text, or a `.bin/.idx` pair, to windows of one length in Parquet shards: the options, and the run.
 
 Text is first encoded into a pair next to the shards, by the engine of `tools/preprocess_data.py`; then the number of
-windows is known and they are divided among the shards. The pair takes 2 or 4 bytes a token and is removed at the end.
+windows is known and they are divided among the shards. The pair takes 2 or 4 bytes per token and is removed at the end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WindowOptions:
         return self.max_sequence_length - self.num_special_token_reserved
 
     def problems(self) -> Iterator[str]:
-        """One sentence for everything that contradicts."""
+        """One sentence for each contradiction."""
         longest, reserved = self.max_sequence_length, self.num_special_token_reserved
         if self.tokens_per_window < 1:
             yield (
@@ -92,7 +92,7 @@ class WindowOptions:
             document_begin: likewise; also the id that windows begin with where the options name none.
 
         Raises:
-            ConfigError: with everything that contradicts.
+            ConfigError: with all contradictions.
         """
         problems = list(self.problems())
         reserved = self.num_special_token_reserved

@@ -183,7 +183,7 @@ def prepare_folder(output_path: str) -> None:
 def publish(output_path: str, files: Sequence[tuple[Path, Path]]) -> None:
     """Gives complete files their names as the shards of an output path; older shards of that path go first.
 
-    A crash in between leaves fewer shards than their names say, never shards of two runs.
+    A crash in between leaves too few shards, never shards of two runs.
 
     Raises:
         StorageError: the file system refused; the older shards are as they were.
@@ -209,7 +209,7 @@ def _write_shard(plan: WindowPlan, shard: _Shard) -> None:
 
 
 def _write_in_workers(plan: WindowPlan, shards: Sequence[_Shard], workers: int) -> None:
-    """Shares the shards among processes and waits for all; the first failure ends the others."""
+    """Distributes the shards over processes and waits for all; the first failure ends the others."""
     method = start_method()
     running: dict[Connection, BaseProcess] = {}
     processes: list[BaseProcess] = []
@@ -239,7 +239,7 @@ def _take_answer(receiver: Connection, process: BaseProcess) -> None:
 
 
 def _work(prefix: str, cutting: Cutting, chunk_ends: Numbers, shards: Sequence[_Shard], answers: Connection) -> None:
-    """The body of a process: writes its shards, then says how that went."""
+    """The body of a process: writes its shards, then reports the outcome."""
     enter_worker()
     answer = {}
     try:

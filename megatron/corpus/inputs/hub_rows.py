@@ -1,6 +1,6 @@
-"""Rows of what the optional `datasets` library reads: data sets of the Hugging Face hub, their local copies, and files.
+"""Rows of what the optional `datasets` library reads: datasets of the Hugging Face hub, their local copies, and files.
 
-The library keeps a data set as Arrow tables in its cache, so that rows can be counted, drawn in any order and divided
+The library keeps a dataset as Arrow tables in its cache, so that rows can be counted, drawn in any order and divided
 among ranks. Blocks carry them in Arrow's form, as blocks of Parquet files do.
 """
 
@@ -32,7 +32,7 @@ Rows = range | npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HubRows:
-    """A data set, or one split of it.
+    """A dataset, or one split of it.
 
     Args:
         title: how it was asked for.
@@ -79,7 +79,7 @@ def is_saved_data(path: str) -> bool:
 
 
 def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
-    """Reads files of one kind, or one data set: a folder, or a name of the hub, `name:configuration` where it has some.
+    """Reads files of one kind, or one dataset: a folder, or a name of the hub, `name:configuration` where it has some.
 
     Args:
         split: a split or the library's expression for a part of one (`train[:10%]`); train if left out.
@@ -89,7 +89,7 @@ def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
         DataError: the library cannot read them.
     """
     if len(inputs) > 1 and not all(map(os.path.isfile, inputs)):
-        raise ConfigError(f"--input {' '.join(inputs[:3])}: give files of one kind, or one data set.")
+        raise ConfigError(f"--input {' '.join(inputs[:3])}: give files of one kind, or one dataset.")
     library = datasets_library(f"--input {inputs[0]} (a name that is not a file, or --split, --count or --shuffle)")
     wanted = split or _DEFAULT_SPLIT
     title = f"{', '.join(inputs[:3])}{', ...' * (len(inputs) > 3)} ({wanted})"
@@ -108,7 +108,7 @@ def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
     except Exception as failure:  # the library and its dependencies raise errors of every kind
         raise DataError(
             f"--input {' '.join(inputs[:3])} (--split {wanted}) cannot be read by the datasets library: "
-            f"{_first_line(failure)}. Give files, a folder, or the name of a data set of the Hugging Face hub that can "
+            f"{_first_line(failure)}. Give files, a folder, or the name of a dataset of the Hugging Face hub that can "
             "be reached from here or was loaded before."
         ) from failure
     return HubRows(title, table)
@@ -166,7 +166,7 @@ def _tables(rows: Any, source: str) -> Iterator[Any]:
             table = next(batches, None)
         except Exception as failure:
             raise DataError(
-                f"{source}: rows from {done} on cannot be read: {failure}. Load the data set again."
+                f"{source}: rows from {done} on cannot be read: {failure}. Load the dataset again."
             ) from failure
         if table is None:
             return

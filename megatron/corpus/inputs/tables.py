@@ -1,10 +1,10 @@
-"""Inputs that are not files: tables of databases (see `data/stores/address.py`) and data sets of the `datasets`
+"""Inputs that are not files: tables of databases (see `data/stores/address.py`) and datasets of the `datasets`
 library.
 
     sqlite:///corpus.db?table=web      mongodb://host/corpus?collection=web      db.json
     hf://name, hf://name:split, hf://name:configuration:split, hf://folder
 
-Rows of a database are passed on as lines of JSON, so that the reader of lines reads them too; rows of a data set in
+Rows of a database are passed on as lines of JSON, so that the reader of lines reads them too; rows of a dataset in
 Arrow's form, like rows of Parquet files. They come in order of idx or of their place, with memory that does not grow.
 """
 
@@ -52,7 +52,7 @@ class InputTable(Protocol):
 
 
 def is_table(path: str) -> bool:
-    """Whether an input is a database or a data set, not a file."""
+    """Whether an input is a database or a dataset, not a file."""
     return path.startswith(_HUB) or is_store_address(path)
 
 
@@ -162,7 +162,7 @@ class _HubTable:
     def __init__(self, path: str) -> None:
         name, split = path.removeprefix(_HUB), None
         if not name:
-            raise ConfigError(f"--input {path} names no data set. Write hf://name, hf://name:split or hf://folder.")
+            raise ConfigError(f"--input {path} names no dataset. Write hf://name, hf://name:split or hf://folder.")
         if not os.path.exists(name):
             parts = name.split(":")
             name, split = ":".join(parts[:-1]) or name, parts[-1] if len(parts) > 1 else None

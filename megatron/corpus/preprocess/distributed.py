@@ -31,7 +31,7 @@ class DocumentDraw:
     """Which documents to take, and in which order.
 
     Args:
-        split: of a data set; None is its training split.
+        split: of a dataset; None is its training split.
         count: only the first this many.
         seed: of the order; with None and `is_shuffled`, one is drawn and logged.
     """
@@ -63,7 +63,7 @@ def share_of_rank(
     addresses = [value for value in inputs if "://" in value]
     if addresses:
         raise ConfigError(
-            f"--split, --count and --shuffle need files, folders or data sets of the hub, but --input {addresses[0]} "
+            f"--split, --count and --shuffle need files, folders or datasets of the hub, but --input {addresses[0]} "
             "is a database. Leave them out, or write its rows as jsonl first."
         )
     named = tuple(inputs) if len(inputs) == 1 and not os.path.isfile(inputs[0]) else expand_inputs(inputs)

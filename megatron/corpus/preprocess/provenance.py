@@ -46,7 +46,7 @@ class SourceLog:
     def _note(self, block: InputBlock) -> None:
         is_new = block.source not in self._sizes
         if block.layout == "parquet":  # has no lines: its own bytes count, once
-            if not os.path.exists(block.source):  # rows of a data set, which are cut into blocks in many ways
+            if not os.path.exists(block.source):  # rows of a dataset, which are cut into blocks in many ways
                 self._sizes[block.source] = self._sizes.get(block.source, 0) + block.size
                 return
             if not is_new:

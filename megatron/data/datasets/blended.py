@@ -1,4 +1,4 @@
-"""Several data sets mixed by weight, and several such blends one after the other, where a run changed its blend."""
+"""Several datasets mixed by weight, and several such blends one after the other, where a run changed its blend."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.errors import DataError
 
 
 class BlendedDataset(SampleRoute):
-    """Samples of several data sets in blended order.
+    """Samples of several datasets in blended order.
 
     Args:
-        sources, samples: what `blend_order` gave.
-        firsts: at which of its samples each data set begins; 0 unless it was used before.
-        places: what `source_of` calls each data set.
+        sources, samples: the result of `blend_order`.
+        firsts: at which of its samples each dataset begins; 0 unless it was used before.
+        places: the number that `source_of` returns for each dataset.
 
     Raises:
-        DataError: the order asks a data set for more samples than it has.
+        DataError: the order asks a dataset for more samples than it has.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The samples of another data set, changed when they are read: with prefixes, shortened, or with prompts as answers."""
+"""The samples of another dataset, modified when they are read: with prefixes, shortened, or with prompts as answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.data.datasets.sample import ChangedSamples, DocumentSpan, Sample, 
 
 @dataclass(frozen=True)
 class PrefixDataset(ChangedSamples):
-    """The samples of a data set, each with a prefix, or with one in each of its documents.
+    """The samples of a dataset, each with a prefix, or with one in each of its documents.
 
     A prefix is at least one token long; the prefix of a whole sample may be as long as the sample, and the prefix of a
     document leaves out its end-of-document token. Its length is a hash of the seed, the sample's number and the
@@ -28,7 +28,7 @@ class PrefixDataset(ChangedSamples):
             token after it, which does.
 
     Source: bigscience Megatron-DeepSpeed `megatron/utils.py` (`get_prefix_indices`,
-    `get_ltor_masks_and_position_ids`), which draws the lengths anew on every pipeline stage.
+    `get_ltor_masks_and_position_ids`), which draws the lengths separately on every pipeline stage.
     """
 
     dataset: SampleDataset
@@ -70,7 +70,7 @@ def prefix_length(longest: int, seed: int, sample: int, document: int) -> int:
 
 @dataclass(frozen=True)
 class ShortenedDataset(ChangedSamples):
-    """The samples of a data set without what follows their first `length` inputs; the last label is the token after
+    """The samples of a dataset without what follows their first `length` inputs; the last label is the token after
     them.
     """
 
@@ -98,7 +98,7 @@ class ShortenedDataset(ChangedSamples):
 
 @dataclass(frozen=True)
 class CopiedPrompts(ChangedSamples):
-    """The samples of a source of examples, some of which are read from a copy with prompts in the place of answers: a
+    """The samples of a source of examples, some of which are read from a copy with prompts in place of answers: a
     chatbot that sometimes repeats its prompt stays close to the text it was pretrained on.
 
     Which samples is a hash of the seed and the sample's number, so it is the same on every rank and after a resume, and

@@ -1,4 +1,4 @@
-"""How many files this process may hold open: a blend of hundreds of sources needs more than most systems begin with."""
+"""How many files this process may hold open: a blend of hundreds of sources needs more than the usual default."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def uses_of(data: DataConfig) -> int:
 
 
 def allow_open_files(sources: int, uses: int) -> None:
-    """Raises this process's limit of open files as far as the system allows; says so if that may be too few.
+    """Raises this process's limit of open files as far as the system allows; warns if that may be too few.
 
     Args:
         sources: different prefixes.

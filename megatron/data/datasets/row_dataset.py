@@ -38,7 +38,7 @@ class _Chunk:
 
 
 class RowDataset(SegmentedSamples):
-    """The rows [first, last) of a source in planned order: segments of whole epochs, each epoch shuffled anew.
+    """The rows [first, last) of a source in planned order: segments of whole epochs, each epoch shuffled separately.
 
     Args:
         segments: as planned; each holds whole epochs.

@@ -1,4 +1,4 @@
-"""What a data set returns for a number: the tokens of one sample and, where not all of its labels count, a mask."""
+"""What a dataset returns for an index: the tokens of one sample and, where not all of its labels count, a mask."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Sample(NamedTuple):
     """One sample.
 
     Shapes:
-        tokens: int64 [s + 1], the inputs and, one further, the labels; where a sample has labels of its own only the
+        tokens: int64 [s + 1], the inputs and, shifted by one, the labels; where a sample has labels of its own only the
             inputs, int64 [s].
-        loss_mask: bool or float32 [s], for each label how much it counts; None if all count fully.
+        loss_mask: bool or float32 [s], the weight of each label; None if all count fully.
         segment_ids: int64 [s], which of the packed examples each input belongs to, counted from 0; None where
             documents end with end-of-document, or are not separated at all.
         prefix_mask: bool [s], whether all tokens of its segment may attend to an input, those before it included;
@@ -58,7 +58,7 @@ class SampleDataset(ABC):
 
     @property
     def prefix(self) -> str:
-        """The source as the user named it; of several together empty."""
+        """The source as the user named it; empty for several together."""
         return ""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class SampleDataset(ABC):
         """Token ids, and which of them count as labels."""
 
     def source_of(self, sample: int) -> int:
-        """Which source of its group (`GroupPlan.sources`) a sample comes from; 0 if there is only this one."""
+        """The source of its group (`GroupPlan.sources`) that a sample comes from; 0 if there is only one."""
         return 0
 
     @abstractmethod
@@ -112,11 +112,11 @@ class SegmentedSamples(SampleDataset):
 
 
 class SampleRoute(SampleDataset):
-    """Samples that each belong to one of other data sets; a subclass says to which."""
+    """Samples that each belong to one of several datasets; a subclass says to which."""
 
     @abstractmethod
     def _place(self, sample: int) -> tuple[SampleDataset, int]:
-        """The data set of a sample, and its number there."""
+        """The dataset of a sample, and its number there."""
 
     def read(self, sample: int) -> Sample:
         dataset, number = self._place(sample)
@@ -136,7 +136,7 @@ class SampleRoute(SampleDataset):
 
 
 class ChangedSamples(SampleRoute):
-    """The samples of one other data set, each changed when it is read."""
+    """The samples of one other dataset, each changed when it is read."""
 
     dataset: SampleDataset
 

@@ -58,7 +58,7 @@ class IndexTables:
 
     @property
     def header(self) -> struct.Struct:
-        """What stands before the tables."""
+        """What precedes the tables."""
         return CACHED_HEADER if self.is_cached else MMAP_HEADER
 
     @property

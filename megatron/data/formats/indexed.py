@@ -80,7 +80,7 @@ class IndexedDataset:
 
     @property
     def layout(self) -> str:
-        """What `--data-impl` calls the layout of the index: "mmap" or "cached" (which lazy shares)."""
+        """The layout of the index as `--data-impl` names it: "mmap" or "cached" (which lazy shares)."""
         return "cached" if self.is_cached else "mmap"
 
     @property
@@ -101,7 +101,7 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """SHA-256 over the header, the lengths, the document table and 64 stretches of the token ids.
 
-        Files of other lengths always differ; other tokens under the same lengths differ unless all stretches agree.
+        Files with different lengths always differ; files with different tokens differ unless all stretches agree.
         """
         digest = hashlib.sha256(self._index.fingerprint().encode())
         size = self.tokens * self.dtype.itemsize
@@ -175,7 +175,7 @@ class IndexedDataset:
 
 
 def check_pair(prefix: str) -> None:
-    """Checks that the two files of a pair exist and can be read, and that the index begins as one does.
+    """Checks that the two files of a pair exist and can be read, and that the index has a valid header.
 
     Raises:
         DataError: it is not so.
@@ -242,7 +242,7 @@ class TokenIndex:
     is_cached: bool
 
     def check_uncut(self) -> None:
-        """Checks that the file still is as long as it was: reading a map beyond its end would kill the process.
+        """Checks that the file still has its length: reading a map beyond its end would kill the process.
 
         Raises:
             DataError: it was truncated.
@@ -279,7 +279,7 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
         size = stream.seek(0, 2)
         if size > _MAPPED_ABOVE_BYTES:
             raw = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-        else:  # a map would hold the file open, and a blend of hundreds of small sources has many
+        else:  # a map would keep the file open, and a blend of hundreds of small sources has many
             stream.seek(0)
             raw = memoryview(stream.read())
     beginning = bytes(raw[:LONGEST_MAGIC_BYTES])

@@ -1,4 +1,4 @@
-"""The order of a blend: several data sets mixed by weight so that every prefix already has the right shares.
+"""The order of a blend: several datasets mixed by weight so that every prefix already has the right shares.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/blendable_dataset.py` and `helpers.cpp` (`build_blending_indices`).
 """

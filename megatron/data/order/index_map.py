@@ -166,7 +166,7 @@ def compiled_builder() -> ModuleType | None:
         return _compiled
     log.warning(
         "the compiled index builder is not installed; NumPy builds the same sample order with more memory, and orders "
-        "of blended data sets about 20 times slower. A C++ compiler and `pip install .` give the compiled one."
+        "of blended datasets about 20 times slower. A C++ compiler and `pip install .` give the compiled one."
     )
     return None
 

@@ -39,9 +39,9 @@ def read_old_index(
     """The index arrays under upstream's names, or None if there are none or they are of other data; says which.
 
     Args:
-        stem: the data prefix, an underscore, and the name of the data set (`train`, or the name of a weighted group).
+        stem: the data prefix, an underscore, and the name of the dataset (`train`, or the name of a weighted group).
         lengths: int32 [N], tokens of every sequence of the file.
-        first, last: the sequences that the data set may use.
+        first, last: the sequences that the dataset may use.
         samples: samples asked for; part of the names.
     """
     paths = [

@@ -134,7 +134,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The order of one data set (training, one validation group, one test group) and the samples planned from it.
+    """The order of one dataset (training, one validation group, one test group) and the samples planned from it.
 
     Args:
         sources: every source that any phase takes part of, in the order of their first appearance.

@@ -6,7 +6,7 @@ tokens; neighbouring stretches count as independent in the standard errors.
 The first window scores all of its tokens. Each later one begins `stride` tokens after the one before and scores only
 its last `stride` tokens, so that every token is scored exactly once and, with a small stride, after a long context.
 
-Detokenizers undo the spacing of data sets that were published as words between blanks, so that a tokenizer meets plain
+Detokenizers undo the spacing of datasets that were published as words between blanks, so that a tokenizer meets plain
 text. Their rules run in order; a pair of quotes or brackets loses the white space inside of it.
 
 Source of the rules: bigscience Megatron-DeepSpeed `tasks/zeroshot_gpt/detokenizer.py`. Left out is a rule for `/' 5/`,
@@ -50,13 +50,13 @@ def _words_between_white_space(text: str) -> int:
 
 
 def _words_between_blanks(text: str) -> int:
-    """A line end between blanks counts as a word, as it does in the published perplexities of these data sets."""
+    """A line end between blanks counts as a word, as it does in the published perplexities of these datasets."""
     return len(text.strip().split(" "))
 
 
 @dataclass(frozen=True)
 class Detokenizer:
-    """How a data set was spaced.
+    """How a dataset was spaced.
 
     Attributes:
         rules: what makes plain text of it.
@@ -108,7 +108,7 @@ class Perplexity(ScoredTask):
     stride: int | None = flag(
         None, "tokens between the beginnings of overlapping windows; by default half a window", at_least=1
     )
-    detokenizer: str = flag("none", "spacing of the data set to undo", choices=tuple(DETOKENIZERS))
+    detokenizer: str = flag("none", "spacing of the dataset to undo", choices=tuple(DETOKENIZERS))
     start: str = flag(
         "eod",
         "what stands before a document: what the tokenizer puts before texts, else the end-of-document token; or "

@@ -30,7 +30,7 @@ class GenerationEngine:
 
     A step computes the new tokens of all running texts in one forward pass: the last token of each text that is being
     continued, and chunks of the prompts that are new. The tokens follow each other in a batch of 1, so nothing is
-    padded, and every text is attended to by itself. The products of the other layers may round differently with other
+    padded, and every text attends to itself only. The products of the other layers may round differently with other
     texts in the batch, by about 1e-6 of a score in float32 (1e-2 in bfloat16), and no more: a text changes only where
     its most probable tokens are that close, or a draw falls that close to the boundary between two tokens. Of equal
     scores the lowest token is chosen.
@@ -110,7 +110,7 @@ class GenerationEngine:
         self._schedule.waiting.append(Text(request, list(request.prompt), last, cache, chooser))
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request, which the next step reports as cancelled; does nothing if it is not here any more."""
+        """Ends a request, which the next step reports as cancelled; does nothing if it has ended already."""
         text = self._schedule.find(request_id)
         if text is not None:
             self._schedule.remove(text)

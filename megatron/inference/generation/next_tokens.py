@@ -18,7 +18,7 @@ from megatron.inference.sampling import Chooser, Chosen, choose, score
 
 @dataclass(frozen=True)
 class Failed:
-    """Takes the place of a token that could not be chosen: the traceback of what happened."""
+    """Replaces a token that could not be chosen: the traceback of the failure."""
 
     reason: str
 
@@ -92,7 +92,7 @@ def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], load
 def choose_each_on_all(
     scores: torch.Tensor | None, choosers: Sequence[Chooser], loaded: LoadedModel
 ) -> Sequence[Chosen | Failed]:
-    """The same, but where the token of one row cannot be chosen, the others have theirs; on all ranks alike.
+    """The same, but if the token of one row cannot be chosen, the other rows still get theirs; identical on all ranks.
 
     Shapes: scores `[n, v/t]` on the last stage, None on the others.
 

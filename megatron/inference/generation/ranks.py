@@ -35,7 +35,7 @@ def lead(engine: GenerationEngine) -> Leader:
 
 
 def follow(engine: GenerationEngine) -> None:
-    """Does what rank 0 commands until it closes its `Leader`.
+    """Executes rank 0's commands until it closes its `Leader`.
 
     Raises:
         PeerLostError: another rank ended.
@@ -52,7 +52,7 @@ def follow(engine: GenerationEngine) -> None:
 
 
 class Leader:
-    """What rank 0 uses in place of the engine; `close` it, or leave its `with` block, to release the other ranks.
+    """Rank 0's handle on the engine; `close` it, or leave its `with` block, to release the other ranks.
 
     Its methods may be called from several threads.
     """
@@ -90,7 +90,7 @@ class Leader:
             self._added.append(request)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request, which the next step reports as cancelled; does nothing if it is not here any more."""
+        """Ends a request, which the next step reports as cancelled; does nothing if it has ended already."""
         with self._lock:
             self._cancelled.append(request_id)
 
@@ -184,7 +184,7 @@ def _exchange(message: dict[str, Any] | None, axis: Axis) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
-    """Turns the communication's errors about a rank that ended into one that says so."""
+    """Turns communication errors that a rank caused by ending into one that says so."""
     try:
         yield
     except RuntimeError as failure:

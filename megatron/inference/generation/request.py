@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""Requests to the engine, and its answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which texts take part in the next step, and with how many of their tokens. Runs no network.
 
-A text enters when the memory of its whole length is free, so that nothing has to give way later. In every step each
+A text enters when the memory of its whole length is free, so that nothing has to be evicted later. In every step each
 running text that waits for one token takes part; prompts are computed in chunks whose bounds depend on the prompt
 alone, as many per step as the budget allows, so that a long prompt does not hold up the others and the numbers of a
 text do not depend on the others.
@@ -19,7 +19,7 @@ from megatron.model.interface.step_context import TextPart
 
 @dataclass
 class Text:
-    """A request and how far it is.
+    """A request and its progress.
 
     Attributes:
         tokens: the prompt and what was generated.
@@ -54,7 +54,7 @@ class EngineLimits:
         block_tokens: tokens of a block of the cache.
         whole_prompts: whether a prompt is computed in one step, however long it is, because its tokens attend to each
             other in both directions.
-        short_context: length beyond which all tokens of a text are rotated otherwise, so that its cache is made anew;
+        short_context: length beyond which all tokens of a text are rotated differently, so that its cache is rebuilt;
             None if there is none.
     """
 
@@ -152,7 +152,7 @@ class TextSchedule:
             self.running.append(self.waiting.popleft())
 
     def _renew(self, text: Text) -> None:
-        """Empties the cache of a text whose tokens are all rotated otherwise from now on."""
+        """Empties the cache of a text whose tokens are all rotated differently from now on."""
         number = int(self.limits.short_context is not None and len(text.tokens) > self.limits.short_context)
         if number != text.context_number:
             text.cache.clear()

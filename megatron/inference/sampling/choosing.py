@@ -219,7 +219,7 @@ def cut(scores: torch.Tensor, settings: Sequence[Sampling], candidates: int = _C
     Shapes: scores `[b, v]`, with 0 as the highest of a row, to the same.
 
     Args:
-        candidates: how many tokens are looked at first where the settings do not say it.
+        candidates: how many tokens are examined first if the settings do not imply it.
 
     Source: Fan et al., "Hierarchical neural story generation", 2018, section 5 (top-k); Holtzman et al., "The curious
     case of neural text degeneration", 2020, section 3.1 (top-p); Nguyen et al., "Turning up the heat: min-p sampling",
@@ -241,7 +241,7 @@ def cut(scores: torch.Tensor, settings: Sequence[Sampling], candidates: int = _C
 
 
 def _width(one: Sampling, vocabulary: int, candidates: int) -> int:
-    """How many of the most probable tokens to look at first; all of them if fewer would not save time."""
+    """How many of the most probable tokens to examine first; all of them if fewer would not save time."""
     fewer = one.top_k or (candidates if 0 < one.top_p < 1 or one.min_p > 0 else vocabulary)
     return fewer if 4 * fewer < vocabulary else vocabulary
 

@@ -1,4 +1,6 @@
-"""The text of a sequence while it is generated, up to the first stop text: a later token never changes what is out."""
+"""The text of a sequence while it is generated, up to the first stop text: a later token never changes what was given
+out.
+"""
 
 from __future__ import annotations
 

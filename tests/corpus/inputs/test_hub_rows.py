@@ -103,7 +103,7 @@ def test_errors_are_sentences(source: str, tmp_path: Path, monkeypatch: pytest.M
         open_rows(["nobody/nothing"], None)
     with pytest.raises(DataError, match=r"--split valid\) cannot be read by the datasets library: Unknown split"):
         open_rows([source], "valid")
-    with pytest.raises(ConfigError, match=r"--input a/b .*in\.jsonl: give files of one kind, or one data set"):
+    with pytest.raises(ConfigError, match=r"--input a/b .*in\.jsonl: give files of one kind, or one dataset"):
         open_rows(["a/b", source], None)
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"names files that end in \.jsonl, \.txt; to count, shuffle or split them"):
@@ -119,7 +119,7 @@ def test_errors_are_sentences(source: str, tmp_path: Path, monkeypatch: pytest.M
         open_rows(["a/b"], None)
 
 
-datasets = pytest.importorskip("datasets", reason="data sets need the datasets package")
+datasets = pytest.importorskip("datasets", reason="datasets need the datasets package")
 
 
 def test_rows_come_in_order() -> None:

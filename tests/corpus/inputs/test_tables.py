@@ -276,7 +276,7 @@ def test_datasets_of_the_hub(tmp_path: Path, choice: TokenizerChoice) -> None:
 
 
 def test_invalid_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--input hf:// names no data set\. Write hf://name"):
+    with pytest.raises(ConfigError, match=r"--input hf:// names no dataset\. Write hf://name"):
         check_inputs(["hf://"], ["text"])
     pytest.importorskip("datasets", reason="the datasets package is not installed")
     with pytest.raises(DataError, match=r"--input .*absent \(--split test\) cannot be read by the datasets library"):

@@ -1,4 +1,4 @@
-"""Data sets of small token files, built as a run would."""
+"""Datasets of small token files, built as a run would."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MANY_SOURCES = 300  # more than a byte can number
 
 
 def build(data: DataConfig, samples=(9, 0, 0), plan=None, seed=1234, sequence_length=SEQUENCE_LENGTH, **options):
-    """The data sets of a configuration and their plan."""
+    """The datasets of a configuration and their plan."""
     return build_split_datasets(DataRequest(data, sequence_length, seed, samples, plan, **options))
 
 

@@ -45,7 +45,7 @@ def test_ranks_are_numbered_as_in_a_run() -> None:
 
 
 class _Numbered:
-    """A data set whose samples say their number."""
+    """A dataset whose samples say their number."""
 
     def __len__(self) -> int:
         return 8

@@ -60,7 +60,7 @@ def write_tasks(folder: Path) -> Path:
 
 @contextmanager
 def offline(cache: Path) -> Iterator[None]:
-    """Data sets are cached in this folder, nothing is downloaded, and accelerate sees one process."""
+    """Datasets are cached in this folder, nothing is downloaded, and accelerate sees one process."""
     with pytest.MonkeyPatch.context() as patch:
         for name in LAUNCH_VARIABLES:  # left by a run in this process; accelerate would join a group and never leave it
             patch.delenv(name, raising=False)

@@ -20,7 +20,7 @@ MISTAKES = {
     "wrong type": ({"model": {"n_ctx": 24.5}}, '"model.n_ctx" must be an integer, not 24.5'),
     "text for a switch": ({"trainer": {"bfloat16": "false"}}, "\"trainer.bfloat16\" must be true or false, not"),
     "heads": ({"model": {"n_head": 5, "d_model": 32}}, '"model.n_head" 5 does not divide "model.d_model" 32. Use one '),
-    "data set": ({"dataset": "foo"}, "\"dataset\" must be dev or full, not 'foo'"),
+    "dataset": ({"dataset": "foo"}, "\"dataset\" must be dev or full, not 'foo'"),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from megatron.tokenizers.tokenizer import TokenizerChoice
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """How long a document may be; None is no limit.
+    """Limits on the length of a document; None is no limit.
 
     Args:
         tokenizer: what counts tokens; needed for a limit in tokens.
@@ -26,7 +26,7 @@ class LengthLimits:
 
 @dataclass(frozen=True)
 class LanguageChoice:
-    """Which languages stay; see `LanguageFilter`."""
+    """Which languages are kept; see `LanguageFilter`."""
 
     languages: tuple[str, ...]
     threshold: float
@@ -38,7 +38,7 @@ class NearChoice:
     """What makes two documents near duplicates.
 
     Args:
-        threshold: least estimated Jaccard similarity of the sets of their shingles.
+        threshold: minimum estimated Jaccard similarity of the sets of their shingles.
         permutations: length of a signature; the estimate's standard error is at most 0.5 / its square root.
         shingle: words (or characters) per shingle.
         unit: "word" or "character", see `WordSplitter`.
@@ -59,10 +59,10 @@ class ContaminationChoice:
     Args:
         files: evaluation texts: jsonl or .txt files, patterns, folders.
         run: words per run; `shortest_run` of evaluation texts that have fewer.
-        maximum_occurrences: runs that the corpus has more often are common phrases and stay; 0: none is too common.
+        maximum_occurrences: runs that occur more often in the corpus are common phrases and are kept; 0 keeps none.
         drops: drop such documents; else they are cut around the runs, see `pieces_around`.
         margin: characters that are cut away on each side of a run.
-        shortest_piece: least characters of a piece.
+        shortest_piece: minimum characters of a piece.
         maximum_pieces: documents that would fall into more are dropped.
     """
 
@@ -78,7 +78,7 @@ class ContaminationChoice:
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """What is done to every document; the same in every worker.
+    """What is done to each document; the same in every worker.
 
     Args:
         key: of the text, in lines of JSON and in Parquet files; `a.b` is key b of the object under a.
@@ -115,8 +115,8 @@ class CleanOptions:
     def only_counting(self) -> CleanOptions:
         """What is needed to read documents and to find evaluation texts in them.
 
-        Copies that will be dropped are not counted, so that a test does not pass for a common phrase because one page
-        with it was copied often.
+        Copies that will be dropped are not counted, so that a test text does not count as a common phrase because one
+        page with it was copied often.
         """
         return CleanOptions(
             key=self.key,

@@ -88,7 +88,7 @@ def _read_rows(columns: list[list[Any]], keys: Sequence[str]) -> list[DocumentEn
 
 
 def _put(whole: dict[str, Any], key: str, text: str) -> None:
-    """Replaces the text where `parse_lines` found it: under the key itself, or under its parts."""
+    """Replaces the text where `parse_lines` reads it: under the key itself, or under its parts."""
     if key not in whole:
         *folders, key = key.split(".")
         for name in folders:

@@ -1,4 +1,5 @@
-"""Texts to words and runs of words, as arrays of hashes: megabytes at once, where a loop over words would take seconds.
+"""Texts to words and runs of words, as arrays of hashes: vectorized, because a loop over the words of megabytes would
+take seconds.
 
 A word is a run of letters, digits, marks and underscores, in lower case; in scripts without spaces between words
 (Chinese, Japanese, Thai, Lao, Khmer, Burmese) it is one character. Everything else separates.
@@ -60,7 +61,7 @@ class Words:
         return Words(self.hashes[places], self.starts[places], self.ends[places], bounds)
 
     def runs(self, length: int) -> tuple[Hashes, npt.NDArray[np.bool_]]:
-        """A hash for the run of `length` words that begins at each word, and whether its text has that many more.
+        """A hash for the run of `length` words that begins at each word, and whether its text has enough words left.
 
         Shapes:
             uint64 [w], bool [w].

@@ -44,7 +44,7 @@ class LanguageFilter:
         return str(language), float(probability)
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
-        """A rejection for each text, None where it stays."""
+        """A rejection for each text, None where it is kept."""
         return [
             None
             if language in self._languages and probability >= self._threshold
@@ -54,7 +54,7 @@ class LanguageFilter:
 
 
 def sample(text: str, characters: int) -> str:
-    """Four stretches of a text, evenly from its beginning to its end, of this many characters in total; 0 is all."""
+    """Four evenly spaced stretches of a text, with this many characters in total; 0 takes all."""
     if not characters or len(text) <= characters:
         return text
     size = max(1, characters // _STRETCHES)

@@ -34,7 +34,7 @@ class GopherQuality:
         self._minimum_stop_words = minimum_stop_words
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
-        """A rejection for each text, None where it stays."""
+        """A rejection for each text, None where it is kept."""
         return [self._fault(text) for text in texts]
 
     def _fault(self, text: str) -> Rejection | None:

@@ -23,14 +23,14 @@ Count = Callable[[Sequence[str]], Iterable[int]]
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a document is dropped: one of a few reasons, which are counted, and what was found in this document."""
+    """Why a document is dropped: the reason, which is counted, and its detail in this document."""
 
     reason: str
     detail: str = ""
 
 
 DocumentFilter = Callable[[Sequence[str]], list[Rejection | None]]
-"""Decides about each of some texts by itself: a rejection, or None where it stays."""
+"""Decides about each of some texts by itself: a rejection, or None where it is kept."""
 
 
 def length_filters(limits: LengthLimits) -> Iterator[DocumentFilter]:

@@ -1,7 +1,8 @@
 """Repetitive texts: repeated lines, paragraphs and runs of words.
 
-Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, table A1. What it
-leaves open is interpreted as follows: the first of several equal lines, paragraphs or runs is no repetition; words are
+Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, table A1. Where the
+table is ambiguous, it is interpreted as follows: the first of several equal lines, paragraphs or runs is no repetition;
+words are
 what `WordSplitter` finds; the characters of runs are the characters of their words, as a share of the characters of all
 words.
 """
@@ -23,10 +24,10 @@ _MOST_IN_REPEATED_RUNS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 
 
 class GopherRepetition:
-    """Drops texts of which too much is repetition."""
+    """Drops texts with too much repetition."""
 
     def rejections(self, texts: Sequence[str], words: Words) -> list[Rejection | None]:
-        """A rejection for each text, None where it stays.
+        """A rejection for each text, None where it is kept.
 
         Args:
             words: of the texts.

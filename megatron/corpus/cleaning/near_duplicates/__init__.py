@@ -1,4 +1,4 @@
 """Near duplicates: MinHash signatures, and the index in which new ones are looked up.
 
-Which of two documents stays is decided in `cleaning/duplicates.py`.
+Which of two documents is kept is decided in `cleaning/duplicates.py`.
 """

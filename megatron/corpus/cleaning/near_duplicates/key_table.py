@@ -74,7 +74,7 @@ class KeyTable:
 
 
 def _without_zero(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Zero marks a free slot, so a key of zeros is taken for another."""
+    """Zero marks a free slot, so a key of zeros is replaced by another."""
     zeros = ~keys.any(axis=1)
     if zeros.any():
         keys = keys.copy()

@@ -40,10 +40,10 @@ class _Newcomers:
 
 
 class NearIndex:
-    """The kept documents; a new one is dropped if it is at least as like one of them as the threshold says.
+    """The kept documents; a new one is dropped if its similarity to one of them reaches the threshold.
 
     Args:
-        threshold: least estimated Jaccard similarity, from 0 to 1.
+        threshold: minimum estimated Jaccard similarity, from 0 to 1.
     """
 
     def __init__(self, threshold: float, permutations: int, bands: int) -> None:
@@ -62,7 +62,7 @@ class NearIndex:
     def twins(
         self, signatures: Signatures, keys: Hashes, numbers: npt.NDArray[np.int64]
     ) -> list[tuple[int, float] | None]:
-        """For each document the number of the kept one that it is most like, and how much; None if it is kept.
+        """For each document the number of the kept document most similar to it, and the similarity; None if it is kept.
 
         A document without words (keys of 0) is kept and not remembered.
 

@@ -16,7 +16,7 @@ from megatron.corpus.cleaning.documents.clean_options import NearChoice
 from megatron.corpus.cleaning.documents.words import Hashes, Words, WordSplitter, mixed
 from megatron.errors import ConfigError
 
-# Of documents that are exactly as alike as the threshold, at least this share meets in a band. Others meet more often.
+# Of documents exactly at the threshold, at least this share have a band in common; of more similar ones, more do.
 _LEAST_MEETING_SHARE = 0.95
 _ROW_BASE = 0x9E3779B97F4A7C15
 _UPDATE_SHINGLES = 1024

@@ -47,7 +47,7 @@ def content_hash(path: str, size: int, changed_at: int) -> str:
     """SHA-256 of a file's bytes.
 
     Args:
-        size, changed_at: of the file, in bytes and nanoseconds: it is read again if they are others.
+        size, changed_at: of the file, in bytes and nanoseconds: it is read again if they change.
 
     Raises:
         DataError: it cannot be read.

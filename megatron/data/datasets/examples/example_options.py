@@ -1,4 +1,4 @@
-"""How examples become rows, as far as the flags decide it."""
+"""How the flags turn examples into rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.tokenizers.tokenizer import TokenizerFlags
 
 @dataclass(frozen=True)
 class ExampleOptions:
-    """What the fine-tuning flags say of examples.
+    """The fine-tuning flags that concern examples.
 
     Args:
         chat_template: `--chat-template`.
@@ -23,7 +23,7 @@ class ExampleOptions:
         copy_prompt_probability: share of the training samples whose answers are replaced by their prompts.
         needed_by: a flag that was given and has a meaning for examples only; empty if there is none.
         excluded_by: a flag that was given and cannot be combined with examples; empty if there is none.
-        flags: those that choose the tokenizer, whose folder may hold a template.
+        flags: the flags that choose the tokenizer, whose folder may hold a template.
     """
 
     chat_template: str | None = None

@@ -1,8 +1,8 @@
-"""Examples as rows: one in each, or several that do not see each other.
+"""Examples as rows: one per row, or several that do not attend to each other.
 
 An example that is longer than a row loses the beginning of its prompt, so that the last answer is whole. Only if that
-answer does not fit either is its end cut off, and a quarter of the row stays with what came before it. Both are counted
-and reported.
+answer does not fit either is its end cut off; a quarter of the row is kept for what precedes it. Both are counted and
+reported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ExampleRows(RowSource):
         return len(self._starts) - 1
 
     def of(self, examples: TokenizedExamples, cache: IndexCache) -> ExampleRows:
-        """The same rows, one for each example, with other examples of the same numbers."""
+        """The same rows, one per example, made of other examples with the same numbers."""
         return ExampleRows(
             examples,
             self._first,
@@ -107,7 +107,7 @@ class ExampleRows(RowSource):
         return f"{self.prefix}: padding at {position} of row {row}"
 
     def report(self, name: str) -> None:
-        """Says in the log how full the rows are, and what did not fit.
+        """Logs how full the rows are, and what did not fit.
 
         Args:
             name: of the split.

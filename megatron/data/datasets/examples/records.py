@@ -48,7 +48,7 @@ def example_of(record: Any) -> Example:
     """The messages of a record.
 
     Raises:
-        ValueError: it has none of the forms, or holds no answer; the text says what is wrong and what must hold.
+        ValueError: it has none of the forms, or holds no answer; the text says what is wrong and what is required.
     """
     if not isinstance(record, Mapping):
         raise ValueError(f"it is {printable(record, 80)}, not an object. It must be {_WANTED}")
@@ -120,7 +120,7 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _content(value: Any, place: str) -> str:
-    """A text, or the texts of OpenAI's list of parts."""
+    """A text, or the texts in OpenAI's list of parts."""
     parts = value if isinstance(value, list) else []
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     if texts and len(texts) == len(parts):
@@ -140,7 +140,7 @@ def _text(value: Any, place: str) -> str:
 
 
 def _only(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """The one of some keys that a record has; None if it has none."""
+    """The first of the keys that a record has; None if it has none."""
     present = [key for key in keys if key in record]
     if len(present) > 1:
         raise ValueError(f"it has both {' and '.join(present)}. It must have one of them")

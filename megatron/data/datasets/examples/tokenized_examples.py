@@ -103,7 +103,7 @@ class TokenizedExamples:
         copies_prompts: whether each answer is replaced by the prompt before it.
 
     Attributes:
-        key: all that decides the ids, by which the cache keeps them.
+        key: everything that decides the ids; the cache finds them by it.
 
     Raises:
         ConfigError: the chat template cannot be used, or needs tokens that the vocabulary lacks.
@@ -144,7 +144,7 @@ class TokenizedExamples:
     def fingerprint(self) -> str:
         """Hash over the records and what they are encoded with, by which a resumed run finds them again.
 
-        It says less than `key`: that the tokenizer does the same is checked with the checkpoint.
+        It covers less than `key`: the tokenizer is compared with the checkpoint's.
         """
         return description_sha256(self._description)
 
@@ -256,7 +256,7 @@ def _batches(source: RecordSource) -> Iterator[list[tuple[RecordPlace, Example]]
 
 
 def _decides_ids(tokenizer: Tokenizer) -> dict[str, object]:
-    """What of a tokenizer decides the ids of an example besides its files."""
+    """What besides its files decides the ids that a tokenizer gives."""
     return {
         "end_of_document": tokenizer.eod_id,
         "special_ids": dict(tokenizer.special_ids),
@@ -272,13 +272,13 @@ def _example(record: Any, place: str) -> Example:
 
 
 def _spans(is_answer: Sequence[bool]) -> list[int]:
-    """First and one past the last place of each stretch of answers."""
+    """First and one past the last position of each stretch of answers."""
     edges = [place for place, (before, after) in enumerate(pairwise([False, *is_answer, False])) if before != after]
     return edges
 
 
 class _Numbers:
-    """Numbers that are written to a temporary file as they come, so that memory does not grow with them."""
+    """Numbers that are written to a temporary file as they arrive, so that memory does not grow."""
 
     def __init__(self, kind: type[np.integer[Any]]) -> None:
         self._kind = np.dtype(kind)

@@ -72,7 +72,7 @@ def hide_phrases(
 
 
 def _words(tokens: np.ndarray, rules: MaskingConfig, vocabulary: MaskedVocabulary) -> tuple[list[int], list[int]]:
-    """The places that may be hidden, and where each word begins among them, with one past the last at the end."""
+    """The positions that may be hidden, and where each word begins among them, with one past the last at the end."""
     places = np.flatnonzero((tokens != vocabulary.cls_id) & (tokens != vocabulary.sep_id))
     begins = np.ones(len(places), np.bool_)
     if rules.whole_word_masking:
@@ -140,7 +140,7 @@ def _bound(share: float) -> np.uint64:
 
 
 def _first_of_word(text: np.ndarray, may_hide: np.ndarray, vocabulary: MaskedVocabulary) -> np.ndarray:
-    """The place where the word of each token begins; no word goes beyond a special token."""
+    """The position where the word of each token begins; no word goes beyond a special token."""
     begins = ~vocabulary.continues[text]
     begins[0] = True
     begins[1:] |= ~may_hide[:-1]

@@ -1,4 +1,4 @@
-"""How masked samples are made, as far as the flags decide it."""
+"""How the flags make masked samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class MaskedOptions:
-    """What the masking flags say.
+    """The masking flags.
 
     Args:
         pairs: whether samples of sentences have two parts, whose order is to be predicted (not

@@ -1,4 +1,4 @@
-"""What masking asks of a tokenizer."""
+"""What masking needs from a tokenizer."""
 
 from __future__ import annotations
 
