@@ -30,7 +30,7 @@ class Rejection:
 
 
 DocumentFilter = Callable[[Sequence[str]], list[Rejection | None]]
-"""Decides about each of some texts by itself: a rejection, or None where it is kept."""
+"""Decides about each text separately: a rejection, or None where it is kept."""
 
 
 def length_filters(limits: LengthLimits) -> Iterator[DocumentFilter]:
