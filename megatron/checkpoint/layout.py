@@ -8,71 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.checkpoint.catalogue import KINDS, Catalogue, StoredPiece
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind, PieceKey
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and stop of a box."""
 Integers = npt.NDArray[np.int64]
-KINDS: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
-# Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other.
-_STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
 _MOST_CORNERS = 2**16  # of the boxes of one tensor; the largest layouts have some thousands
 _MOST_PAIRS = 10_000
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """A piece in a file: `file` is the file's number in the manifest, `begin_bytes` the offset in it."""
-
-    key: PieceKey
-    dtype: str
-    item_bytes: int
-    file: int
-    begin_bytes: int
-
-    @property
-    def end_bytes(self) -> int:
-        """The first byte after the piece."""
-        return self.begin_bytes + self.key.numel * self.item_bytes
-
-
-@dataclass(frozen=True)
-class Catalogue:
-    """All stored pieces of a checkpoint, found by tensor name and kind."""
-
-    pieces: dict[tuple[str, Kind], list[StoredPiece]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, pieces: Iterable[StoredPiece]) -> Catalogue:
-        """Sorts pieces by name and kind."""
-        catalogue = cls()
-        for piece in pieces:
-            catalogue.pieces.setdefault((piece.key.name, piece.key.kind), []).append(piece)
-        return catalogue
-
-    def names(self) -> list[str]:
-        """The names of the stored tensors, each once, sorted."""
-        return sorted({name for name, _ in self.pieces})
-
-    def served_kind(self, name: str, kind: Kind) -> Kind | None:
-        """The kind from which `kind` of this tensor is read: itself, its stand-in, or None when neither is stored."""
-        stand_in = _STAND_IN.get(kind)
-        if (name, kind) in self.pieces:
-            return kind
-        return stand_in if stand_in is not None and (name, stand_in) in self.pieces else None
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The global shape of a stored tensor, or None when it is not stored."""
-        for kind in KINDS:
-            if (name, kind) in self.pieces:
-                return self.pieces[name, kind][0].key.shape
-        return None
 
 
 def plan_piece(wanted: PieceKey, catalogue: Catalogue) -> list[tuple[StoredPiece, Copies]]:
@@ -93,10 +42,11 @@ def plan_piece(wanted: PieceKey, catalogue: Catalogue) -> list[tuple[StoredPiece
     if kind is None:
         raise CheckpointError(_absent(wanted, catalogue))
     sources: list[tuple[StoredPiece, Copies]] = []
-    for piece in catalogue.pieces[wanted.name, kind]:
-        copies = shared_copies(piece.key, wanted)
-        if copies.length.size:
-            sources.append((piece, copies))
+    for number, run in catalogue.stored(wanted.name, kind):
+        for part in run.parts_within(*_shared_range(run.key, wanted)):
+            copies = shared_copies(run.part(part), wanted)
+            if copies.length.size:
+                sources.append((catalogue.piece(number, part), copies))
     _check_covered(wanted, sources)
     return sources
 
@@ -192,8 +142,24 @@ def is_regrouped(shape: Sequence[int], other: Sequence[int]) -> bool:
     return True
 
 
+def _shared_range(stored: PieceKey, wanted: PieceKey) -> tuple[int, int]:
+    """A flat range of a stored box outside of which no wanted element lies."""
+    if stored.shape != wanted.shape:
+        return stored.first, stored.last
+    if (stored.start, stored.stop) == (wanted.start, wanted.stop):
+        return wanted.first, wanted.last
+    low = [max(a, b) - a for a, b in zip(stored.start, wanted.start, strict=True)]
+    high = [min(a, b) - c for a, b, c in zip(stored.stop, wanted.stop, stored.start, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return 0, 0
+    first = last = 0
+    for size, a, b in zip(stored.box_shape, low, high, strict=True):
+        first, last = first * size + a, last * size + b - 1
+    return first, last + 1
+
+
 def _absent(wanted: PieceKey, catalogue: Catalogue) -> str:
-    stored = sorted({kind for name, kind in catalogue.pieces if name == wanted.name})
+    stored = sorted(catalogue.kinds(wanted.name))
     if stored:
         return (
             f"the checkpoint holds no {wanted.kind} of tensor {wanted.name} (it holds {', '.join(stored)}). "

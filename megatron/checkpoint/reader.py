@@ -19,11 +19,14 @@ from typing import final
 import numpy as np
 import torch
 
+from megatron.checkpoint.catalogue import StoredPiece
 from megatron.checkpoint.checks import LENGTH_BYTES, HeaderEntry, first_not_finite, header_problem, longest_header_bytes
-from megatron.checkpoint.layout import Catalogue, Copies, Integers, StoredPiece, plan_piece, whole
-from megatron.checkpoint.manifest import Manifest, StoredFile, read_manifest, unreadable
+from megatron.checkpoint.layout import Copies, Integers, plan_piece, whole
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.manifests.contents import Manifest, StoredFile
+from megatron.checkpoint.manifests.version_2 import read_index
 from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
-from megatron.checkpoint.storage import DISK, Storage, read_range
+from megatron.checkpoint.storage import DISK, Storage, read_range, unreadable
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.pieces import Kind, PieceKey
 
@@ -69,7 +72,6 @@ class CheckpointReader:
     Args:
         wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in
             fp32 for masters and moments, and may cast it into its own. The calls come in the order of the files.
-        catalogue: of the manifest's pieces, where the caller has it.
         finite: whether a value that is NaN or infinite counts as damage. No run can continue from one.
 
     Raises:
@@ -82,7 +84,6 @@ class CheckpointReader:
         manifest: Manifest,
         wanted: Wanted,
         storage: Storage = DISK,
-        catalogue: Catalogue | None = None,
         *,
         finite: bool = True,
     ) -> None:
@@ -90,8 +91,7 @@ class CheckpointReader:
         self._finite = finite
         self._manifest = manifest
         self._storage = storage
-        catalogue = catalogue or Catalogue.of(manifest.pieces)
-        self._wanted = [self._plan(key, accept, catalogue) for key, accept in wanted]
+        self._wanted = [self._plan(key, accept) for key, accept in wanted]
         self._wanted.sort(key=lambda piece: piece.place)
 
     def needed_chunks(self) -> dict[tuple[int, int], list[_Span]]:
@@ -179,10 +179,10 @@ class CheckpointReader:
             ):
                 target[destination : destination + length] = content[source : source + length]
 
-    def _plan(self, key: PieceKey, accept: Accept, catalogue: Catalogue) -> _WantedPiece:
+    def _plan(self, key: PieceKey, accept: Accept) -> _WantedPiece:
         if key.numel == 0:
             return _WantedPiece(key, accept, torch.float32)
-        parts = plan_piece(key, catalogue)
+        parts = plan_piece(key, self._manifest.catalogue)
         piece = _WantedPiece(key, accept, TORCH_TYPES[parts[0][0].dtype])
         for stored, copies in parts:
             piece.spans.extend(_spans(stored, copies, self._manifest.chunk_bytes))
@@ -266,19 +266,24 @@ class _OpenFiles:
         return handle
 
 
-def check_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
+def check_files(folder: Path, manifest: Manifest, storage: Storage, rank: int = 0, ranks: int = 1) -> None:
     """Opens every file of a checkpoint and compares its size and its safetensors header; its data is not read.
+
+    Args:
+        rank: looks at one of so many shares of the files.
 
     Raises:
         DamagedError: a file is missing, not plain, has another size, or its header differs from the manifest.
     """
-    held: dict[int, dict[str, HeaderEntry]] = {}
-    for piece in manifest.pieces:
-        entry = HeaderEntry(piece.dtype, piece.key.numel, piece.begin_bytes, piece.end_bytes)
-        held.setdefault(piece.file, {})[piece_name(piece.key)] = entry
+    for index in manifest.indexes[rank::ranks]:
+        read_index(folder, index, storage)
     with _OpenFiles(folder, manifest.files, storage) as files:
-        for number, stored in enumerate(manifest.files):
-            entries = held[number]
+        for number in range(rank, len(manifest.files), ranks):
+            stored = manifest.files[number]
+            entries = {
+                piece_name(piece.key): HeaderEntry(piece.dtype, piece.key.numel, piece.begin_bytes, piece.end_bytes)
+                for piece in manifest.catalogue.pieces_of(number)
+            }
             length = memoryview(bytearray(LENGTH_BYTES))
             files.read(number, length, 0)
             announced = int.from_bytes(length, "little")
@@ -340,7 +345,6 @@ def read_pieces(
     folder: Path,
     manifest: Manifest,
     keys: Sequence[PieceKey],
-    catalogue: Catalogue | None = None,
     *,
     storage: Storage = DISK,
     finite: bool = True,
@@ -355,7 +359,7 @@ def read_pieces(
     """
     by_number: dict[int, torch.Tensor] = {}
     wanted = [(key, functools.partial(by_number.__setitem__, number)) for number, key in enumerate(keys)]
-    reader = CheckpointReader(folder, manifest, wanted, storage, catalogue, finite=finite)
+    reader = CheckpointReader(folder, manifest, wanted, storage, finite=finite)
     reader.verify()
     reader.deliver()
     return [by_number[number] for number in range(len(keys))]
@@ -381,11 +385,11 @@ def read_tensors(
     """
     manifest = read_manifest(path, storage)
     check_files(path, manifest, storage)
-    catalogue = Catalogue.of(manifest.pieces)
+    catalogue = manifest.catalogue
     for name in catalogue.names() if names is None else names:
         stored_shape = catalogue.shape(name)
         if stored_shape is None:
             raise CheckpointError(f"tensor {name} is not in {path}. It holds: {', '.join(catalogue.names()[:20])}.")
         shape = (shapes or {}).get(name, stored_shape)
-        (values,) = read_pieces(path, manifest, [whole(name, kind, shape)], catalogue, storage=storage)
+        (values,) = read_pieces(path, manifest, [whole(name, kind, shape)], storage=storage)
         yield name, values.reshape(shape)

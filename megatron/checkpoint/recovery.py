@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.checkpoint.layout import Catalogue
-from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, folder_step, read_manifest
+from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manifest
+from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files
 from megatron.checkpoint.storage import DISK, Storage, read_head
@@ -52,7 +52,7 @@ class Found:
 
     Args:
         record: the JSON object that was saved with it.
-        manifest: on rank 0 of `newest_record` the parsed manifest, for `load_newest`; else None.
+        manifest: of `newest_record` the parsed manifest, for `load_newest`; else None.
     """
 
     record: dict[str, Any]
@@ -154,10 +154,8 @@ def load(
         CheckpointError: the checkpoint does not hold what is wanted; an older one would not help.
         StorageError: the system refused for a reason that has nothing to do with the checkpoint.
     """
-    prepared = run_on_all(mesh, lambda: _prepare(path, wanted, known, check, mesh.control.rank == 0, storage))
-    manifest = prepared.manifest
-    if not is_same_on_all(mesh, bytes.fromhex(manifest.digest)):
-        raise CheckpointError(f"the ranks see different checkpoints at {path}. All nodes must see the same directory.")
+    prepared = run_on_all(mesh, lambda: _prepare(path, wanted, known, check, mesh, storage))
+    manifest = _same_on_all(mesh, path, prepared.manifest)
     _warn_of_unclaimed(path, manifest, prepared.claimed, mesh)
     run_on_all(mesh, prepared.reader.deliver)
     announce(f"successfully loaded checkpoint from {path.parent} at iteration {manifest.step}")
@@ -181,7 +179,7 @@ def load_newest(
 
     Args:
         wanted: called once for each attempt; must yield all tensors every time.
-        known: what `newest_record` returned for this directory, so that rank 0 does not parse that manifest again.
+        known: what `newest_record` returned for this directory, so that no rank parses that manifest again.
         check: called with each folder and its record; one for which it raises DamagedError is skipped, too.
         also: other directories that are searched; of two checkpoints of one step, the one in `directory` is taken.
 
@@ -215,18 +213,15 @@ def newest_record(
     """
 
     def look(path: Path) -> Found:
-        parsed: list[Manifest] = []
-
-        def examine() -> dict[str, Any]:
+        def examine() -> Manifest:
             manifest = read_manifest(path, storage)
             if check is not None:
                 check(path, manifest.record)
-            check_files(path, manifest, storage)
-            parsed.append(manifest)
-            return manifest.record
+            check_files(path, manifest, storage, mesh.control.rank, mesh.control.size)
+            return manifest
 
-        record = run_on_first(mesh, examine)
-        return Found(record, path, parsed[0] if parsed else None)
+        manifest = _same_on_all(mesh, path, run_on_all(mesh, examine))
+        return Found(manifest.record, path, manifest)
 
     return _newest((Path(directory), *also), look, mesh, storage)
 
@@ -245,23 +240,28 @@ def _prepare(
     wanted: Wanted,
     known: Manifest | None,
     check: Check | None,
-    checks_all_files: bool,
+    mesh: ParallelMesh,
     storage: Storage,
 ) -> _Prepared:
     manifest = read_manifest(path, storage, known)
     if check is not None:
         check(path, manifest.record)
-    if checks_all_files:
-        check_files(path, manifest, storage)
+    check_files(path, manifest, storage, mesh.control.rank, mesh.control.size)
     listed = list(wanted)
     reader = CheckpointReader(path, manifest, listed, storage)
     reader.verify()
     return _Prepared(manifest, reader, frozenset(key.name for key, _ in listed))
 
 
+def _same_on_all(mesh: ParallelMesh, path: Path, manifest: Manifest) -> Manifest:
+    if not is_same_on_all(mesh, bytes.fromhex(manifest.digest)):
+        raise CheckpointError(f"the ranks see different checkpoints at {path}. All nodes must see the same directory.")
+    return manifest
+
+
 def _warn_of_unclaimed(path: Path, manifest: Manifest, claimed: frozenset[str], mesh: ParallelMesh) -> None:
     """Says which stored tensors no rank wanted: a smaller model than the saved one would otherwise load in silence."""
-    names = Catalogue.of(manifest.pieces).names()
+    names = manifest.catalogue.names()
     flags = torch.tensor([int(name in claimed) for name in names], dtype=torch.int32)
     left = [name for name, flag in zip(names, all_reduce_max(flags, mesh.control).tolist(), strict=True) if not flag]
     if left and mesh.control.rank == 0:

@@ -25,33 +25,28 @@ import numpy as np
 import torch
 
 from megatron import log
-from megatron.checkpoint.layout import StoredPiece, as_kind, check_complete
+from megatron.checkpoint.catalogue import ITEM_BYTES, StoredPiece
+from megatron.checkpoint.layout import check_complete
 from megatron.checkpoint.lock import CheckpointLock
-from megatron.checkpoint.manifest import (
-    CHUNK_BYTES,
-    FORMAT,
-    FORMAT_VERSION,
-    ITEM_BYTES,
-    MANIFEST_NAME,
-    StoredFile,
-    file_name,
-    folder_name,
-    manifest_bytes,
-    record_text,
-)
+from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name, read_manifest
+from megatron.checkpoint.manifests.compaction import FileDescription, compact, describe
+from megatron.checkpoint.manifests.contents import StoredFile
+from megatron.checkpoint.manifests.version_2 import FORMAT, FORMAT_VERSION, manifest_texts, record_text
 from megatron.checkpoint.publish import discard, open_temporary, publish, temporary_folder, write_hint
 from megatron.checkpoint.snapshot import Pieces, Snapshot, piece_name, take_snapshot
 from megatron.checkpoint.storage import Storage, append, cannot_write, write_file, writing
 from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.parallel.agreement import gather_on_first, run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.messages import all_reduce_sum
+from megatron.parallel.messages import all_reduce_sum, scatter_number
 from megatron.parallel.pieces import PieceKey
 
 # Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing releases the GIL).
 _WORTH_A_THREAD_BYTES = 256 * 2**10
 # The square of this is infinite in float32, and so is the norm of anything that holds it.
 _LEAST_UNUSABLE = 2.0**64
+
+CHUNK_BYTES = 16 * 2**20
 
 AfterCommit = Callable[[Path, ParallelMesh], None]
 
@@ -146,8 +141,8 @@ def write_snapshot(
     need_bytes = int(all_reduce_sum(torch.tensor([taken.size_bytes], dtype=torch.int64), mesh.control))
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage))
     try:
-        entries = gather_on_first(mesh, lambda: _write_own(temporary, taken, options, mesh) if taken.listed else None)
-        run_on_first(mesh, lambda: _commit(temporary, step, run, record, entries or [], options))
+        written = _gather_written(mesh, lambda: _write_own(temporary, taken, options, mesh) if taken.listed else None)
+        run_on_first(mesh, lambda: _commit(temporary, step, run, record, written, options))
     except Exception:
         if first:
             discard(temporary, storage)
@@ -182,8 +177,10 @@ def _check_request(step: int, record: Mapping[str, Any]) -> str:
     return secrets.token_hex(8)
 
 
-def _write_own(temporary: Path, taken: Snapshot, options: SaveOptions, mesh: ParallelMesh) -> list[Any]:
-    """Writes this rank's file; the file and its pieces as JSON."""
+def _write_own(
+    temporary: Path, taken: Snapshot, options: SaveOptions, mesh: ParallelMesh
+) -> tuple[StoredFile, FileDescription]:
+    """Writes this rank's file; what goes into the manifest."""
     file, stored = write_pieces(
         temporary / file_name(mesh.control.rank),
         taken,
@@ -192,12 +189,54 @@ def _write_own(temporary: Path, taken: Snapshot, options: SaveOptions, mesh: Par
         beat=options.beat,
         check_finite=options.check_finite,
     )
-    rows = [
-        [key.name, key.kind, key.shape, key.start, key.stop, key.first, key.last, piece.dtype, piece.begin_bytes]
-        for piece in stored
-        for key in [piece.key]
-    ]
-    return [[file.name, file.size_bytes, file.sha256, file.chunks], rows]
+    return file, describe(stored)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What all ranks wrote; on rank 0 only.
+
+    Attributes:
+        numbers, rows_of, rows: as `compact` wants them.
+    """
+
+    files: list[StoredFile]
+    numbers: list[list[int]]
+    rows_of: list[str]
+    rows: dict[str, list[Any]]
+
+
+def _gather_written(mesh: ParallelMesh, work: Callable[[], tuple[StoredFile, FileDescription] | None]) -> _Written:
+    """Runs `work` on every rank and gathers what it says: of ranks with the same description, one sends its rows.
+
+    Raises:
+        as `run_on_all`.
+    """
+    own: list[FileDescription] = []
+
+    def entry() -> list[Any] | None:
+        result = work()
+        if result is None:
+            return None
+        file, description = result
+        own.append(description)
+        return [[file.name, file.size_bytes, file.sha256, file.chunks], description.numbers, description.digest]
+
+    entries = gather_on_first(mesh, entry) or []
+    senders: dict[str, int] = {}
+    for rank, line in enumerate(entries):
+        if line is not None:
+            senders.setdefault(line[2], rank)
+    asked = set(senders.values())
+    is_asked = scatter_number([int(rank in asked) for rank in range(mesh.control.size)], mesh.control)
+    rows = gather_on_first(mesh, lambda: own[0].rows if is_asked else None) or []
+    lines = [line for line in entries if line is not None]
+    return _Written(
+        [StoredFile(name, size_bytes, sha256, tuple(chunks)) for (name, size_bytes, sha256, chunks), _, _ in lines],
+        [numbers for _, numbers, _ in lines],
+        [digest for _, _, digest in lines],
+        {digest: rows[rank] for digest, rank in senders.items()},
+    )
 
 
 def _commit(
@@ -205,38 +244,61 @@ def _commit(
     step: int,
     run: str,
     record: Mapping[str, Any],
-    entries: Sequence[Any],
+    written: _Written,
     options: SaveOptions,
 ) -> None:
     """Checks that all ranks together wrote everything, writes the manifest, and makes the checkpoint visible."""
-    files: list[StoredFile] = []
-    pieces: list[StoredPiece] = []
-    for (name, size_bytes, sha256, chunks), rows in filter(None, entries):
-        pieces.extend(_stored(row, len(files)) for row in rows)
-        files.append(StoredFile(name, size_bytes, sha256, tuple(chunks)))
-    if not files:
+    if not written.files:
         raise CheckpointError("no rank has anything to save: a checkpoint needs at least one tensor.")
-    check_complete(piece.key for piece in pieces)
-    content = manifest_bytes(step, run, record, options.chunk_bytes, files, pieces)
+    runs = compact(written.numbers, written.rows_of, written.rows)
+    check_complete(run.key for run in runs)
+    root, indexes = manifest_texts(step, run, record, options.chunk_bytes, written.files, runs)
     if options.lock is not None:
         options.lock.check()
     storage = options.storage
     final = temporary.parent / folder_name(step)
     target = temporary / MANIFEST_NAME
+    size_bytes = len(root) + sum(map(len, indexes.values()))
     try:
-        write_file(storage, target, content)
+        for name, text in {**indexes, MANIFEST_NAME: root}.items():
+            target = temporary / name
+            write_file(storage, target, text)
         storage.sync_directory(temporary)
+        _read_back(temporary, written, storage)
         target = final
         publish(temporary, final, run, storage)
     except OSError as failure:
-        raise cannot_write(storage, target, len(content), failure) from failure
+        raise cannot_write(storage, target, size_bytes, failure) from failure
 
 
-def _stored(row: Sequence[Any], file: int) -> StoredPiece:
-    """A piece as `_write_own` gave it."""
-    name, kind, shape, start, stop, first, last, dtype, begin_bytes = row
-    key = PieceKey(name, as_kind(kind) or "weight", tuple(shape), tuple(start), tuple(stop), first, last)
-    return StoredPiece(key, dtype, ITEM_BYTES[dtype], file, begin_bytes)
+def _read_back(temporary: Path, written: _Written, storage: Storage) -> None:
+    """Reads the manifest as a load would: what cannot be read must not take the place of an older checkpoint.
+
+    Raises:
+        CheckpointError: it is refused, or says otherwise than the ranks.
+    """
+    try:
+        manifest = read_manifest(temporary, storage)
+        files = list(manifest.files)
+    except (CheckpointError, StorageError) as failure:
+        raise _not_published(str(failure)) from failure
+    if files != written.files:
+        raise _not_published("it lists other files than were written")
+    described: set[str] = set()
+    for file, (numbers, digest) in enumerate(zip(written.numbers, written.rows_of, strict=True)):
+        if digest in described:
+            continue
+        described.add(digest)
+        keys = FileDescription(tuple(numbers), tuple(written.rows[digest])).keys()
+        if [piece.key for piece in manifest.catalogue.pieces_of(file)] != keys:
+            raise _not_published(f"it has other pieces in {files[file].name} than were written")
+
+
+def _not_published(problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"the manifest that was written cannot be read back: {problem} Nothing was saved, and earlier checkpoints are "
+        "untouched. Save again; if this comes again, report it with this text."
+    )
 
 
 def write_pieces(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.checkpoint.catalogue import ITEM_BYTES
 from megatron.checkpoint.layout import key_problem
-from megatron.checkpoint.manifest import ITEM_BYTES
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import PieceKey
 

@@ -12,10 +12,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.errors import StorageError
+from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.files import exact
 from megatron.files.plain import kind_of
 from megatron.files.replacing import move, sync_file, sync_path
+
+# Errors of the operating system that concern this process, not the file: an older checkpoint would not help.
+_NOT_THE_FILE = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
 
 
 class Storage:
@@ -214,3 +217,14 @@ def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError
         f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} "
         f"bytes are free there. Earlier checkpoints are untouched. {advice}"
     )
+
+
+def unreadable(path: Path, failure: OSError) -> CheckpointError | StorageError:
+    """The error for a file that the system did not let us read: damage, or a problem of this process."""
+    name = errno.errorcode.get(failure.errno or 0)
+    if name in _NOT_THE_FILE:
+        return StorageError(
+            f"cannot read {path}: {failure.strerror} ({name}). "
+            "The file may be good; give this user the right or the resource and start again."
+        )
+    return DamagedError(f"cannot read {path}: {failure.strerror or failure}. Use another checkpoint.")

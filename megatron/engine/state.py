@@ -88,7 +88,8 @@ def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
         first, last = 0, part.numel
         if part.is_shared:
             rank, size = engine.mesh.gradient.rank, engine.mesh.gradient.size
-            first, last = part.numel * rank // size, part.numel * (rank + 1) // size
+            length = -(-part.numel // size)  # equal parts, as under ZeRO-3: a checkpoint describes them in one row
+            first, last = rank * length, min((rank + 1) * length, part.numel)
         if first < last:
             yield part, first, last
 

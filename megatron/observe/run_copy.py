@@ -123,7 +123,8 @@ def _copy_checkpoint(
             f"{place} holds another checkpoint {final} than {folder}. Copy the run to another place, or remove the one "
             "that is there."
         )
-    wanted = {file.name: file.sha256 for file in manifest.files} | {MANIFEST_NAME: digest}
+    wanted = {index.name: index.sha256 for index in manifest.indexes} | {MANIFEST_NAME: digest}
+    wanted |= {file.name: file.sha256 for file in manifest.files}
     temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{digest[:16]}")
     arrived = place.digests(temporary, tuple(wanted))
     for name in (name for name, right in wanted.items() if arrived.get(name) != right):

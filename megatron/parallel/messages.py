@@ -7,6 +7,7 @@ rank's own value.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -175,6 +176,17 @@ def gather_bytes(content: bytes, axis: Axis, destination: int = 0) -> list[bytes
         dist.recv(message, src=axis.ranks[rank], group=axis.group)
         contents.append(_as_bytes(message))
     return contents
+
+
+def scatter_number(numbers: Sequence[int], axis: Axis, source: int = 0) -> int:
+    """Returns this rank's entry of the list of rank `source` of the axis; the lists of other ranks are ignored."""
+    if axis.size == 1:
+        return numbers[0]
+    message_device = _message_device(axis)
+    own = torch.zeros(1, dtype=torch.int64, device=message_device)
+    given = list(torch.tensor(numbers, dtype=torch.int64, device=message_device).split(1))
+    dist.scatter(own, given if axis.rank == source else None, src=axis.ranks[source], group=axis.group)
+    return int(own)
 
 
 def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:

@@ -139,7 +139,7 @@ def header_of(path: Path) -> Header:
 def expected_of(folder: Path) -> dict[str, HeaderEntry]:
     return {
         piece_name(piece.key): HeaderEntry(piece.dtype, piece.key.numel, piece.begin_bytes, piece.end_bytes)
-        for piece in read_manifest(folder).pieces
+        for piece in read_manifest(folder).catalogue.pieces_of(0)
     }
 
 

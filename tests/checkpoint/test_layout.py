@@ -14,9 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.checkpoint.catalogue import Catalogue, StoredRun
 from megatron.checkpoint.layout import (
-    Catalogue,
-    StoredPiece,
     check_complete,
     is_regrouped,
     key_problem,
@@ -30,7 +29,7 @@ from tests.checkpoint.made.fake_pieces import cut_keys, cut_out
 
 
 def stored(keys: list[PieceKey]) -> Catalogue:
-    return Catalogue.of(StoredPiece(key, "F32", 4, 0, 0) for key in keys)
+    return Catalogue([StoredRun(key, "F32", 0, 1, key.numel) for key in keys], lambda file: 10**6)
 
 
 @settings(max_examples=300, deadline=None)
@@ -188,7 +187,7 @@ def test_pieces_of_a_regrouped_shape_are_read_by_any_other_sharding(shape: list[
     tensor = torch.arange(math.prod(shape), dtype=torch.float32)
     saved = cut_keys("a", "weight", ours, random_cuts)
     values = {key: cut_out(tensor.reshape(ours), key) for key in saved}
-    catalogue = Catalogue.of(StoredPiece(key, "F32", 4, 0, 0) for key in saved)
+    catalogue = stored(saved)
     if not is_regrouped(ours, theirs):
         return  # both merge across a border of the other, as [6, 4] and [2, 12] do
     for key in cut_keys("a", "weight", theirs, random_cuts):

@@ -262,6 +262,7 @@ def test_a_checkpoint_with_missing_pieces_is_passed_over(tmp_path: Path, capsys:
     lost = next(number for number, (key, _) in enumerate(pieces) if key.numel < math.prod(key.shape))
     monkey = pytest.MonkeyPatch()
     monkey.setattr(saving, "check_complete", list)
+    monkey.setattr(saving, "_read_back", lambda *_: None)
     path = save(tmp_path, 2, [*pieces[:lost], *pieces[lost + 1 :]], RECORD, MESH)
     monkey.undo()
     with pytest.raises(DamagedError, match=r"iter_0000002/manifest.json is not whole: tensor .* Use another"):

@@ -91,6 +91,7 @@ def test_an_axis_of_one_needs_no_process_group() -> None:
     assert messages.broadcast(tensor, AXIS) is tensor
     assert messages.broadcast_bytes(b"a", AXIS) == b"a"
     assert messages.gather_bytes(b"a", AXIS) == [b"a"]
+    assert messages.scatter_number([7], AXIS) == 7
     assert messages.broadcast_json((1, "a"), AXIS) == [1, "a"]
     assert messages.all_gather_json((1, "a"), AXIS) == [[1, "a"]]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.layout import Catalogue, whole
-from megatron.checkpoint.manifest import ITEM_BYTES, Manifest
+from megatron.checkpoint.catalogue import ITEM_BYTES
+from megatron.checkpoint.layout import whole
+from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.reader import read_pieces
 from megatron.checkpoint.record import Record
 from megatron.checkpoint.recovery import newest_record
@@ -52,7 +53,6 @@ class OpenCheckpoint:
     folder: Path
     manifest: Manifest
     record: Record
-    catalogue: Catalogue = field(repr=False)
 
     @classmethod
     def newest(cls, path: Path) -> OpenCheckpoint:
@@ -64,15 +64,14 @@ class OpenCheckpoint:
         newest = newest_record(path, ParallelMesh.single())
         if newest is None or newest.manifest is None:
             raise CheckpointError(f"there is no checkpoint in {path}. Give a folder to which a run saved checkpoints.")
-        catalogue = Catalogue.of(newest.manifest.pieces)
-        return cls(newest.path, newest.manifest, Record.from_json(newest.record, newest.path), catalogue)
+        return cls(newest.path, newest.manifest, Record.from_json(newest.record, newest.path))
 
     def tensors(self) -> dict[str, CheckpointTensor]:
         """All tensors by name, in the order of the files."""
-        catalogue = self.catalogue
+        catalogue = self.manifest.catalogue
         kinds: dict[str, dict[Kind, str]] = {}
-        for (name, kind), pieces in catalogue.pieces.items():
-            kinds.setdefault(name, {})[kind] = pieces[0].dtype
+        for run in catalogue.runs:
+            kinds.setdefault(run.key.name, {})[run.key.kind] = run.dtype
         return {name: CheckpointTensor(name, catalogue.shape(name) or (), stored) for name, stored in kinds.items()}
 
     def read(self, keys: Sequence[PieceKey]) -> list[torch.Tensor]:
@@ -84,7 +83,7 @@ class OpenCheckpoint:
             CheckpointError: something is not stored, or has another shape.
             DamagedError: the bytes are not those that were written.
         """
-        return read_pieces(self.folder, self.manifest, keys, self.catalogue, finite=False)
+        return read_pieces(self.folder, self.manifest, keys, finite=False)
 
 
 def batches(tensors: Iterable[tuple[str, Kind, tuple[int, ...]]]) -> Iterator[list[PieceKey]]:

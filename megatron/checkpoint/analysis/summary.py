@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint, batches
-from megatron.checkpoint.manifest import ITEM_BYTES
+from megatron.checkpoint.catalogue import ITEM_BYTES
 from megatron.config.run_config import in_current_sections
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind

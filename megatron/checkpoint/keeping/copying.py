@@ -12,12 +12,13 @@ from megatron import log
 from megatron.checkpoint.keeping.listing import steps_in
 from megatron.checkpoint.manifest import (
     MANIFEST_NAME,
-    Manifest,
     folder_name,
     read_manifest,
-    read_whole,
     stored_digest,
 )
+from megatron.checkpoint.manifests.contents import Manifest
+from megatron.checkpoint.manifests.texts import read_whole
+from megatron.checkpoint.manifests.version_2 import read_index
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
 from megatron.checkpoint.reader import check_files, verified_chunks
 from megatron.checkpoint.storage import DISK, Storage, append, cannot_write, write_file, writing
@@ -141,6 +142,10 @@ class _Copy:
         """Copies the manifest that was read before, compares it with its digest, and makes the copy visible."""
         target = self.temporary / MANIFEST_NAME
         try:
+            for index in self.manifest.indexes:
+                write_file(
+                    self.storage, self.temporary / index.name, bytes(read_index(self.source, index, self.storage))
+                )
             write_file(self.storage, target, self._manifest_text())
             read_manifest(self.temporary, self.storage, self.manifest)
             self.storage.sync_directory(self.temporary)

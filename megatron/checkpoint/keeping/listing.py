@@ -14,16 +14,15 @@ from typing import Any, final
 
 from megatron.checkpoint.manifest import (
     MANIFEST_NAME,
-    Manifest,
     folder_step,
     read_manifest,
     stored_digest,
-    unreadable,
 )
+from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX
 from megatron.checkpoint.reader import check_files
 from megatron.checkpoint.record import run_id_of
-from megatron.checkpoint.storage import Storage, opened
+from megatron.checkpoint.storage import Storage, opened, unreadable
 from megatron.errors import CheckpointError, DamagedError, StorageError
 
 COMPLETE, DAMAGED, UNREADABLE, LINK = "complete", "damaged", "unreadable", "link"
@@ -39,7 +38,7 @@ class ManifestSummary:
 
     Attributes:
         digest: of its manifest, and so of all its bytes.
-        files: names and sizes in bytes, without the manifest.
+        files: names and sizes in bytes, those of its index files included, without the manifest.
         run_id: the run it belongs to; empty if it names none.
         validation_loss: of the evaluation at its step, in nats per token; None without one.
         layout: sizes of the axes of the run that saved it, by name; empty if its record does not say.
@@ -65,7 +64,10 @@ class ManifestSummary:
             path,
             manifest.step,
             manifest.digest,
-            tuple((file.name, file.size_bytes) for file in manifest.files),
+            (
+                *((index.name, index.size_bytes) for index in manifest.indexes),
+                *((file.name, file.size_bytes) for file in manifest.files),
+            ),
             run_id_of(manifest.record),
             _validation_loss(manifest.record),
             _layout(manifest.record),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.checkpoint.layout import Catalogue
-from megatron.checkpoint.manifest import ITEM_BYTES, read_manifest
+from megatron.checkpoint.catalogue import ITEM_BYTES
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.checkpoint.storage import write_text
 from megatron.config import ModelConfig
@@ -92,7 +92,7 @@ def export_model(request: ExportRequest) -> Path:
     manifest = read_manifest(request.checkpoint)
     source = CheckpointSource(request.checkpoint, manifest)
     shapes = network_shapes(model)
-    _check_names(Catalogue.of(manifest.pieces).names(), shapes, request.checkpoint)
+    _check_names(manifest.catalogue.names(), shapes, request.checkpoint)
     tensors = bind(family.tensors, shapes)
     parts = parts_by_tensor(tensors)
     dtypes = {name: _dtype_of(source, parts[name], request.dtype) for name in parts}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron import __version__, log
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.proof_batches import ProofBatch, described, proof_batches

@@ -11,13 +11,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.layout import Catalogue
-from megatron.checkpoint.manifest import ITEM_BYTES, Manifest
+from megatron.checkpoint.catalogue import ITEM_BYTES, Catalogue
+from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.reader import read_pieces
 from megatron.checkpoint.snapshot import TORCH_TYPES, Snapshot
 from megatron.config import ModelConfig
@@ -157,10 +156,10 @@ class CheckpointSource:
     folder: Path
     manifest: Manifest
 
-    @cached_property
+    @property
     def catalogue(self) -> Catalogue:
         """Its pieces."""
-        return Catalogue.of(self.manifest.pieces)
+        return self.manifest.catalogue
 
     def dtype_of(self, name: str) -> str:
         """The element type that a tensor is stored in.
@@ -174,7 +173,7 @@ class CheckpointSource:
                 f"tensor {name} is not in {self.folder}, which holds {len(self.catalogue.names())} tensors. The "
                 "checkpoint does not fit its own configuration; use another one."
             )
-        return self.catalogue.pieces[name, kind][0].dtype
+        return self.catalogue.dtype(name, kind)
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
         """A box of a tensor, verified.
@@ -185,7 +184,7 @@ class CheckpointSource:
         start, stop = box
         size = tuple(high - low for low, high in zip(start, stop, strict=True))
         key = PieceKey(name, "weight", shape, start, stop, 0, math.prod(size))
-        return read_pieces(self.folder, self.manifest, [key], self.catalogue)[0].view(size)
+        return read_pieces(self.folder, self.manifest, [key])[0].view(size)
 
 
 def exported_values(

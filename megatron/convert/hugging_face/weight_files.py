@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.catalogue import ITEM_BYTES
 from megatron.checkpoint.layout import shared_copies, whole
-from megatron.checkpoint.manifest import ITEM_BYTES
 from megatron.checkpoint.saving import safetensors_header
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.checkpoint.storage import DISK, Storage, append, opened, read_range, write_text, writing

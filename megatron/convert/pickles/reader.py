@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.manifest import unreadable
-from megatron.checkpoint.storage import DISK, opened, read_range
+from megatron.checkpoint.storage import DISK, opened, read_range, unreadable
 from megatron.convert.pickles.unpickler import NAMESPACES
 from megatron.errors import CheckpointError
 

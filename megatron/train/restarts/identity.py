@@ -19,7 +19,8 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import find
-from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.record import Record, finetuned_from_of, run_id_of
 from megatron.checkpoint.recovery import Candidate
 from megatron.checkpoint.storage import Storage, read_head

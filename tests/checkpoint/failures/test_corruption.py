@@ -30,16 +30,20 @@ from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import SHAPES, cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.made.versions import FORMS, rewrite
 
 MESH = ParallelMesh.single()
-FILE = "pieces_00000.safetensors"
+FILE, INDEX = "pieces_00000.safetensors", "index_00000.json"
 CHUNK_BYTES = 8192  # the header shares its chunk with data, as it does with chunks of 16 MiB
 STATE = make_state({**SHAPES, "large": (64, 40)})
 
 
-def save_step(directory: Path, step: int, seed: int = 0) -> Path:
+def save_step(directory: Path, step: int, seed: int = 0, form: str = "version 2") -> Path:
     pieces = cut_for_ranks(STATE, 1, seed)[0]
-    return save(directory, step, pieces, {"progress": {"step": step}}, MESH, SaveOptions(chunk_bytes=CHUNK_BYTES))
+    path = save(directory, step, pieces, {"progress": {"step": step}}, MESH, SaveOptions(chunk_bytes=CHUNK_BYTES))
+    if form != "version 2":
+        rewrite(path, form)
+    return path
 
 
 def flip_bit(path: Path, random_numbers: random.Random) -> None:
@@ -126,7 +130,7 @@ MUTATIONS: list[tuple[Callable[[Path, random.Random], None], int]] = [
 TRIALS = [
     (name, mutation, times)
     for mutation, times in MUTATIONS
-    for name in (FILE, "manifest.json")
+    for name in (FILE, "manifest.json", INDEX)
     if name == "manifest.json" or mutation not in (edit_manifest, drop_a_line)
 ]
 
@@ -135,8 +139,9 @@ TRIALS = [
 def test_every_mutation_is_detected_before_a_tensor_is_modified(
     tmp_path: Path, name: str, mutation: Callable[[Path, random.Random], None], times: int
 ) -> None:
-    save_step(tmp_path, 1, seed=1)
-    damaged = save_step(tmp_path, 2, seed=2)
+    form = "indexed" if name == INDEX else "version 2"
+    save_step(tmp_path, 1, seed=1, form=form)
+    damaged = save_step(tmp_path, 2, seed=2, form=form)
     copy = tmp_path / "copy-of-2"
     damaged.rename(copy)
     random_numbers = random.Random(f"{mutation.__name__} {name}")
@@ -187,6 +192,17 @@ def shift(values: dict[str, Any], amount: int) -> None:
         piece[8] += amount
 
 
+def shrink(values: dict[str, Any], size_bytes: int) -> None:
+    """The only file is said to be smaller."""
+    values["files"][0][1] = size_bytes
+    values["files"][0][3] = ["0" * 64] * -(-size_bytes // values["chunk_bytes"])
+
+
+def spare_file(values: dict[str, Any]) -> list[Any]:
+    """Another file."""
+    return ["pieces_00001.safetensors", 64, "0" * 64, ["0" * 64]]
+
+
 def last_first(values: dict[str, Any]) -> list[Any]:
     """The only piece that is left, which begins where the manifest says and ends with the file."""
     piece = values["pieces"][0]
@@ -215,7 +231,7 @@ def first_of_two(values: dict[str, Any]) -> None:
 
 HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("format", "pickle"), "has format 'pickle'"),
-    (put("format_version", 2), "has format_version 2; this program reads 1"),
+    (put("format_version", 3), "has format_version 3; this program reads 1 to 2. Read it with the program version"),
     (put("step", 7), "is of step 7, not of its folder's step 2"),
     (put("step", -1), "step is -1"),
     (put("step", 2**70), "not an integer in range"),
@@ -239,16 +255,14 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("tensors", 0, 1, [1] * 17), "shape of .* is not a list of numbers"),
     (put("pieces", 0, 0, 99), "index 99 points beyond its table"),
     (put("pieces", 0, 1, 1.5), "an index is 1.5"),
-    (put("pieces", 0, 2, 0), "have different element types|ends at byte"),
+    (put("pieces", 0, 2, 0), "have different element types|ends at byte|take more than that|overlaps the one before"),
     (put("kinds", ["x"] * 4), "unknown kind"),
     (put("types", ["x"] * 9), "unknown kind or element type 'x'"),
     (put("pieces", 0, 4, [100, 100]), r"box \[.*\] does not lie in shape"),
     (put("pieces", 0, 6, 10**6), "range .* does not lie in a box"),
-    (put("pieces", 0, 8, 10**6), "ends at byte .*, beyond its end"),
-    (put("pieces", 0, 7, 1), "index 1 points beyond its table"),
     (put("run", 5), "run is 5, not a name"),
     (put("run", "x" * 501), "run is 'x+\\.\\.\\., not a name"),
-    (put("format_version", True), "has format_version True; this program reads 1"),
+    (put("format_version", True), "has format_version True; this program reads 1 to 2"),
     (
         put("tensors", 0, 0, "a\x1b]0;b\x07"),
         r"tensor name 'a\\x1b\]0;b\\x07' is not a text of up to 500 printable letters",
@@ -257,8 +271,15 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("tensors", 0, 0, "\ud800"), r"tensor name '\\ud800' is not a text"),
     (put("tensors", 0, 0, "x" * 501), "is not a text of up to 500 printable letters"),
     (lambda values: values["tensors"].append(["more", [1]]), "no piece of tensor more is in any file"),
-    (put("pieces", []), "no piece lies in pieces_00000.safetensors"),
+    (put("pieces", []), "no piece (lies in pieces_00000.safetensors|of tensor .* is in any file)"),
     (lambda values: values.update(pieces=[], files=[], tensors=[]), "it lists no pieces"),
+    (lambda values: first_of_two(values), r"is not whole: .* are in (no|two) piece"),
+    (put("record", {"a": [0] * 2**20}), "is not a manifest: it holds more than 1048576 values"),
+    (put("pieces", 0, 7, 1), "index 1 points beyond its table"),
+    (lambda values: values["files"].clear(), "index 0 points beyond its table"),
+]
+VERSION_1: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (put("pieces", 0, 8, 10**6), "ends at byte .*, beyond its end"),
     (lambda values: values["pieces"].pop(), r"leaves a hole before it|has \d+ bytes, but its pieces end at byte \d+"),
     (
         lambda values: values["pieces"].append(values["pieces"][-1]),
@@ -267,19 +288,64 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda values: shift(values, -4), r"lies in the header|overlaps|pieces end at byte \d+"),
     (lambda values: shift(values, -(10**9)), r"a piece is -\d+, not an integer in range"),
     (lambda values: last_first(values).__setitem__(8, 2), r"at byte 2 lies in the header of pieces_00000"),
-    (lambda values: first_of_two(values), r"is not whole: .* are in (no|two) piece"),
-    (put("record", {"a": [0] * 2**20}), "is not a manifest: it holds more than 1048576 values"),
+]
+VERSION_2: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda values: values["pieces"].pop(), "is not whole: tensor .* are in no piece|no piece of tensor"),
+    (lambda values: values["pieces"].append(values["pieces"][-1]), "is not whole: tensor .* are in two pieces"),
+    (put("files", 0, 1, CHUNK_BYTES), "does not fit its number of chunk digests"),
+    (lambda values: shrink(values, 8), r"has \d+ bytes, and its pieces and header take more than that"),
+    (lambda values: values["files"].append(spare_file(values)), "no piece lies in pieces_00001.safetensors"),
+    (lambda values: values["pieces"][0].extend([0, 1]), r"has parts of 1 in steps of 0"),
+    (lambda values: values["pieces"][0].extend([1, 0]), r"has parts of 0 in steps of 1"),
+    (lambda values: values["pieces"][0].extend([1, 10**9]), r"has parts of 1000000000 in steps of 1"),
+    (lambda values: values["pieces"][0].extend([1, 1]), r"index \d+ points beyond its table"),
+    (lambda values: values["pieces"][0].extend([2**61, 1]), r"index \d+ points beyond its table"),
+    (lambda values: values["pieces"][0].extend([1]), "pieces is not a list of rows of 8 or 10"),
+    (put("indexes", [["index_00000.json", 5, "0" * 64, 1]]), "it has files and index files; one of both must be empty"),
+]
+INDEXED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (put("indexes", 0, 0, "../index_00000.json"), "index file name '../index_00000.json' is not of the form"),
+    (put("indexes", 0, 1, -1), "size of index_00000.json is -1"),
+    (put("indexes", 0, 1, 2**50), r"has 1125899906842624 bytes; a manifest has at most"),
+    (put("indexes", 0, 1, 5), "index_00000.json is damaged: it is not the index file that its manifest describes"),
+    (put("indexes", 0, 2, "0" * 64), "it is not the index file that its manifest describes"),
+    (put("indexes", 0, 2, 5), "5 is not a SHA-256 digest of index_00000.json"),
+    (put("indexes", 0, 3, 0), "index_00000.json has no files"),
+    (put("indexes", 0, 3, 2), "it has 1 files and should have 2"),
+    (put("indexes", 0, 3, 2**61), r"it has \d+ files; 1048576 are allowed"),
+    (lambda values: values["indexes"].append(values["indexes"][0]), "an index file appears twice"),
+    (put("run", "other"), "index_00000.json is not a valid manifest: it is not an index file of this checkpoint"),
+    (put("chunk_bytes", 64), "does not fit its number of chunk digests"),
+]
+CASES = [
+    *(("version 2", *case) for case in [*HOSTILE, *VERSION_2]),
+    *(("version 1", *case) for case in [*HOSTILE, *VERSION_1]),
+    *(("indexed", *case) for case in INDEXED),
 ]
 
 
-@pytest.mark.parametrize(("change", "text"), HOSTILE, ids=range(len(HOSTILE)))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint in every form."""
+    return {form: save_step(tmp_path_factory.mktemp("saved"), 2, form=form) for form in FORMS}
+
+
+@pytest.mark.parametrize(("form", "change", "text"), CASES, ids=range(len(CASES)))
 def test_a_malicious_manifest_is_rejected(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str
+    tmp_path: Path, saved: dict[str, Path], form: str, change: Callable[[dict[str, Any]], object], text: str
 ) -> None:
-    path = save_step(tmp_path, 2)
+    path = Path(shutil.copytree(saved[form], tmp_path / saved[form].name))
     reseal(path / "manifest.json", change)
     with pytest.raises(CheckpointError, match=text):
-        read_record(path)
+        list(read_manifest(path).files)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_loads(saved: dict[str, Path], form: str) -> None:
+    sink = whole_sink(STATE)
+    load(saved[form], sink.wanted(), MESH)
+    sink.check()
+    assert verify(saved[form]).step == 2
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.parallel": ("schedule", ".", "sequence", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.checkpoint": (".", "keeping", "analysis"),
+    "megatron.checkpoint": ("storage", "checks", "catalogue", "layout", "manifests", ".", "keeping", "analysis"),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
     "megatron.engine": ("gradients", ".", "passes", "pipeline", "engine", "state", "replicas", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),

@@ -29,13 +29,12 @@ class MessageSizes:
         return self.sent_bytes + self.received_bytes
 
 
-_RECEIVED = ("recv",)
+_RECEIVED = ("recv", "scatter")
 _SENT = ("all_reduce", "broadcast", "send", "reduce")
 _LISTS = ("gather", "all_gather")
 _UNCOUNTED = (
     "all_gather_into_tensor",
     "all_to_all",
-    "scatter",
     "reduce_scatter",
     "reduce_scatter_tensor",
     "isend",

@@ -26,15 +26,11 @@ import torch
 
 from megatron import log
 from megatron.checkpoint import CheckpointLock, load_newest, newest_record
-from megatron.checkpoint.layout import StoredPiece
 from megatron.checkpoint.lock import LOCK_NAME, Holder
-from megatron.checkpoint.manifest import (
-    MANIFEST_NAME,
-    StoredFile,
-    file_name,
-    folder_name,
-    manifest_bytes,
-)
+from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name
+from megatron.checkpoint.manifests.compaction import FileDescription, compact, describe
+from megatron.checkpoint.manifests.contents import StoredFile
+from megatron.checkpoint.manifests.version_2 import manifest_texts
 from megatron.checkpoint.publish import HINT_NAME
 from megatron.checkpoint.reader import Accept, verify
 from megatron.checkpoint.saving import write_pieces
@@ -44,6 +40,7 @@ from megatron.errors import DamagedError, MegatronError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.made.versions import FORMS, rewrite
 from tests.reliability.disks.memory_disk import Link, MemoryStorage, Tree
 
 MESH = ParallelMesh.single()
@@ -55,28 +52,34 @@ FILES = (MANIFEST_NAME, *(file_name(rank) for rank in range(RANKS)))
 Mutation = Callable[[Random, Tree], None]
 
 
-def write_checkpoint(tree: Tree, step: int, seed: int, run: str = "run") -> None:
-    """Writes the checkpoint of four ranks, as a save does."""
+def write_checkpoint(tree: Tree, step: int, seed: int, run: str, form: str) -> None:
+    """Writes the checkpoint of four ranks, as a save does or an older program did."""
     storage, folder = MemoryStorage(ROOT, tree), ROOT / folder_name(step)
     storage.make_directory(folder)
     files: list[StoredFile] = []
-    pieces: list[StoredPiece] = []
+    described: list[FileDescription] = []
     for rank, part in enumerate(cut_for_ranks(make_state(SHAPES, seed=seed), RANKS, seed)):
         file, stored = write_pieces(folder / file_name(rank), take_snapshot(part), CHUNK_BYTES, storage)
-        pieces += [StoredPiece(one.key, one.dtype, one.item_bytes, rank, one.begin_bytes) for one in stored]
+        described.append(describe(stored))
         files.append(file)
-    content = manifest_bytes(step, run, {"seed": seed}, CHUNK_BYTES, files, pieces)
+    runs = compact(
+        [description.numbers for description in described],
+        [description.digest for description in described],
+        {description.digest: description.rows for description in described},
+    )
+    root, _ = manifest_texts(step, run, {"seed": seed}, CHUNK_BYTES, files, runs)
+    tree[folder.name][MANIFEST_NAME] = root
+    rewrite(folder, form, storage)
     tree[folder.name] = {name: bytes(data) for name, data in tree[folder.name].items()}
-    tree[folder.name][MANIFEST_NAME] = content
 
 
-def undamaged() -> Tree:
+def undamaged(form: str = "version 2") -> Tree:
     """A directory with two checkpoints; `.other` holds one of the newer step by another run."""
     tree: Tree = {HINT_NAME: str(NEWER).encode(), "run.json": b"{}"}
-    write_checkpoint(tree, OLDER, OLDER)
-    write_checkpoint(tree, NEWER, NEWER)
+    write_checkpoint(tree, OLDER, OLDER, "run", form)
+    write_checkpoint(tree, NEWER, NEWER, "run", form)
     other: Tree = {}
-    write_checkpoint(other, NEWER, NEWER + 7, "other")
+    write_checkpoint(other, NEWER, NEWER + 7, "other", form)
     return {**tree, ".other": other[folder_name(NEWER)]}
 
 
@@ -149,39 +152,44 @@ BYTES: Mapping[str, Callable[[Random, bytearray], None]] = {
 # --- mutations of files ---------------------------------------------------------------------------
 
 
+def files_of(tree: Tree) -> list[str]:
+    """The files of the newer checkpoint."""
+    return sorted(tree[folder_name(NEWER)])
+
+
 def lose(draw: Random, tree: Tree) -> None:
     """A file is missing."""
-    del tree[folder_name(NEWER)][draw.choice(FILES)]
+    del tree[folder_name(NEWER)][draw.choice(files_of(tree))]
 
 
 def swap(draw: Random, tree: Tree) -> None:
     """Two files bear each other's names."""
     folder = tree[folder_name(NEWER)]
-    one, other = draw.sample(FILES, 2)
+    one, other = draw.sample(files_of(tree), 2)
     folder[one], folder[other] = folder[other], folder[one]
 
 
 def other_step(draw: Random, tree: Tree) -> None:
     """A file, or several, are those of the older step."""
-    for name in draw.sample(FILES, draw.choice((1, 1, 2, 4, 5))):
+    for name in draw.sample(files_of(tree), draw.choice((1, 1, 2, 4, 5))):
         tree[folder_name(NEWER)][name] = tree[folder_name(OLDER)][name]
 
 
 def other_run(draw: Random, tree: Tree) -> None:
     """A file, or several, are those of another run at the same step; never all, which would be no damage."""
-    for name in draw.sample(FILES[:-1], draw.choice((1, 1, 2, 3, 4))):
+    for name in draw.sample(files_of(tree)[:-1], draw.choice((1, 1, 2, 3, 4))):
         tree[folder_name(NEWER)][name] = tree[".other"][name]
 
 
 def duplicate(draw: Random, tree: Tree) -> None:
     """A file is there twice, under the name of another or under one that is not in the manifest."""
     folder = tree[folder_name(NEWER)]
-    folder[draw.choice((*FILES, "pieces_00004.safetensors", "copy"))] = folder[draw.choice(FILES)]
+    folder[draw.choice((*files_of(tree), "pieces_00004.safetensors", "copy"))] = folder[draw.choice(files_of(tree))]
 
 
 def other_kind(draw: Random, tree: Tree) -> None:
     """A link, a directory or nothing stands where a file should."""
-    name = draw.choice(FILES)
+    name = draw.choice(files_of(tree))
     tree[folder_name(NEWER)][name] = draw.choice((Link("elsewhere"), {}, {name: tree[folder_name(NEWER)][name]}, b""))
 
 
@@ -206,7 +214,8 @@ def hint(draw: Random, tree: Tree) -> None:
 def _of_bytes(name: str, kind: str) -> Mutation:
     def mutate(draw: Random, tree: Tree) -> None:
         holder = tree if kind == "hint" else tree[folder_name(NEWER)]
-        place = {"hint": HINT_NAME, "manifest": MANIFEST_NAME}.get(kind) or draw.choice(FILES[1:])
+        named = [file for file in files_of(tree) if file.startswith("pieces") == (kind == "pieces")]
+        place = HINT_NAME if kind == "hint" else draw.choice(named)
         data = bytearray(holder[place])
         BYTES[name](draw, data)
         holder[place] = bytes(data)
@@ -271,7 +280,7 @@ def load_damaged(tree: Tree, original: Tree) -> str:
         if f"skipping checkpoint {ROOT / name}" not in said.getvalue():
             raise Unnoticed(f"the older step was loaded without a word: {said.getvalue()[:300]}")
         return "found"
-    if any(tree[name].get(file) != original[name][file] for file in FILES):
+    if any(tree[name].get(file) != content for file, content in original[name].items()):
         try:
             verify(ROOT / name, storage)
         except DamagedError:
@@ -333,7 +342,7 @@ class Campaign:
 
 def run(cases: int, seed: int = 1, only: int | None = None) -> Campaign:
     """Tries a number of damaged directories, or the one with a given number."""
-    original, campaign = undamaged(), Campaign()
+    originals, campaign = [undamaged(form) for form in FORMS], Campaign()
     names = [*sorted(MUTATIONS), "lock"]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         for number in range(cases) if only is None else [only]:
@@ -343,6 +352,7 @@ def run(cases: int, seed: int = 1, only: int | None = None) -> Campaign:
                 if name == "lock":
                     became = take_damaged_lock(draw, Path(folder))
                 else:
+                    original = originals[number % len(originals)]
                     tree = {entry: dict(node) if isinstance(node, dict) else node for entry, node in original.items()}
                     MUTATIONS[name](draw, tree)
                     if draw.random() < 0.05:

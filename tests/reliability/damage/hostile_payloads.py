@@ -26,6 +26,7 @@ import torch
 from megatron.checkpoint.lock import LOCK_NAME
 from megatron.checkpoint.manifest import MANIFEST_NAME
 from megatron.checkpoint.publish import HINT_NAME
+from tests.checkpoint.made.versions import rewrite
 
 FILE = "pieces_00000.safetensors"
 NEWEST = "iter_0000002"
@@ -188,8 +189,9 @@ def with_header_text(make: Callable[[bytes], bytes]) -> Payload:
         size = int.from_bytes(content[:8], "little")
         text = make(content[8 : 8 + size])
         values = read_values(place)
-        for piece in values["pieces"]:
-            piece[8] += len(text) - size
+        if values["format_version"] == 1:
+            for piece in values["pieces"]:
+                piece[8] += len(text) - size
         _write_values(place, values)
         with_file(lambda _: len(text).to_bytes(8, "little") + text + content[8 + size :])(place)
 
@@ -239,10 +241,57 @@ def shape(sizes: list[int]) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+def files(values: dict[str, Any]) -> None:
+    """A million files of no name that was seen before."""
+    values["files"] = [[f"pieces_{number:07d}.safetensors", 0, "0" * 64, []] for number in range(10**6)]
+
+
+def runs(values: dict[str, Any]) -> None:
+    """A hundred thousand parameters that each go through a million files in another way."""
+    count = 10**5
+    values["tensors"] = [[f"t{number}", [10**6 - 12 * number // 2]] for number in range(count)]
+    values["files"] = []
+    values["indexes"] = [[f"index_{number:05d}.json", 9, "0" * 64, 10**5] for number in range(10)]
+    values["pieces"] = [[at, 0, 1, [0], shape, 0, shape[0], 0, 1, 1] for at, (_, shape) in enumerate(values["tensors"])]
+
+
+def rewritten(form: str, payload: Payload) -> Payload:
+    """A payload in a checkpoint whose manifest has another form."""
+
+    def write(place: Place) -> None:
+        rewrite(place.newest, form)
+        payload(place)
+
+    return write
+
+
+def indexed(change: Callable[[dict[str, Any]], object]) -> Payload:
+    """A payload that changes a manifest with index files."""
+    return rewritten("indexed", changing(change))
+
+
+def with_index(change: Callable[[Path, Place], object]) -> Payload:
+    """A payload in place of an index file."""
+    return rewritten("indexed", lambda place: change(place.newest / "index_00000.json", place) and None)
+
+
+def with_index_text(text: bytes) -> Payload:
+    """A payload that is the text of an index file, of which the manifest knows size and digest."""
+
+    def write(place: Place) -> None:
+        (place.newest / "index_00000.json").write_bytes(text)
+        values = read_values(place)
+        values["indexes"] = [["index_00000.json", len(text), hashlib.sha256(text).hexdigest(), 1]]
+        _write_values(place, values)
+
+    return rewritten("indexed", write)
+
+
 def overlapping_boxes(values: dict[str, Any]) -> None:
     """A hundred thousand boxes of one tensor that all meet each other."""
     values["tensors"] = [["t", [4, 200000]]]
-    values["pieces"] = [[0, 0, 1, [0, at], [4, 100000 + at], 0, 1, 0, 500 + 4 * at] for at in range(100000)]
+    offsets = [[500 + 4 * at] if values["format_version"] == 1 else [] for at in range(100000)]
+    values["pieces"] = [[0, 0, 1, [0, at], [4, 100000 + at], 0, 1, 0, *offsets[at]] for at in range(100000)]
     values["files"][0][1] = 500 + 400000
     values["files"][0][3] = ["0" * 64] * -(-400500 // values["chunk_bytes"])
 
@@ -288,10 +337,6 @@ def _terabyte(path: Path, place: Place) -> None:
     os.truncate(path, 2**40)
 
 
-def _pickle_manifest(place: Place) -> None:
-    place.manifest.write_bytes(_pickle(place))
-
-
 def _put(name: str, make: Callable[[Place], bytes]) -> Payload:
     def write(place: Place) -> None:
         path = place.directory / name
@@ -320,7 +365,7 @@ PAYLOADS: dict[str, Payload] = {
     "pickle as pieces": with_file(_pickle),
     "pickle as pieces, torch zip": with_file(_zipped),
     "pickle as pieces, .npy": with_file(_array),
-    "pickle as manifest": _pickle_manifest,
+    "pickle as manifest": _put(f"{NEWEST}/{MANIFEST_NAME}", _pickle),
     "pickle as sealed manifest": lambda place: write_sealed(place.manifest, _pickle(place) + b",\n"),
     "pickle as hint": _put(HINT_NAME, _pickle),
     "pickle as lock": _put(LOCK_NAME, _pickle),
@@ -367,10 +412,19 @@ PAYLOADS: dict[str, Payload] = {
     "sixteen dimensions": changing(shape([2] * 16)),
     "sixty dimensions": changing(shape([1] * 60)),
     "boxes that meet": changing(overlapping_boxes),
-    "overlapping pieces": changing(lambda values: values["pieces"][1].__setitem__(8, values["pieces"][0][8])),
-    "piece in the header": changing(lambda values: values["pieces"][0].__setitem__(8, 8)),
-    "negative offset": changing(lambda values: values["pieces"][0].__setitem__(8, -8)),
-    "offset beyond": changing(lambda values: values["pieces"][0].__setitem__(8, 2**62)),
+    "huge step between files": changing(lambda values: values["pieces"][0].extend([2**61, 1])),
+    "million files": changing(files),
+    "runs through a million files": changing(runs),
+    "index file ..": indexed(lambda values: values["indexes"][0].__setitem__(0, "../../outside/secret")),
+    "index of a sparse terabyte": with_index(lambda path, place: os.truncate(path, 2**40)),
+    "index link": with_index(lambda path, place: (path.unlink(), path.symlink_to(place.outside / "secret"))),
+    "index FIFO": with_index(lambda path, place: (path.unlink(), os.mkfifo(path))),
+    "index of lists": with_index_text(b"[" + b"[]," * (20 << 20) + b"[]]"),
+    "index of depth": with_index_text(b"[" * 10**7),
+    "index of a million chunks": with_index_text(
+        json.dumps({"files": [[FILE, 2**40, "0" * 64, ["0" * 64] * 10**6]]}).encode()
+    ),
+    "index of 2^62 files": indexed(lambda values: values["indexes"][0].__setitem__(3, 2**62)),
     "missing piece": changing(lambda values: values["pieces"].pop()),
     "tiny chunks": changing(lambda values: values.update(chunk_bytes=1)),
     "huge step": changing(lambda values: values.update(step=2**62)),
@@ -420,6 +474,23 @@ PAYLOADS: dict[str, Payload] = {
     "name with escapes": replaced("x\x1b]0;owned\x07.pt", lambda path, place: path.touch()),
     "crowd": crowd,
 }  # fmt: skip
+
+
+VERSION_1: dict[str, Payload] = {
+    "overlapping pieces": changing(lambda values: values["pieces"][1].__setitem__(8, values["pieces"][0][8])),
+    "piece in the header": changing(lambda values: values["pieces"][0].__setitem__(8, 8)),
+    "negative offset": changing(lambda values: values["pieces"][0].__setitem__(8, -8)),
+    "offset beyond": changing(lambda values: values["pieces"][0].__setitem__(8, 2**62)),
+    **{
+        name: PAYLOADS[name]
+        for name in (
+            "header depth bomb", "header of lists", "header million tensors", "million tensors", "million pieces",
+            "million chunks", "shape overflow", "sixteen dimensions", "boxes that meet", "missing piece", "names twice",
+            "depth bomb", "record of objects", "sparse manifest",
+        )
+    },
+}  # fmt: skip
+PAYLOADS |= {f"version 1: {name}": rewritten("version 1", payload) for name, payload in VERSION_1.items()}
 
 
 def _changed(text: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:

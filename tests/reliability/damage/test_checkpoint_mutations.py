@@ -13,6 +13,7 @@ import pytest
 from megatron.checkpoint import reader
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_name
 from megatron.errors import DamagedError
+from tests.checkpoint.made.versions import FORMS
 from tests.reliability.damage.checkpoint_mutations import (
     BYTES,
     FILES,
@@ -28,10 +29,10 @@ from tests.reliability.damage.checkpoint_mutations import (
 from tests.reliability.disks.memory_disk import Tree
 
 
-@pytest.fixture(scope="module")
-def original() -> Tree:
-    """Two checkpoints as they were saved."""
-    return undamaged()
+@pytest.fixture(scope="module", params=FORMS)
+def original(request: pytest.FixtureRequest) -> Tree:
+    """Two checkpoints in each form."""
+    return undamaged(request.param)
 
 
 def copied(tree: Tree) -> Tree:

@@ -115,7 +115,7 @@ def test_a_student_approaches_its_teacher(whole: Path) -> None:
 
 def test_a_checkpoint_holds_the_student_alone(whole: Path) -> None:
     newest = find(whole / "checkpoints")[0]
-    names = {piece.key.name for piece in read_manifest(newest.path).pieces}
+    names = read_manifest(newest.path).catalogue.names()
     assert len({name for name in names if name.startswith("decoder.layers.")}) == 2 * 12
     assert not any(name.startswith("decoder.layers.2.") for name in names)
 

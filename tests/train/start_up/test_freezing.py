@@ -47,7 +47,7 @@ def tuned(corpus: TinyCorpus, folder: Path, *more: str, **changes: Any) -> list[
 
 def tensors(folder: Path, step: int, kind: Any = "weight") -> dict[str, torch.Tensor]:
     path = folder / "checkpoints" / f"iter_{step:07d}"
-    names = sorted({piece.key.name for piece in read_manifest(path).pieces if piece.key.kind == kind})
+    names = sorted({run.key.name for run in read_manifest(path).catalogue.runs if run.key.kind == kind})
     return {name: values.clone() for name, values in read_tensors(path, names, kind)}
 
 

@@ -1,0 +1,1 @@
+"""Both versions of the manifest, and how descriptions become rows."""
