@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpoint import load_newest, newest_record, save
+from megatron.checkpoint import load_newest, newest_record, save, saving
+from megatron.checkpoint.manifests.contents import StoredFile
 from megatron.errors import CheckpointError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import PieceKey
@@ -15,6 +19,11 @@ from tests.checkpoint.made.saved_state import MESH
 from tests.helpers.layouts import Layout
 from tests.helpers.machines.message_sizes import MessageSizes, count_messages
 from tests.helpers.ranks import run_ranks
+
+PIECES = [
+    (PieceKey("a", "weight", (8,), (0,), (8,), first, first + 4), torch.arange(4, dtype=torch.float32))
+    for first in (0, 4)
+]
 
 
 @pytest.mark.parametrize(
@@ -68,3 +77,36 @@ def test_the_messages_of_a_rank_do_not_grow_with_the_world_except_on_the_first(t
     (first_of_two, *_), (first_of_four, *_) = two[0], four[0]
     rows_bytes = first_of_two.received_bytes - 2 * 2 * 8 - 8
     assert first_of_four.received_bytes - 2 * 4 * 8 - 8 == 3 * rows_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda step, run, record, chunk_bytes, files, runs: (files, runs[:-1]),
+            "cannot be read back: .* is not whole",
+        ),
+        (lambda step, run, record, chunk_bytes, files, runs: ([renamed(files[0])], runs), "it lists other files than"),
+        (
+            lambda step, run, record, chunk_bytes, files, runs: (files, runs[::-1]),
+            "it has other pieces in pieces_00000.safetensors than were written",
+        ),
+    ],
+)
+def test_a_manifest_that_says_otherwise_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], text: str
+) -> None:
+    right = saving.manifest_texts
+
+    def wrong(*arguments: Any) -> Any:
+        return right(*arguments[:4], *change(*arguments))
+
+    save(tmp_path, 1, PIECES, {}, MESH)
+    monkeypatch.setattr(saving, "manifest_texts", wrong)
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, 2, PIECES, {}, MESH)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def renamed(file: StoredFile) -> StoredFile:
+    return dataclasses.replace(file, name="pieces_00009.safetensors")
