@@ -276,11 +276,12 @@ def _read_back(temporary: Path, written: _Written, storage: Storage) -> None:
 
     Raises:
         CheckpointError: it is refused, or says otherwise than the ranks.
+        StorageError: the system refused for a reason that has nothing to do with the file.
     """
     try:
         manifest = read_manifest(temporary, storage)
         files = list(manifest.files)
-    except (CheckpointError, StorageError) as failure:
+    except CheckpointError as failure:
         raise _not_published(str(failure)) from failure
     if files != written.files:
         raise _not_published("it lists other files than were written")
