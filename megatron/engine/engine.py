@@ -32,7 +32,7 @@ from megatron.engine.pipeline.chunks import Chunks, tied_weights
 from megatron.engine.pipeline.deepspeed_pipeline import DeepSpeedPasses, StageModule
 from megatron.engine.pipeline.executor import Executor
 from megatron.engine.pipeline.passes import ONE_FORWARD_ONE_BACKWARD, PipelinePasses, PipelineSettings
-from megatron.engine.stage_build import build_stack
+from megatron.engine.stage_build import build_stack, partial_parameters, sum_in_backward
 from megatron.engine.totals import StepResult
 from megatron.model.interface.network import LayerSpec
 from megatron.model.interface.step_context import StepSettings
@@ -106,9 +106,13 @@ class Engine:
         self.view.guard(self.gate)
 
     def _build_passes(self, pipeline: PipelineSettings) -> Passes:
+        gradients, partial = self.view if isinstance(self.view, GradientOwner) else None, partial_parameters(self.stack)
+        if gradients is None or isinstance(self.module, StageModule):
+            sum_in_backward(partial)
+        else:
+            gradients.sum_partial(partial)
         if isinstance(self.module, StageModule):
             return DeepSpeedPasses(self.deepspeed, self.module, self._enter)
-        gradients = self.view if isinstance(self.view, GradientOwner) else None
         if gradients is None or self.chunks.count == 1:
             return PlainPasses(self.deepspeed, self.stack, gradients, self._enter, adds_up=self.view.is_direct)
         gradients.keep_whole(weight for weight, _ in self.tied if not is_frozen(weight))

@@ -12,6 +12,7 @@ from torch import nn
 from megatron.engine.deepspeed_internals import mark_parameter, partition_of
 from megatron.engine.deepspeed_setup import quiet
 from megatron.engine.freezing import freeze, is_frozen
+from megatron.engine.gradients.gradient_sum import Partial
 from megatron.engine.grid import ModelParallelUnit
 from megatron.model.interface.network import LayerSpec, LayerStack, build_layer
 from megatron.parallel.mesh import Axis, ParallelMesh
@@ -84,16 +85,29 @@ def _partitioned_stack(
 
 
 def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
-    """Sets the parameter attributes that DeepSpeed reads, and sums gradients over the axes that saw different tokens.
-
-    The sum is taken before any DeepSpeed hook sees the gradient.
-    """
+    """Sets the parameter attributes that DeepSpeed reads."""
     for parameter in stack.parameters():
         spec = shard_spec_of(parameter)
         mark_parameter(parameter, is_counted=spec.is_counted(mesh), is_tied_copy=spec.is_tied_copy)
-        for axis in () if is_frozen(parameter) else spec.summed_over:
+
+
+def partial_parameters(stack: LayerStack) -> Partial:
+    """The trained parameters of which each rank of an axis has the gradient of its own tokens, by axis."""
+    groups: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}
+    for parameter in stack.parameters():
+        for axis in () if is_frozen(parameter) else shard_spec_of(parameter).summed_over:
             if axis.size > 1:
-                parameter.register_hook(_summing_over(axis))
+                groups.setdefault(axis.ranks, (axis, []))[1].append(parameter)
+    return list(groups.values())
+
+
+def sum_in_backward(partial: Partial) -> None:
+    """Has every backward pass sum these gradients, one message for each, before any DeepSpeed hook sees them: where
+    DeepSpeed adds gradients up itself.
+    """
+    for axis, parameters in partial:
+        for parameter in parameters:
+            parameter.register_hook(_summing_over(axis))
 
 
 def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:

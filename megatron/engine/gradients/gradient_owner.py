@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_sum import GradientSum, Tied
+from megatron.engine.gradients.gradient_sum import GradientSum, Partial, Tied
 from megatron.engine.gradients.update_gate import UpdateGate
 
 
@@ -34,6 +34,7 @@ class GradientOwner:
         self._sum = gradients
         self._clipping = clipping
         self._trained = trained
+        self._partial: Partial = ()
 
     def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
@@ -59,13 +60,23 @@ class GradientOwner:
         """
         self._sum.keep_whole(parameters)
 
+    def sum_partial(self, partial: Partial) -> None:
+        """Has `reduce` sum the gradients of these parameters over an axis whose ranks have those of different tokens,
+        in one message for each axis; before the first step.
+        """
+        self._partial = partial
+        for _, parameters in partial:
+            self._sum.keep_whole(parameters)
+
     def reduce(self, tied: Tied = ()) -> None:
-        """Sums tied weights over the ranks that hold them, then averages everything over data-parallel ranks; once a
-        step, after the last `accumulate`; collective.
+        """Sums partial gradients over the ranks of their axis and tied weights over the ranks that hold them, then
+        averages everything over data-parallel ranks; once a step, after the last `accumulate`; collective.
 
         Args:
             tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
         """
+        for axis, parameters in self._partial:
+            self._sum.sum_over(axis, parameters)
         self._sum.reduce(tied)
 
     def measure(self, scale: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_sum
 
 Tied = Sequence[tuple[nn.Parameter, Axis]]
+Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
 # What is flattened at once where gradients do not lie in one buffer, in elements.
 _BUCKET_ELEMENTS = 500_000_000
 
@@ -81,6 +82,13 @@ class GradientSum(ABC):
         """The sum for a parameter on this rank, in the parameter's shape, zero if there is none; it may be changed in
         place until `reduce`.
         """
+
+    @torch.no_grad()
+    def sum_over(self, axis: Axis, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums the sums of some parameters over the ranks of an axis, in one message; before `reduce`; collective."""
+        sums = [self.of(parameter) for parameter in parameters]
+        flat = all_reduce_sum(torch._utils._flatten_dense_tensors(sums), axis)
+        torch._foreach_copy_(sums, list(torch._utils._unflatten_dense_tensors(flat, sums)))
 
     def reduce(self, tied: Tied = ()) -> None:
         """Sums tied weights over the ranks that hold them, then averages everything over data-parallel ranks;

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.engine.gradients import gradient_sum
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.gradient_sum import FlatGroup
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.update_gate import StepFigures, UpdateGate
-from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.mesh import Axis, ParallelMesh
 
 MESH = ParallelMesh.single()
 RATE = 0.5
@@ -46,6 +47,24 @@ def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]
     copy = torch.zeros(6, dtype=torch.float16)
     assert owner.update(optimizer, gate, norm, scale, [[copy]])
     return float(norm), optimizer.param_groups[0]["params"][0].detach(), copy
+
+
+def test_partial_gradients_are_summed_in_one_message_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[float]] = []
+
+    def summed(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+        sent.append(values.tolist())
+        return values.mul_(axis.size)
+
+    monkeypatch.setattr(gradient_sum, "all_reduce_sum", summed)
+    owner, _, (first, second) = owned(0.0)
+    owner.sum_partial([(Axis("tp", 0, 2, (0, 1)), [second, first])])
+    for _ in range(2):
+        (first.sum() - second.sum()).backward()
+        owner.accumulate()
+    owner.reduce()
+    assert sent == [[-2.0, -2.0, 2.0, 2.0, 2.0]]
+    assert [part.tolist() for part in owner.reduced_gradients()] == [[4.0, 4.0, 4.0, -4.0, -4.0, 0.0]]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import load, save
+from megatron.engine import engine as engine_module
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
@@ -40,6 +41,19 @@ def test_layout_equals_one_process(layout, zero_stages, expected):
             for step, (found, one) in enumerate(zip(curve, expected, strict=True)):
                 assert found[0] == pytest.approx(one[0], rel=4.0e-7), f"ZeRO {stage}: loss of step {step}"
                 assert found[1] == pytest.approx(one[1], rel=1.0e-6), f"ZeRO {stage}: gradient norm of step {step}"
+
+
+def train_without_sums(rank: int) -> float:
+    """The first gradient norm if parameters that all ranks hold keep the gradients of a rank's own tokens."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(engine_module, "partial_parameters", lambda stack: [])
+        recipe = dataclasses.replace(RECIPE, steps=1)
+        return train_layouts(rank, recipe, (2, 1, 1), [1], SPLIT)[1][0][1]
+
+
+def test_the_norm_shows_a_missing_sum(expected):
+    for norm in run_ranks(train_without_sums, 2):
+        assert abs(norm / expected[0][1] - 1) > 0.01
 
 
 def save_and_load(rank: int, folder: str) -> dict[str, tuple[bool, list[float], list[float]]]:
