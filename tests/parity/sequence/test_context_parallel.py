@@ -13,6 +13,7 @@ from megatron.data.loader import Batch, predicted_places
 from megatron.model.blocks.router import PASSES, is_expert_tokens
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
+from megatron.train.objectives import names_predicted
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled
@@ -99,7 +100,8 @@ def batches(config: RunConfig, mesh: ParallelMesh, step: int) -> list[Batch]:
         batch = dataclasses.replace(batch, segment_ids=np.cumsum(ends, axis=1) - ends, prefix_mask=prefix)
         if config.loss.objective == "masked":
             batch.loss_mask[:, 0] = 0
-            batch = dataclasses.replace(batch, predicted=predicted_places(batch.loss_mask, batch.tokens.shape[1]))
+            if names_predicted(config):
+                batch = dataclasses.replace(batch, predicted=predicted_places(batch.loss_mask, batch.tokens.shape[1]))
         made.append(batch)
     return made
 
