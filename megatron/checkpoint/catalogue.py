@@ -149,7 +149,7 @@ class Catalogue:
             ends = np.cumsum(
                 [_part_bytes(self.runs[run], at) for run, at in zip(numbers.tolist(), part.tolist(), strict=True)]
             )
-            begins = self._size_of(file) - (ends[-1] if ends.size else 0) + np.concatenate([[0], ends[:-1]])
+            begins = self._size_of(file) - (ends[-1] if ends.size else 0) + np.concatenate([[0], ends])[:-1]
             if len(self._places) * len(self.runs) > _MOST_REMEMBERED:
                 self._places.clear()
             self._places[file] = (numbers, part, begins.astype(np.int64))
