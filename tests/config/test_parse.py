@@ -128,9 +128,9 @@ REFUSALS = [
     ),
     ("--pipeline-model-parallel-size 5", "", r"4 layers cannot fill 5 pipeline stages.*use at most 4 stages"),
     (
-        "--pipeline-model-parallel-size 2 --zero-stage 2",
+        "--pipeline-model-parallel-size 2 --zero-stage 3",
         "",
-        r"--zero-stage 2 cannot be used with --pipeline.*Use --zero-stage 0 or 1",
+        r"--zero-stage 3 cannot be used with --pipeline.*Use --zero-stage 0 or 1 or 2",
     ),
     (
         "--pp-partition-method uniform",
@@ -305,11 +305,11 @@ def test_evaluation_needs_neither_length_nor_rate() -> None:
 
 
 def test_problems_of_all_sections_are_reported_in_one_error() -> None:
-    text = "--num-layers x --zero-stage 2 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --mos --foo"
+    text = "--num-layers x --zero-stage 3 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --mos --foo"
     with pytest.raises(ConfigError) as caught:
         small(text)
     said = "\n".join(caught.value.problems)
-    for part in ("--num-layers takes", "--zero-stage 2", "--min-lr", "--split a", "--save o", "--mos", "--foo"):
+    for part in ("--num-layers takes", "--zero-stage 3", "--min-lr", "--split a", "--save o", "--mos", "--foo"):
         assert part in said
     assert "cannot fill" not in said  # the rule about --num-layers, which has no value, keeps quiet
     assert len(caught.value.problems) == 7

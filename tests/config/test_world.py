@@ -34,9 +34,9 @@ def test_a_layout_that_fits_is_left_alone() -> None:
         ("2 2", 1, (1, 1, 2), "do not fit 1 process; using 1 x 1 x 1 data: it is the nearest that is legal"),
         ("4 4", 8, (4, 2, 2), "it keeps the tensor size"),
         ("1 1", 8, (1, 2, 2), "using 1 x 2 x 4 data: it keeps the tensor size"),
-        ("1 1 --zero-stage 2", 8, (2, 1, 2), "it keeps the pipeline size"),
+        ("1 1 --zero-stage 3", 8, (2, 1, 2), "it keeps the pipeline size"),
         (
-            "1 1 --zero-stage 2 --num-attention-heads 1 --ffn-hidden-size 255",
+            "1 1 --zero-stage 3 --num-attention-heads 1 --ffn-hidden-size 255",
             8,
             (1, 1, 1),
             "--micro-batch-size becomes 1",

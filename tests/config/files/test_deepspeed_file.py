@@ -184,7 +184,7 @@ def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
             "",
             r"zero_optimization\.stage\" \(--zero-stage\) must be an integer from 0 to 3, or be omitted, not 'two'",
         ),
-        ({"zero_optimization": {"stage": 2}}, "--pipeline-model-parallel-size 2", "--zero-stage 2 cannot be used"),
+        ({"zero_optimization": {"stage": 3}}, "--pipeline-model-parallel-size 2", "--zero-stage 3 cannot be used"),
         ("{", "", r"ds\.json is not JSON"),
         ("[]", "", r"ds\.json holds a list\. It must hold one JSON object"),
     ],
