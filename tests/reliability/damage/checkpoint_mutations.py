@@ -356,7 +356,7 @@ def run(cases: int, seed: int = 1, only: int | None = None) -> Campaign:
                     tree = {entry: dict(node) if isinstance(node, dict) else node for entry, node in original.items()}
                     MUTATIONS[name](draw, tree)
                     if draw.random() < 0.05:
-                        with contextlib.suppress(KeyError, ValueError, TypeError):  # what it damages is gone
+                        with contextlib.suppress(KeyError, ValueError, TypeError, IndexError):  # it is gone
                             MUTATIONS[draw.choice(sorted(MUTATIONS))](draw, tree)
                     became = load_damaged(tree, original)
             except Exception as failure:  # of whatever kind: that is what is looked for
