@@ -53,18 +53,16 @@ def test_float32(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bfloat16(stage: int) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision(dtype: str, stage: int) -> None:
     accumulation: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
-    if stage == 1:  # DeepSpeed would round the sums to bfloat16 before ranks add them
+    if stage == 1:  # else the sums are rounded before ranks add them
         accumulation["communication_data_type"] = "fp32"
-    expected = {**COMMON, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, **accumulation}
-    assert deepspeed_config(run(f"--bf16 --zero-stage {stage}")) == expected
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_float16(stage: int) -> None:
-    expected = {**COMMON, "zero_optimization": {"stage": stage}, "fp16": FP16}
-    assert deepspeed_config(run(f"--fp16 --zero-stage {stage}")) == expected
+    if stage == 3 and dtype == "fp16":
+        accumulation = {}
+    section = FP16 if dtype == "fp16" else {"enabled": True}
+    expected = {**COMMON, "zero_optimization": {"stage": stage}, dtype: section, **accumulation}
+    assert deepspeed_config(run(f"--{dtype} --zero-stage {stage}")) == expected
 
 
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp16"])
