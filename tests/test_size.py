@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Whoever needs more says why in the same commit; CONTRIBUTING names both numbers.
-MAXIMUM_PACKAGE_LINES = 87_000
-MAXIMUM_REACHED_LINES = 55_000
+MAXIMUM_PACKAGE_LINES = 85_700
+MAXIMUM_REACHED_LINES = 55_050
 
 
 @cache

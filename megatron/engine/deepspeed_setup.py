@@ -18,10 +18,10 @@ from torch import nn
 from megatron import log
 from megatron.config import OptimConfig
 from megatron.device import Stopwatch
-from megatron.engine.deepspeed_internals import (
-    BuiltStage,
+from megatron.engine.deepspeed_internals.parameters import mark_parameter
+from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
+from megatron.engine.deepspeed_internals.set_up import (
     keep_on_device,
-    mark_parameter,
     replaced_backend,
     skip_optimizer_check,
     skip_shared_memory_build,

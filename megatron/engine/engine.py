@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.config import OptimConfig, PrecisionConfig
 from megatron.device import GraphCapturer
-from megatron.engine.deepspeed_internals import view_of, whole_numel
+from megatron.engine.deepspeed_internals.optimizer_views import view_of
+from megatron.engine.deepspeed_internals.parameters import whole_numel
 from megatron.engine.deepspeed_setup import (
     initialize,
     join_deepspeed,

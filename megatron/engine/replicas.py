@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_internals import is_whole, partition_of
+from megatron.engine.deepspeed_internals.parameters import is_whole, partition_of
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
 from megatron.engine.state import moment_kinds, moments, part_of

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_internals import mark_parameter, partition_of
+from megatron.engine.deepspeed_internals.parameters import mark_parameter, partition_of
 from megatron.engine.deepspeed_setup import quiet
 from megatron.engine.freezing import freeze, is_frozen
 from megatron.engine.gradients.gradient_sum import Partial

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_internals import partition_of, whole_numel
+from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
 from megatron.engine.tensor_parts import MasterSlice

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron.engine.deepspeed_internals import partition_of, whole_numel
+from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Amounts
 from megatron.engine.tensor_parts import tensors_in

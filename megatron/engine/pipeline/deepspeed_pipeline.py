@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
-from megatron.engine.deepspeed_internals import BuiltStage, call_before_instructions
+from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage, call_before_instructions
 from megatron.engine.freezing import is_frozen
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss

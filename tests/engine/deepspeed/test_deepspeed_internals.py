@@ -16,21 +16,17 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
 
-from megatron.engine.deepspeed_internals import (
+from megatron.engine.deepspeed_internals.optimizer_views import (
     _SCALER_COUNTERS,
     AccumulatedView,
-    BuiltStage,
     DirectView,
     OptimizerView,
     PartitionedView,
     SubGroupView,
-    is_whole,
-    mark_parameter,
-    partition_of,
-    replaced_backend,
-    skip_shared_memory_build,
-    whole_numel,
 )
+from megatron.engine.deepspeed_internals.parameters import is_whole, mark_parameter, partition_of, whole_numel
+from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
+from megatron.engine.deepspeed_internals.set_up import replaced_backend, skip_shared_memory_build
 from megatron.engine.engine import Engine
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.update_gate import StepFigures, UpdateGate

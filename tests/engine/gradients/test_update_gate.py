@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron.data.loader import Batch
-from megatron.engine.deepspeed_internals import DirectView, mark_parameter
+from megatron.engine.deepspeed_internals.optimizer_views import DirectView
+from megatron.engine.deepspeed_internals.parameters import mark_parameter
 from megatron.engine.engine import Engine
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.update_gate import (

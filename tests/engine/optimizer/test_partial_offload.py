@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint import load, save
 from megatron.config import RunConfig
-from megatron.engine.deepspeed_internals import keep_on_device
+from megatron.engine.deepspeed_internals.set_up import keep_on_device
 from megatron.engine.ds_config import SUB_GROUP_SIZE, deepspeed_config, sub_groups_to_keep, without_ratio
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces

@@ -170,8 +170,8 @@ def files_are_replaced_and_read_in_one_place(source: Source) -> Iterator[Finding
 
 
 def deepspeed_has_one_door(source: Source) -> Iterator[Finding]:
-    """What DeepSpeed does not document is touched in one file only (`DEEPSPEED_DOOR`)."""
-    if source.path == DEEPSPEED_DOOR or not source.is_library:
+    """What DeepSpeed does not document is touched in one folder only (`DEEPSPEED_DOOR`)."""
+    if source.path.startswith(DEEPSPEED_DOOR) or not source.is_library:
         return
     for node, name in foreign_names(source.nodes):
         is_public = any(name == public or f"{name}.".startswith(f"{public}.") for public in DEEPSPEED_PUBLIC)

@@ -90,7 +90,12 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("storage", "checks", "catalogue", "layout", "manifests", ".", "keeping", "analysis"),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
-    "megatron.engine": ("gradients", ".", "passes", "pipeline", "engine", "state", "replicas", "memory"),
+    "megatron.engine": (
+        "gradients",
+        *("ds_config", "grid", "tensor_parts", "deepspeed_internals"),
+        ".",
+        *("passes", "pipeline", "engine", "state", "replicas", "memory"),
+    ),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "execution", "."),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
@@ -138,8 +143,8 @@ HOMES = {
 # Who renames and syncs files, or parses what is in one.
 FILES_OF_THEIR_OWN = ("megatron/files/",)
 
-# What DeepSpeed's documentation promises, and its own attributes, which only one file may touch.
-DEEPSPEED_DOOR = "megatron/engine/deepspeed_internals.py"
+# What DeepSpeed's documentation promises, and its own attributes, which only one folder may touch.
+DEEPSPEED_DOOR = "megatron/engine/deepspeed_internals/"
 DEEPSPEED_PUBLIC = (
     "deepspeed.__version__",
     "deepspeed.init_distributed",

@@ -1,7 +1,7 @@
-"""What DeepSpeed keeps to itself: no other file uses a name that its documentation does not promise.
+"""The optimizer that DeepSpeed returned: the fp32 weights and gradients inside it, and who updates them.
 
-`OptimizerView` shows the fp32 weights and gradients inside the optimizer that DeepSpeed returned; `view_of` chooses its
-class by what that is. With ZeRO 0, 1 and 2 the step owns the gradients (`engine/gradients/`):
+`view_of` chooses the class by what the optimizer is. With ZeRO 0, 1 and 2 the step owns the gradients
+(`engine/gradients/`):
 
     ZeRO, dtype      view              where gradients add up       done here instead of by DeepSpeed
     0, fp32          DirectView        .grad                        mean over ranks, norm, clipping, step
@@ -11,31 +11,21 @@ class by what that is. With ZeRO 0, 1 and 2 the step owns the gradients (`engine
     3                SubGroupView      DeepSpeed's                  the permission to update
 
 bf16 is like fp32 at stage 1 if the optimizer is offloaded or gradients are to add up in bf16. DeepSpeed initializes,
-divides, keeps the loss scale and gathers the updated weights. What follows concerns the parameters of ZeRO-3, the
-pipeline engine and the messages.
-
-tests/engine/deepspeed/test_deepspeed_internals.py holds every name against the installed version.
-
-Source: DeepSpeed 0.19.8, in the files that each part names.
+divides, keeps the loss scale and gathers the updated weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from megatron.engine.ds_config import sub_groups_to_keep
+from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_owner import GradientOwner
@@ -43,15 +33,12 @@ from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, 
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.gradients.update_gate import UpdateGate
-from megatron.engine.grid import PipelineGrid
 from megatron.engine.tensor_parts import MasterSlice, tensors_in
 from megatron.kernels.optimizer import can_skip
-from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.mesh import Axis
 
 # Attributes of the dynamic loss scaler that change from step to step (`runtime/fp16/loss_scaler.py`).
 _SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-_IS_COUNTED = attrgetter("tensor_model_parallel")  # what `mark_parameter` has said
 
 
 class OptimizerView(ABC):
@@ -197,7 +184,7 @@ class DirectView(OwningView):
     is_direct = True
 
     def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
-        return GradientsInPlace(trained, _IS_COUNTED, averaging)
+        return GradientsInPlace(trained, is_measured, averaging)
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         """The groups of the torch optimizer."""
@@ -231,12 +218,12 @@ class PartitionedView(OwningView):
         dtype = wrapper.gradient_accumulation_dtype
         if not wrapper.partition_gradients:
             buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
-            return MainGradients(buffers, groups, _IS_COUNTED, averaging, self._implementation)
+            return MainGradients(buffers, groups, is_measured, averaging, self._implementation)
         parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
         if averaging.axis.size == 1 and masters[0].device == device:
-            return MainGradients(parts, groups, _IS_COUNTED, averaging, self._implementation)
+            return MainGradients(parts, groups, is_measured, averaging, self._implementation)
         self.takes_by_hooks = sum(group.length for group in groups) > wrapper.reduce_bucket_size
-        return PartitionGradients(parts, groups, _IS_COUNTED, averaging, wrapper.reduce_bucket_size)
+        return PartitionGradients(parts, groups, is_measured, averaging, wrapper.reduce_bucket_size)
 
     def _serve_pipeline(self, engine: Any) -> None:
         """Has it accumulate here as well, as it does with DeepSpeed's optimizer for bf16."""
@@ -274,7 +261,7 @@ class AccumulatedView(PartitionedView):
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
-        return MainGradients(wrapper.fp32_groups_gradients_flat, groups, _IS_COUNTED, averaging, self._implementation)
+        return MainGradients(wrapper.fp32_groups_gradients_flat, groups, is_measured, averaging, self._implementation)
 
 
 class SubGroupView(OptimizerView):
@@ -354,108 +341,3 @@ def view_of(engine: Any, zero_stage: int, group: Axis, clipping: Clipping) -> Op
     if isinstance(engine.optimizer, BF16_Optimizer):
         return AccumulatedView(engine, group, clipping)
     return PartitionedView(engine, group, clipping)
-
-
-def keep_on_device(wrapper: Any, ratio: float, device: torch.device) -> list[int]:
-    """Moves all but this share of the master weights and their gradients back to the device, before the first step, and
-    returns the sub-groups that were moved.
-
-    DeepSpeed's own second optimizer, for the part on the device, wants DeepSpeedCPUAdam, which has to be compiled,
-    divides sub-groups by their number, whatever their size, and never changes the learning rate of its first group.
-    Here one AdamW of torch updates each sub-group where it is (`runtime/zero/stage3.py`, `_optimizer_step`).
-    """
-    flats = wrapper.fp32_partitioned_groups_flat
-    kept = sub_groups_to_keep([flat.numel() for flat in flats], ratio)
-    for number in kept:
-        flat, gradient = flats[number], flats[number].grad
-        flat.grad = None
-        flat.data = flat.data.to(device)
-        if gradient is not None:
-            flat.grad = gradient.to(device)
-        wrapper.subgroup_to_device[number] = device.type
-    wrapper.backup_optimizer = wrapper.optimizer  # torch's updates a tensor where it is
-    return kept
-
-
-def partition_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What ZeRO-3 leaves of a parameter on this rank, padding included; None if it does not divide it.
-
-    Shapes: result `[n]`.
-    """
-    partition = getattr(parameter, "ds_tensor", None)
-    return None if partition is None else partition.data.view(-1)
-
-
-def is_whole(parameter: nn.Parameter) -> bool:
-    """Whether all elements of a parameter are on this rank: ZeRO-3 does not divide it, or has gathered it."""
-    return getattr(parameter, "ds_status", None) in (None, ZeroParamStatus.AVAILABLE)
-
-
-def whole_numel(parameter: nn.Parameter) -> int:
-    """Elements of a parameter, whether or not ZeRO-3 divides it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def mark_parameter(parameter: nn.Parameter, *, is_counted: bool, is_tied_copy: bool = False) -> None:
-    """Says whether this rank counts a parameter in the gradient norm, and whether another stage owns it."""
-    parameter.tensor_model_parallel = is_counted  # type: ignore[attr-defined]
-    parameter.ds_pipe_replicated = is_tied_copy  # type: ignore[attr-defined]
-
-
-class BuiltStage(PipelineModule):
-    """A `PipelineModule` of one stage whose layers, grid and process groups exist already.
-
-    The base class's constructor would build them. It is therefore not called, and what the pipeline engine reads is
-    set here (`runtime/pipe/engine.py`, `runtime/pipe/module.py`).
-    """
-
-    def __init__(self, mesh: ParallelMesh, loss: Callable[..., torch.Tensor]) -> None:
-        nn.Module.__init__(self)
-        self._grid = PipelineGrid(mesh)
-        self.loss_fn = loss
-        self._local_start, self._local_stop = mesh.pp.rank, mesh.pp.rank + 1
-        self.tied_comms: dict[str, Any] = {}
-        self.activation_checkpoint_interval = 0
-        self.activation_checkpoint_func = None
-        self.dynamic_shape = False
-
-    def get_additional_losses(self) -> None:
-        """None: the engine collects metrics itself."""
-
-
-def call_before_instructions(engine: Any, call: Callable[[type], None]) -> None:
-    """Makes one pipeline engine call a function with the class of each instruction of its schedule, before it."""
-
-    def announced(kind: type, execute: Callable[..., None]) -> Callable[..., None]:
-        def run(itself: Any, **arguments: Any) -> None:
-            call(kind)
-            execute(itself, **arguments)
-
-        return run
-
-    engine._INSTRUCTION_MAP = {kind: announced(kind, execute) for kind, execute in engine._INSTRUCTION_MAP.items()}
-
-
-def skip_shared_memory_build() -> None:
-    """Keeps DeepSpeed from compiling CPU collectives as it joins: half a minute, and an error without a compiler."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def skip_optimizer_check() -> None:
-    """Keeps DeepSpeed from comparing each optimizer with its Muon, which compiles functions, and from a warning.
-
-    The reduction of gradients at ZeRO 1 and 2 makes the comparison as well.
-    """
-    deepspeed.runtime.engine.is_zero_supported_optimizer = lambda optimizer: True
-    deepspeed.runtime.compiler.compile = lambda *_, **__: lambda function: function
-
-
-@contextlib.contextmanager
-def replaced_backend(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Has DeepSpeed send its messages in the block through what `wrap` makes of its backend, if it has one."""
-    backend = deepspeed.comm.comm.cdb
-    deepspeed.comm.comm.cdb = None if backend is None else wrap(backend)
-    try:
-        yield
-    finally:
-        deepspeed.comm.comm.cdb = backend
