@@ -42,14 +42,16 @@ def layout_problems(
             f"processes, and {started}. Start {counts}, or let {most} share one."
         )
         return
-    nearest = nearest_layouts(world_size, tp_size, pp_size, split_sizes=split_sizes, most_stages=most_stages)
+    sharing = max(size for size in divisors(world_size) if size <= sequence_size)
+    nearest = nearest_layouts(world_size // sharing, tp_size, pp_size, split_sizes=split_sizes, most_stages=most_stages)
+    fewer = f"let {sharing} share each sequence and " if sharing < sequence_size else ""
     shown = ", ".join(f"{tp} x {pp}" for tp, pp in nearest[:_MOST_SHOWN])
     hidden = f" or {len(nearest) - _MOST_SHOWN} others" if len(nearest) > _MOST_SHOWN else ""
     shared = f", {sequence_size} to share each sequence" if sequence_size > 1 else ""
     yield (
         f"--tensor-model-parallel-size {tp_size} x --pipeline-model-parallel-size {pp_size} needs a multiple of "
-        f"{needed} processes{shared}, and {started}. Start {counts}, or use "
-        f"a tensor x pipeline layout that fits {world_size}: {shown}{hidden}."
+        f"{needed} processes{shared}, and {started}. Start {counts}, or {fewer}"
+        f"use a tensor x pipeline layout that fits {world_size}: {shown}{hidden}."
     )
 
 
@@ -101,10 +103,7 @@ def lengths_problems(lengths: Mapping[str, Sequence[int]], tp_size: int) -> Iter
     """
     for flag, values in lengths.items():
         if any(value % tp_size for value in values):
-            given, nearest = (
-                " ".join(map(str, numbers))
-                for numbers in (values, [max(tp_size, round(value / tp_size) * tp_size) for value in values])
-            )
+            given, nearest = (" ".join(map(str, numbers)) for numbers in (values, _ascending(values, tp_size)))
             yield (
                 f"{flag} {given} cannot be split over --tensor-model-parallel-size {tp_size} ranks, as "
                 f"--sequence-parallel does. Use {flag} {nearest}, or drop --sequence-parallel."
@@ -127,6 +126,15 @@ def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
+
+
+def _ascending(values: Sequence[int], unit: int) -> list[int]:
+    """Multiples of `unit` near ascending values, each multiple once."""
+    found: list[int] = []
+    for value in reversed(values):  # downwards: the last may be the length of a sample
+        nearest = round(value / unit) * unit
+        found.append(min(nearest, found[-1] - unit) if found else nearest)
+    return [max(value, place * unit) for place, value in enumerate(reversed(found), start=1)]
 
 
 def _ratio(left: int, right: int) -> float:

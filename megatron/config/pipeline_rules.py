@@ -100,7 +100,7 @@ def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]
         wanted = f"{fewest}" if most else f"at least {fewest}"
         yield (
             f"{asked} takes {wanted} {'chunk' if most == 1 else 'chunks'} of the network a rank, and {chunks} "
-            f"{'is' if chunks == 1 else 'are'} asked for ({_VIRTUAL}, {_LAYERS}). Use {_VIRTUAL} {fewest}, or "
+            f"{'is' if chunks == 1 else 'are'} asked for. Use {_flag_for(parallel, num_layers, fewest)}, or "
             f"{_SCHEDULE} {' or '.join(others)}."
         )
     elif chunks > 1 and num_layers < stages * chunks:
@@ -111,6 +111,16 @@ def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]
         )
     else:
         yield from stages_problems(num_layers, stages)
+
+
+def _flag_for(parallel: ParallelRequest, num_layers: int, chunks: int) -> str:
+    """The flag for that many chunks a rank: the one that was given, if it can say so."""
+    if parallel.num_layers_per_virtual_pipeline_stage is None:
+        return f"{_VIRTUAL} {chunks}"
+    layers, rest = divmod(num_layers, parallel.pipeline_model_parallel_size * chunks)
+    if rest or not layers or parallel.virtual_pipeline_model_parallel_size is not None:
+        return f"{_VIRTUAL} {chunks} without {_LAYERS}"
+    return f"{_LAYERS} {layers}"
 
 
 def _engine_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron.config.layout import divisors, layout_problems, nearest_layouts
-from megatron.config.pipeline_rules import most_stages
+from megatron.config.pipeline_rules import chunks_per_rank, most_stages, schedule_name
 from megatron.config.run_config import RunRequest
 from megatron.config.sections.optim import OptimRequest
-from megatron.config.sections.parallel import RING
+from megatron.config.sections.parallel import RING, ParallelRequest
+from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.errors import ConfigError
 
 
@@ -66,7 +67,7 @@ def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequen
 
     Tensor parallelism is kept if a legal layout has it, else pipeline parallelism, else the nearest layout is taken.
     The global batch stays the same, so the losses do, too. If no layout shares it in whole micro-batches, these are
-    made smaller.
+    made smaller. Another number of stages keeps the chunks of each rank; one stage has neither schedule nor chunks.
 
     Returns:
         the request, and what the user should know.
@@ -80,7 +81,12 @@ def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequen
     fitting = _legal_request(request, world_size)
     if fitting is not None:
         return fitting, (_choice(request, fitting, world_size),)
-    fewer = next(size for size in range(world_size - 1, 0, -1) if _legal_request(request, size) is not None)
+    fewer = next((size for size in range(world_size - 1, 0, -1) if _legal_request(request, size) is not None), None)
+    if fewer is None:
+        raise ConfigError(
+            f"--elastic finds no layout for {world_size} {_processes(world_size)}, nor for fewer. Drop --elastic, "
+            "which then says what does not fit the layout that was asked for."
+        )
     raise ConfigError(
         f"--elastic finds no layout for {world_size} processes that shares --global-batch-size "
         f"{optim.global_batch_size} evenly and divides {request.model.num_attention_heads} heads and "
@@ -101,7 +107,7 @@ def _whole_share(optim: OptimRequest, batch: int, replicas: int) -> tuple[int, i
 
 
 def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
-    """The request with the most preferred layout that is legal; one process always has one."""
+    """The request with the most preferred layout that is legal."""
     asked, micro = request.parallel, request.optim.micro_batch_size
     smaller: Sequence[int | None] = [None] if micro is None else divisors(micro)[::-1]
     alone = _of_whole_sequences(request)
@@ -122,13 +128,29 @@ def _preferred(world_size: int, tp_size: int, pp_size: int) -> Iterator[tuple[in
 def _with_layout(request: RunRequest, tp_size: int, pp_size: int, micro: int | None) -> RunRequest | None:
     """The request with another layout; None if a rule between its flags forbids it."""
     try:
-        parallel = dataclasses.replace(
-            request.parallel, tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
-        )
+        parallel = _with_stages(request.parallel, request.model.num_layers, pp_size)
+        parallel = dataclasses.replace(parallel, tensor_model_parallel_size=tp_size)
         optim = dataclasses.replace(request.optim, micro_batch_size=micro)
         return dataclasses.replace(request, parallel=parallel, optim=optim)
     except ConfigError:
         return None
+
+
+def _with_stages(parallel: ParallelRequest, num_layers: int, pp_size: int) -> ParallelRequest:
+    """The same schedule and chunks on other stages; a single stage has none, and a file is for one number of them."""
+    if pp_size == parallel.pipeline_model_parallel_size:
+        return parallel
+    name, chunks = parallel.pipeline_schedule, chunks_per_rank(parallel, num_layers)
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        chunks = min(chunks, num_layers // pp_size)
+    return dataclasses.replace(
+        parallel,
+        pipeline_model_parallel_size=pp_size,
+        pipeline_schedule=None if pp_size == 1 or (name or "").endswith(SCHEDULE_FILE) else name,
+        enable_zbh1_pipeline=parallel.enable_zbh1_pipeline and pp_size > 1,
+        virtual_pipeline_model_parallel_size=chunks if pp_size > 1 and chunks > 1 else None,
+        num_layers_per_virtual_pipeline_stage=None,
+    )
 
 
 def _of_whole_sequences(request: RunRequest) -> RunRequest:
@@ -158,10 +180,19 @@ def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
     shared = f" x {after.sequence_size} of a sequence" if before.sequence_size > 1 else ""
     micro = chosen.optim.micro_batch_size
     smaller = f"; --micro-batch-size becomes {micro}" if micro != asked.optim.micro_batch_size else ""
+    schedule = schedule_name(after, chosen.model.num_layers)
+    another = schedule != schedule_name(before, asked.model.num_layers)
+    scheduled = (
+        f"; the pipeline schedule becomes {schedule}" if another and after.pipeline_model_parallel_size > 1 else ""
+    )
     return (
         f"--elastic: {before.tensor_model_parallel_size} tensor x {before.pipeline_model_parallel_size} pipeline ranks "
-        f"do not fit {world_size} {'process' if world_size == 1 else 'processes'}; using "
+        f"do not fit {world_size} {_processes(world_size)}; using "
         f"{after.tensor_model_parallel_size} x {after.pipeline_model_parallel_size} x "
         f"{world_size // after.replica_size} data{shared}: {reason}. The global batch stays "
-        f"{chosen.optim.global_batch_size}{smaller}."
+        f"{chosen.optim.global_batch_size}{smaller}{scheduled}."
     )
+
+
+def _processes(count: int) -> str:
+    return "process" if count == 1 else "processes"

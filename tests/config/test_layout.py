@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron.config.layout import (
     divisors,
     heads_problems,
     layout_problems,
+    lengths_problems,
     nearest_layouts,
     stages_problems,
     widths_problems,
@@ -51,6 +54,28 @@ def test_a_layout_that_does_not_fill_the_world(world: int, tp: int, pp: int, wor
     with pytest.raises(ValueError, match=words):
         raise ValueError(*layout_problems(world, tp, pp))
     assert list(layout_problems(tp * pp, tp, pp)) == list(layout_problems(tp * pp * 3, tp, pp)) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (6, r"Start 8, or use a tensor x pipeline layout that fits 6: 3 x 1, 1 x 1, 1 x 3\."),
+        (3, r"Start 8, or let 1 share each sequence and use a tensor x pipeline layout that fits 3: 3 x 1, "),
+    ],
+)
+def test_proposed_layouts_leave_room_for_the_ranks_of_a_sequence(world: int, words: str) -> None:
+    (problem,) = layout_problems(world, 4, 1, sequence_size=2)
+    assert re.search(words, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "advised"),
+    [((15, 17, 64), 2, "14 16 64"), ((61, 63, 64), 4, "56 60 64"), ((1, 2, 3), 2, "2 4 6"), ((8, 30), 4, "8 32")],
+)
+def test_lengths_that_are_proposed_ascend(lengths: tuple[int, ...], ranks: int, advised: str) -> None:
+    (problem,) = lengths_problems({"--curriculum-lengths": lengths}, ranks)
+    assert f"Use --curriculum-lengths {advised}, or drop --sequence-parallel." in problem
+    assert not list(lengths_problems({"--curriculum-lengths": tuple(map(int, advised.split()))}, ranks))
 
 
 def test_heads_and_layers() -> None:

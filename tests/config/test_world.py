@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import Machine, TokenizerFacts, resolve
+from megatron.config import world as world_module
 from megatron.config.world import batch_sizes, fit_layout, world_problems
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
@@ -53,6 +54,38 @@ def test_the_layout_that_is_chosen(flags: str, world: int, chosen: tuple[int, in
     assert words in notice and world_problems(found, world) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "world", "kept"),
+    [
+        ("2 --pipeline-schedule zbv --num-layers-per-virtual-pipeline-stage 2", 1, (1, None, None, None, False)),
+        (
+            "2 --num-layers-per-virtual-pipeline-stage 2 --virtual-pipeline-model-parallel-size 2",
+            1,
+            (1, None, None, None, False),
+        ),
+        ("2 --enable-zbh1-pipeline", 1, (1, None, None, None, False)),
+        ("4 --enable-zbh1-pipeline", 2, (2, None, None, None, True)),
+        ("4 --num-layers-per-virtual-pipeline-stage 1", 2, (2, None, 2, None, False)),
+        ("2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 4", 4, (1, None, None, None, False)),
+        ("3 --num-layers 12 --num-layers-per-virtual-pipeline-stage 1", 4, (4, None, 3, None, False)),
+        ("4 --pipeline-schedule zbv --num-layers-per-virtual-pipeline-stage 1", 2, (2, "zbv", 2, None, False)),
+        ("4 --pipeline-schedule mine.csv --virtual-pipeline-model-parallel-size 2", 2, (2, None, 2, None, False)),
+    ],
+)
+def test_other_stages_keep_schedule_and_chunks(flags: str, world: int, kept: tuple[object, ...]) -> None:
+    found, (notice,) = fit_layout(small(f"--elastic --num-layers 8 --pipeline-model-parallel-size {flags}"), world)
+    sizes = found.parallel
+    assert kept == (
+        sizes.pipeline_model_parallel_size,
+        sizes.pipeline_schedule,
+        sizes.virtual_pipeline_model_parallel_size,
+        sizes.num_layers_per_virtual_pipeline_stage,
+        sizes.enable_zbh1_pipeline,
+    )
+    assert world_problems(found, world) == []
+    assert ("the pipeline schedule becomes interleaved" in notice) == ("mine.csv" in flags)
+
+
 def test_a_run_knows_its_new_layout() -> None:
     request = small("--elastic --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
     config = resolve(request, Machine("cpu", 2, True, True), TokenizerFacts(1000, 999, "f"))
@@ -60,11 +93,17 @@ def test_a_run_knows_its_new_layout() -> None:
     assert any(notice.startswith("--elastic: 2 tensor x 2 pipeline") for notice in config.notices)
 
 
-def test_what_no_layout_fits() -> None:
+def test_what_no_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"no layout for 7 processes that shares --global-batch-size 8 .* Start 6 proc"
     ):
         fit_layout(small("--elastic"), 7)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match="for 3 processes, nor for fewer. Drop --elas"),
+    ):
+        patch.setattr(world_module, "_legal_request", lambda *_: None)
+        fit_layout(small("--elastic"), 3)
     with pytest.raises(ConfigError, match="--elastic needs --global-batch-size: it keeps the global batch"):
         small("--elastic", drop="--global-batch-size")
 

@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.errors import ConfigError, printable
 from megatron.files.settings import read_text
@@ -74,7 +74,18 @@ def _problems(orders: Sequence[Sequence[Computation]]) -> Iterator[str]:
         if counts[rank] != counts[0]:
             yield f"rank {rank} has {counts[rank]} chunks and rank 0 has {counts[0]}. Each rank has equally many."
             return
-    yield from _missing(orders, len(owners))
+    yield from _ends_inside(owners, len(orders)) or _missing(orders, len(owners))
+
+
+def _ends_inside(owners: Mapping[int, int], ranks: int) -> list[str]:
+    """An end of the network on an inner rank: only the outer ones sum the gradients of tied embeddings."""
+    last = max(owners)
+    if owners[0] == 0 and owners[last] in (0, ranks - 1):
+        return []
+    return [
+        f"the first chunk, 0, is on rank {owners[0]} and the last, {last}, on rank {owners[last]}. Put chunk 0 in the "
+        f"first row, and chunk {last} in the first row or the last."
+    ]
 
 
 def _missing(orders: Sequence[Sequence[Computation]], chunks: int) -> Iterator[str]:

@@ -57,7 +57,7 @@ def test_schedule_and_chunks_follow_from_the_flags(flags: dict[str, object], nam
         ("--enable-zbh1-pipeline --pipeline-schedule zbv", "means --pipeline-schedule zb-h1, .* zbv is given. Drop"),
         (
             "--enable-zbh1-exact-semantics --virtual-pipeline-model-parallel-size 2",
-            "--enable-zbh1-pipeline takes 1 chunk of the network a rank, and 2 are asked for .* or --pipeline-schedule "
+            "--enable-zbh1-pipeline takes 1 chunk of the network a rank, and 2 are asked for.* or --pipeline-schedule "
             "interleaved or interleaved-zb or zbv",
         ),
         (
@@ -68,6 +68,14 @@ def test_schedule_and_chunks_follow_from_the_flags(flags: dict[str, object], nam
         (
             "--pipeline-schedule zbv --virtual-pipeline-model-parallel-size 3 --num-layers 6",
             "zbv takes 2 chunks of the network a rank, and 3 are asked for",
+        ),
+        (
+            "--pipeline-schedule zbv --num-layers 8 --num-layers-per-virtual-pipeline-stage 1",
+            "4 are asked for. Use --num-layers-per-virtual-pipeline-stage 2, or",
+        ),
+        (
+            "--pipeline-schedule zbv --num-layers 6 --num-layers-per-virtual-pipeline-stage 1",
+            "3 are asked for. Use --virtual-pipeline-model-parallel-size 2 without --num-layers-per-virtual-pipe.*, or",
         ),
         (
             "--num-layers-per-virtual-pipeline-stage 3",

@@ -52,6 +52,15 @@ def test_pauses_and_blanks_mean_nothing(tmp_path: Path) -> None:
         ("0F0,0B0\n0F1,0B1\n", "chunk 0 is in the rows of ranks 0 and 1"),
         ("0F0,0B0\n2F0,2B0\n", "chunk 1 of 0 to 2 is missing"),
         ("0F0,0B0,2F0,2B0\n1F0,1B0\n", "rank 1 has 1 chunks and rank 0 has 2"),
+        (
+            "1F0,1B0\n0F0,0B0\n",
+            "the first chunk, 0, is on rank 1 and the last, 1, on rank 0. Put chunk 0 in the first row",
+        ),
+        (
+            "0F0,0B0\n1F0,1B0\n3F0,3B0\n2F0,2B0\n",
+            "the first chunk, 0, is on rank 0 and the last, 3, on rank 2. Put chunk 0 in the first row, and chunk 3 in "
+            "the first row or the last.",
+        ),
         (GOOD.replace("0B1", "0B0"), "0B0 is written 2 times"),
         (GOOD.replace("0B1", ""), "chunk 0 has F for micro-batch 1. It needs F and either B"),
         (GOOD.replace("1B1", "1I1"), "chunk 1 has F, I for micro-batch 1"),
