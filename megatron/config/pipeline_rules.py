@@ -143,7 +143,8 @@ def _engine_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str
         else "a pipeline accumulates gradients over micro-batches, and this ZeRO stage would already have scattered "
         "them"
     )
-    lower = " or ".join(map(str, ENGINES[engine].zero_stages))
+    *most, last = map(str, ENGINES[engine].zero_stages)
+    lower = f"{', '.join(most)} or {last}"
     asked, without = f"{_SCHEDULE} {name}", f"{_SCHEDULE} 1f1b without virtual stages"
     if stages > 1:
         asked = f"--pipeline-model-parallel-size {stages}"

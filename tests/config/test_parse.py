@@ -130,7 +130,7 @@ REFUSALS = [
     (
         "--pipeline-model-parallel-size 2 --zero-stage 3",
         "",
-        r"--zero-stage 3 cannot be used with --pipeline.*Use --zero-stage 0 or 1 or 2",
+        r"--zero-stage 3 cannot be used with --pipeline.*Use --zero-stage 0, 1 or 2",
     ),
     (
         "--pp-partition-method uniform",

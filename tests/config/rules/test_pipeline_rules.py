@@ -103,7 +103,7 @@ def test_schedule_and_chunks_follow_from_the_flags(flags: dict[str, object], nam
         ),
         (
             "--zero-stage 3",
-            "--zero-stage 3 cannot be used with .*: it would gather the weights .* Use --zero-stage 0 or 1",
+            "--zero-stage 3 cannot be used with .*: it would gather the weights .* Use --zero-stage 0, 1 or 2",
         ),
         (
             "--zero-stage 3 --pipeline-model-parallel-size 1 --pipeline-schedule zbv",

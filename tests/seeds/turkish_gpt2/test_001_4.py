@@ -22,18 +22,17 @@ def test_001_4_eight_layouts_train_alike(layout_runs: LayoutRuns) -> None:
                 assert record[name] == pytest.approx(alone[step][name], abs=1e-4), f"{layout}, step {step}: {name}"
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
-def test_stages_that_split_gradients_are_refused_with_a_pipeline(stage: str) -> None:
+def test_the_stage_that_splits_weights_is_refused_with_a_pipeline() -> None:
     flags = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32"]
     flags += ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--data-path", "x", "--vocab-file", "x"]
     flags += ["--max-position-embeddings", "32", "--merge-file", "x", "--pipeline-model-parallel-size", "2"]
-    with pytest.raises(ConfigError, match=rf"--zero-stage {stage}") as refused:
-        parse([*flags, "--zero-stage", stage])
+    with pytest.raises(ConfigError, match="--zero-stage 3") as refused:
+        parse([*flags, "--zero-stage", "3"])
     (problem,) = refused.value.problems
     assert (
         "\n" not in problem
-        and "Use --zero-stage 0 or 1, or" in problem
+        and "Use --zero-stage 0, 1 or 2, or" in problem
         and "--pipeline-model-parallel-size 1" in problem
     )
-    for legal in (["--zero-stage", "1"], ["--zero-stage", stage, "--pipeline-model-parallel-size", "1"]):
+    for legal in (["--zero-stage", "2"], ["--zero-stage", "3", "--pipeline-model-parallel-size", "1"]):
         parse([*flags, *legal])
