@@ -32,7 +32,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 # Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other.
 _STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
-_MOST_REMEMBERED = 2**22  # places in files
+_MOST_REMEMBERED = 2**23  # places in files, at 24 bytes: 4,096 files of ZeRO-3 for a network of 584 parameters
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,10 @@ class Catalogue:
         self._file = np.array([run.file for run in runs], dtype=np.int64)
         self._step = np.array([run.step for run in runs], dtype=np.int64)
         self._parts = np.array([run.parts for run in runs], dtype=np.int64)
+        self._length = np.array([run.length for run in runs], dtype=np.int64)
+        self._numel = np.array([run.key.numel for run in runs], dtype=np.int64)
+        self._item_bytes = np.array([ITEM_BYTES[run.dtype] for run in runs], dtype=np.int64)
+        self._remembered = 0  # places in `_places`
         self._places: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
     def names(self) -> list[str]:
@@ -146,18 +150,15 @@ class Catalogue:
             part = distance // self._step
             numbers = np.flatnonzero((distance >= 0) & (distance % self._step == 0) & (part < self._parts))
             part = part[numbers]
-            ends = np.cumsum(
-                [_part_bytes(self.runs[run], at) for run, at in zip(numbers.tolist(), part.tolist(), strict=True)]
-            )
-            begins = self._size_of(file) - (ends[-1] if ends.size else 0) + np.concatenate([[0], ends])[:-1]
-            if len(self._places) * len(self.runs) > _MOST_REMEMBERED:
+            length = self._length[numbers]
+            sizes = np.minimum(length, self._numel[numbers] - part * length) * self._item_bytes[numbers]
+            begins = self._size_of(file) - np.cumsum(sizes[::-1])[::-1]
+            if self._remembered > _MOST_REMEMBERED:
                 self._places.clear()
-            self._places[file] = (numbers, part, begins.astype(np.int64))
+                self._remembered = 0
+            self._remembered += numbers.size
+            self._places[file] = (numbers, part, begins)
         return self._places[file]
-
-
-def _part_bytes(run: StoredRun, part: int) -> int:
-    return min(run.length, run.key.numel - part * run.length) * ITEM_BYTES[run.dtype]
 
 
 def _stored(run: StoredRun, part: int, file: int, begin_bytes: int) -> StoredPiece:

@@ -29,7 +29,8 @@ def read_manifest(folder: Path, storage: Storage = DISK, known: Manifest | None 
     """Reads and checks the manifest of one checkpoint folder; tensor files are not opened.
 
     Args:
-        known: a manifest parsed before; returned instead of parsing the text again if it has the text's digest.
+        known: a manifest parsed before; returned instead of parsing the text again if it has the text's digest,
+            and no index files.
 
     Raises:
         DamagedError: it is missing, was changed, or contains impossible values.
@@ -76,7 +77,9 @@ def _read(path: Path, storage: Storage, known: Manifest | None) -> Manifest:
         raise DamagedError(f"{path} is damaged: it does not end with its digest. Use another checkpoint.")
     if hashlib.sha256(memoryview(text)[:-SEAL_BYTES]).hexdigest() != digest:
         raise DamagedError(f"{path} is damaged: its content does not have the digest {digest}. Use another checkpoint.")
-    return known if known is not None and known.digest == digest else _checked(path, text, digest, storage)
+    if known is not None and known.digest == digest and not known.indexes:  # those would be read in its own folder
+        return known
+    return _checked(path, text, digest, storage)
 
 
 def stored_digest(folder: Path, storage: Storage) -> str | None:

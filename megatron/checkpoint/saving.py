@@ -285,12 +285,10 @@ def _read_back(temporary: Path, written: _Written, storage: Storage) -> None:
         raise _not_published(str(failure)) from failure
     if files != written.files:
         raise _not_published("it lists other files than were written")
-    described: set[str] = set()
-    for file, (numbers, digest) in enumerate(zip(written.numbers, written.rows_of, strict=True)):
-        if digest in described:
-            continue
-        described.add(digest)
-        keys = FileDescription(tuple(numbers), tuple(written.rows[digest])).keys()
+    last = {digest: file for file, digest in enumerate(written.rows_of)}
+    first = {digest: file for file, digest in reversed(list(enumerate(written.rows_of)))}
+    for file in sorted({*first.values(), *last.values()}):  # those between are of the same runs
+        keys = FileDescription(tuple(written.numbers[file]), tuple(written.rows[written.rows_of[file]])).keys()
         if [piece.key for piece in manifest.catalogue.pieces_of(file)] != keys:
             raise _not_published(f"it has other pieces in {files[file].name} than were written")
 

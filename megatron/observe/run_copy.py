@@ -108,6 +108,7 @@ def _copy_checkpoint(
     """
     try:
         manifest = read_manifest(folder, Storage())
+        files = list(manifest.files)
         text = read_plain(folder / MANIFEST_NAME)
     except (DamagedError, FileNotFoundError) as failure:
         if folder.exists():  # otherwise the run has deleted it meanwhile
@@ -124,7 +125,7 @@ def _copy_checkpoint(
             "that is there."
         )
     wanted = {index.name: index.sha256 for index in manifest.indexes} | {MANIFEST_NAME: digest}
-    wanted |= {file.name: file.sha256 for file in manifest.files}
+    wanted |= {file.name: file.sha256 for file in files}
     temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{digest[:16]}")
     arrived = place.digests(temporary, tuple(wanted))
     for name in (name for name, right in wanted.items() if arrived.get(name) != right):
@@ -137,7 +138,7 @@ def _copy_checkpoint(
             f"(python tools/checkpoints.py verify {folder.parent}), then copy it again."
         )
     place.rename(temporary, final, replaces=False)
-    return sum(file.size_bytes for file in manifest.files) + len(text)
+    return sum(stored.size_bytes for stored in (*manifest.indexes, *files)) + len(text)
 
 
 def _content(path: Path) -> bytes:

@@ -61,7 +61,8 @@ def copy_checkpoint(
         return None
     run_on_first(mesh, lambda: open_temporary(copy.temporary, copy.size_bytes, storage, flag))
     try:
-        run_on_all(mesh, lambda: copy.copy_files(range(mesh.control.rank, len(manifest.files), mesh.control.size)))
+        count, ranks, rank = len(manifest.files), mesh.control.size, mesh.control.rank
+        run_on_all(mesh, lambda: copy.copy_files(range(count * rank // ranks, count * (rank + 1) // ranks)))
         run_on_first(mesh, copy.commit)
     except Exception:
         if mesh.control.rank == 0:
