@@ -24,7 +24,7 @@ from megatron.config.flags.section import ConfigSection, Instance, build_uncheck
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.parse import field_flags, help_groups
 from megatron.config.run_config import RunConfig, fields_of
-from megatron.config.sections.parallel import ParallelRequest
+from megatron.config.sections.parallel import ParallelRequest, without_training
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal
 
@@ -150,7 +150,8 @@ class ToolRequest(Generic[Instance]):
     def layout(self) -> ParallelRequest:
         """The layout that the tool computes in, whatever the checkpoint was trained in."""
         own = {name.partition(".")[2]: value for name, value in self.given.items() if name.startswith("parallel.")}
-        return ParallelRequest(**own)
+        asked = ParallelRequest(**own)
+        return without_training(asked, asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size)
 
 
 def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> ToolRequest[Instance]:

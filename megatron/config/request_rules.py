@@ -204,10 +204,11 @@ def placement_problems(
             "--use-distributed-optimizer contradicts --zero-stage 0, with which every rank holds the whole state of "
             "the optimizer. Use --zero-stage 1, or drop --use-distributed-optimizer."
         )
-    if asked.get("accumulate_allreduce_grads_in_fp32") and precision.fp16:
+    if asked.get("accumulate_allreduce_grads_in_fp32") and precision.fp16 and parallel.zero_stage == 3:
         yield (
-            "--accumulate-allreduce-grads-in-fp32 is refused with --fp16, whose gradients are accumulated in float16. "
-            "Use --bf16, which accumulates them in float32, or drop the flag."
+            "--accumulate-allreduce-grads-in-fp32 is refused with --fp16 and --zero-stage 3, where gradients are "
+            "accumulated in float16. Use --bf16 or a lower --zero-stage, which accumulate them in float32, or drop the "
+            "flag."
         )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.config.layout import divisors
-from megatron.config.objective.loss import PREFIX, LossConfig
+from megatron.config.objective.loss import LossConfig
 from megatron.config.sections.computation import KernelConfig
 from megatron.config.sections.curriculum import FIXED_DISCRETE
 from megatron.config.sections.data import DataConfig
@@ -24,7 +24,7 @@ def sequence_problems(
     data: DataConfig,
 ) -> Iterator[str]:
     """One sentence for everything that keeps a sequence from being divided as was asked."""
-    if parallel.sequence_size == 1:
+    if parallel.sequence_size <= 1 or any(parallel.problems()):  # said already; sizes of 0 divide nothing
         return
     yield from _length_problems(model, parallel, optim, data.seq_length)
     yield from _heads_problems(model, parallel)
@@ -68,7 +68,8 @@ def _length_problems(
             lengths["--curriculum-lengths"] = optim.curriculum_lengths
         else:
             lengths["--curriculum-length-step"] = (optim.curriculum_length_step,)
-            lengths["--curriculum-max-length"] = (optim.curriculum_max_length or sequence_length,)
+            if optim.curriculum_max_length is not None:
+                lengths["--curriculum-max-length"] = (optim.curriculum_max_length,)
     for name, values in lengths.items():
         odd = next((value for value in values if value % unit), None)
         if odd is not None:
@@ -96,8 +97,8 @@ def _heads_problems(model: ModelRequest, parallel: ParallelRequest) -> Iterator[
 def _ring_problems(model: ModelRequest, parallel: ParallelRequest, loss: LossConfig) -> Iterator[str]:
     way = f"Use --cp-comm-type {ULYSSES}, whose ranks see whole samples"
     asked = f"--cp-comm-type {parallel.cp_comm_type}"
-    if loss.objective == PREFIX:
-        yield f"--objective {PREFIX} does not go with {asked}: prefixes are seen by tokens before them. {way}."
+    if loss.has_prefixes:
+        yield f"--objective {loss.objective} does not go with {asked}: prefixes are seen by tokens before them. {way}."
     if model.attention_dropout > 0:
         yield (
             f"--attention-dropout {model.attention_dropout:g} does not go with {asked}, whose blocks of attention have "

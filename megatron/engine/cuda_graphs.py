@@ -43,11 +43,12 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
         "there is no GPU": device_type != "cuda",
         "stages of a pipeline exchange messages between forward and backward": parallel.pipeline_model_parallel_size
         > 1,
+        "a schedule runs chunks of the network": parallel.chunks_per_rank > 1,
         "ZeRO stage 3 fetches the weights of a layer by hooks": stage == 3,
         f"DeepSpeed takes the gradients of ZeRO stage {stage} in hooks of the backward pass": by_hooks,
         "the host chooses the loss scale of float16": config.precision.fp16,
         "the host reads how many tokens an expert gets": model.num_experts > 1,
-        "messages of sequence parallelism overlap with products": parallel.sequence_parallel,
+        "messages of sequence parallelism overlap with products": parallel.splits_sequence,
         "ranks that share a sequence exchange messages within attention": parallel.sequence_size > 1,
         f"messages of {parallel.distributed_backend} inside the blocks cannot be captured": (
             parallel.tensor_model_parallel_size > 1 and parallel.distributed_backend != "nccl"

@@ -179,7 +179,7 @@ def _base(config: RunConfig) -> dict[str, Any]:
         settings["bf16"] = {"enabled": True}
     if precision.bf16 or (precision.fp16 and stage < 3):
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        if stage == 1 and not parallel.offloads_optimizer:
+        if stage == 1:
             settings["communication_data_type"] = "fp32"  # else the sums in fp32 are rounded before ranks add them
     if precision.fp16:
         settings["fp16"] = {

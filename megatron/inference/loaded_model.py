@@ -20,6 +20,7 @@ from megatron.checkpoint.record import Record
 from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
 from megatron.config.program_flags import laid_over
 from megatron.config.resolve import padded_vocab_size
+from megatron.config.sections.parallel import without_training
 from megatron.engine.stages import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
 from megatron.host_memory import available_memory_bytes
@@ -104,17 +105,15 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
             f"there is no checkpoint in {load} (--load {load}). Give the folder to which a run saved its checkpoints."
         )
     record = Record.from_json(newest.record, newest.path)
-    config = laid_over(RunConfig.from_json(record.config), given)
+    config = RunConfig.from_json(record.config)
+    layout = without_training(config.parallel, mesh.tp.size, mesh.pp.size)
+    config = laid_over(replace(config, parallel=layout), given)
     if config.model.bidirectional:
         raise ConfigError(
             f"the checkpoint {newest.path} holds an encoder (--bidirectional, --objective {config.loss.objective}): it "
             "predicts masked tokens, not the next ones, so it neither writes text nor scores continuations. Evaluate "
             "it with pretrain_bert.py --eval-only, or give a GPT checkpoint."
         )
-    layout = replace(
-        config.parallel, tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size
-    )
-    config = replace(config, parallel=layout)
     tokenizer = _tokenizer(config, given, newest.path)
     check_same_tokenizer(f"the checkpoint {newest.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)

@@ -138,7 +138,8 @@ def _copy_checkpoint(
             f"(python tools/checkpoints.py verify {folder.parent}), then copy it again."
         )
     place.rename(temporary, final, replaces=False)
-    return sum(stored.size_bytes for stored in (*manifest.indexes, *files)) + len(text)
+    in_files = sum(file.size_bytes for file in files) + sum(index.size_bytes for index in manifest.indexes)
+    return in_files + len(text)
 
 
 def _content(path: Path) -> bytes:

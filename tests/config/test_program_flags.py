@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.config import flag, parse
-from megatron.config.program_flags import ProgramFlags, read_program, words_of
+from megatron.config.program_flags import ProgramFlags, parse_over, read_program, words_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import words as small_words
 
@@ -73,3 +73,10 @@ def test_the_help_shows_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "what to train on" in text
     assert "--tensor-model-parallel-size" in text
+
+
+def test_a_tool_divides_only_matrices_and_layers() -> None:
+    """Flags of training may be repeated; ranks that share sequences would count everything as often as they are."""
+    line = "--data d --context-parallel-size 2 --ds-sequence-parallel-size 2 --tensor-model-parallel-size 3"
+    layout = parse_over(Flags, line.split(), "tool.py").layout
+    assert (layout.tensor_model_parallel_size, layout.sequence_size) == (3, 1)

@@ -46,6 +46,7 @@ LAYOUT_REFUSALS = {
     "--pipeline-model-parallel-size 2": "stages of a pipeline exchange messages",
     "--tensor-model-parallel-size 2 --distributed-backend gloo": "messages of gloo inside the blocks cannot be",
     "--tensor-model-parallel-size 2": "",
+    "--pipeline-schedule zbv --data-path none": "a schedule runs chunks of the network",
     "--tensor-model-parallel-size 2 --sequence-parallel": "messages of sequence parallelism",
     "--context-parallel-size 2": "ranks that share a sequence exchange messages",
 }

@@ -207,7 +207,7 @@ _IGNORED_ROWS: tuple[Row, ...] = (
     ),
     ("the loss is always computed in float32, which is more accurate.", ("fp16_lm_cross_entropy",)),
     (
-        "bfloat16 accumulates gradients in float32 in any case, and float32 in its own.",
+        "gradients are accumulated in float32 in any case.",
         ("accumulate_allreduce_grads_in_fp32",),
     ),
     (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron.config.flags.fields import derived, flag
 from megatron.config.flags.paths import PathUse
@@ -122,7 +124,7 @@ class ParallelRequest(ConfigSection):
     def ring_size(self) -> int:
         """Ranks, or groups of Ulysses, between which keys and values travel."""
         if self.cp_comm_type == RING_OF_ULYSSES:
-            return self.context_parallel_size // self._ulysses_within_ring
+            return self.context_parallel_size // max(1, self._ulysses_within_ring)
         return 1 if self.cp_comm_type == ULYSSES else self.context_parallel_size
 
     @property
@@ -198,3 +200,22 @@ class ParallelConfig(ParallelRequest):
     offloads_optimizer: bool = derived(
         "whether the optimizer's state is moved from the device to the host", default=False
     )
+
+
+_Layout = TypeVar("_Layout", bound=ParallelRequest)
+
+# What computes without gradients divides matrices and layers over ranks, and whole copies.
+_OF_TRAINING = (
+    "sequence_parallel",
+    "zero_stage",
+    *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size"),
+    *("pipeline_schedule", "pipeline_engine", "enable_zbh1_pipeline"),
+    *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+)
+
+
+def without_training(layout: _Layout, tensor_size: int, pipeline_size: int) -> _Layout:
+    """A layout for inference: fields that only training has get their default values."""
+    usual = {entry.name: entry.default for entry in dataclasses.fields(ParallelRequest) if entry.name in _OF_TRAINING}
+    sizes = {"tensor_model_parallel_size": tensor_size, "pipeline_model_parallel_size": pipeline_size}
+    return dataclasses.replace(layout, **usual, **sizes)  # type: ignore[arg-type]

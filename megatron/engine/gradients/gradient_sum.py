@@ -158,10 +158,7 @@ class GradientsInPlace(GradientSum):
                 end, elements = end + 1, elements + gradients[end].numel()
             bucket = gradients[first:end]
             flat = self._averaging.average(torch._utils._flatten_dense_tensors(bucket)).to(bucket[0])
-            for parameter, gradient in zip(
-                self._parameters[first:end], torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
-            ):
-                parameter.grad = gradient
+            torch._foreach_copy_(bucket, torch._utils._unflatten_dense_tensors(flat, bucket))
             first = end
 
     @property

@@ -54,6 +54,7 @@ class Executor:
         layers = [layer for _, layer in stack.named_layers()]
         self.parameters: dict[int, list[nn.Parameter]] = {}
         self.queues: dict[int, WeightGradientQueue] = {}
+        self.deferred: set[int] = set()  # ids of the parameters whose gradients come from a queue
         for chunk, places in chunks.layers.items():
             own = nn.ModuleList([layers[place] for place in places])
             self.parameters[chunk] = [parameter for parameter in own.parameters() if parameter.requires_grad]
@@ -61,6 +62,7 @@ class Executor:
             for module in own.modules() if splits_backward else ():
                 if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                     module.queue = self.queues[chunk]
+                    self.deferred.update(map(id, module.parameters(recurse=False)))
 
     def run(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss, *, trains: bool) -> int:
         """Executes a program of this rank.
@@ -172,15 +174,22 @@ class _Execution:
 
     def _weight_backward(self, action: Action) -> None:
         self._executor.enter("backward")
-        for work in self._work.pop((action.chunk, action.micro_batch)):
-            work()
+        works = deque(self._work.pop((action.chunk, action.micro_batch)))
+        while works:
+            works.popleft()()  # and frees the activations that it was made of
         self._take_gradients(action)
 
     def _take_gradients(self, action: Action) -> None:
-        """Hands on what a backward pass has left; the halves of one leave those of different parameters."""
-        parameters = self._executor.parameters[action.chunk]
+        """Hands on what a backward pass has left; the halves of one leave those of different parameters.
+
+        Hooks may have taken gradients of the first half already: whoever they belong to learns that the pass is over.
+        """
+        parameters, deferred = self._executor.parameters[action.chunk], self._executor.deferred
         if action.kind is not Kind.BACKWARD:
-            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+            is_first = action.kind is Kind.INPUT_BACKWARD
+            parameters = [
+                each for each in parameters if each.grad is not None or (is_first and id(each) not in deferred)
+            ]
         self._executor.take_gradients(parameters)
 
     def _send_forward(self, action: Action) -> None:
@@ -194,6 +203,8 @@ class _Execution:
         while self._sending and self._sending[0].has_arrived:
             self._sending.popleft().wait()  # raises if it failed
         self._sending.append(start_send(tensor, self._executor.axis, _peer(action)))
+        if tensor.device.type == "cpu" and len(self._sending) > 2 * self._executor.axis.size:
+            self._sending.popleft().wait()  # gloo says only then that it has sent, and the tensor is kept until then
 
     def _receive(self, action: Action) -> None:
         executor, batch = self._executor, self._batches[action.micro_batch]

@@ -80,6 +80,7 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
     return schedule_of(name, placement, micro_batches, orders)
 
 
+@lru_cache(maxsize=32)
 def forward_programs(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> tuple[Program, ...]:
     """The programs of a pass without gradients, for any number of micro-batches, whatever a file has.
 

@@ -125,5 +125,6 @@ def teacher_problems(model: ModelConfig, config: RunConfig, path: Path) -> Itera
             f"--seq-length {model.max_position_embeddings}, or a teacher with longer texts."
         )
     size = config.parallel.tensor_model_parallel_size
-    for problem in (*heads_problems(model.num_attention_heads, size), *widths_problems(model.widths, size)):
+    heads = heads_problems(model.num_attention_heads, size * config.parallel.ulysses_size)
+    for problem in (*heads, *widths_problems(model.widths, size)):
         yield f"{at} cannot be split as this run is: {problem}"

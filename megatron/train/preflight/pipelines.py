@@ -28,7 +28,7 @@ def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
             "schedule by name, or drop --rampup-batch-size."
         )
         return
-    replicas = world_size // parallel.model_parallel_size
+    replicas = world_size // parallel.replica_size
     micro, batch, _ = batch_sizes(optim, replicas)
     try:
         build_schedule(

@@ -57,7 +57,10 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
             "--no-pipeline-parallel contradicts --pipeline-model",
         ),
         ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer contradicts --zero-stage 0"),
-        ("--accumulate-allreduce-grads-in-fp32 --fp16", "--accumulate-allreduce-grads-in-fp32 is refused with --fp16"),
+        (
+            "--accumulate-allreduce-grads-in-fp32 --fp16 --zero-stage 3",
+            "--accumulate-allreduce-grads-in-fp32 is refused with --fp16 and --zero-stage 3",
+        ),
         ("--checkpoint-in-cpu", "--checkpoint-in-cpu is refused: what recompute keeps stays on the device"),
     ],
 )

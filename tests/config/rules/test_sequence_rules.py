@@ -38,6 +38,15 @@ RING = PLAIN + "--context-parallel-size 4 "
             "--objective prefix does not go with --cp-comm-type p2p.* Use --cp-comm-type a2a",
         ),
         (
+            RING + "--objective multitask",
+            "--objective multitask does not go with --cp-comm-type p2p.* Use --cp-comm-type a2a",
+        ),
+        (PLAIN + "--context-parallel-size 0", "--context-parallel-size 0 is out of range"),
+        (
+            RING + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 8",
+            "product is --context-parallel-size 4, and got 8 8",
+        ),
+        (
             RING + "--curriculum-learning --curriculum-min-length 4 --curriculum-length-step 4 --curriculum-steps 9",
             "--curriculum-length-step 4 cannot be divided over --context-parallel-size 4.* multiples of 8. Use 8, or",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import ParallelConfig, ParallelRequest
+from megatron.config.sections.parallel import without_training
 from megatron.errors import ConfigError
 
 
@@ -36,3 +37,16 @@ def test_an_illegal_divisor_of_the_vocabulary_is_reported_alone() -> None:
     with pytest.raises(ConfigError, match="--make-vocab-size-divisible-by 0 is out of range") as caught:
         ParallelRequest(make_vocab_size_divisible_by=0, pad_vocab_size_to=5)
     assert len(caught.value.problems) == 1
+
+
+def test_inference_divides_matrices_and_layers_only() -> None:
+    layout = ParallelRequest(
+        pipeline_model_parallel_size=2,
+        pipeline_schedule="zbv",
+        num_layers_per_virtual_pipeline_stage=2,
+        zero_stage=2,
+        context_parallel_size=4,
+        sequence_parallel=True,
+    )
+    alone = without_training(layout, 1, 1)
+    assert alone == ParallelRequest() and without_training(layout, 2, 4).model_parallel_size == 8

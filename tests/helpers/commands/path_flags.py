@@ -31,8 +31,8 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "tools/checkpoints.py": ("list", "inspect", "verify", "copy", "average", "prune"),
     "tools/corpus/corpus_store.py": ("import", "stat", "bench", "fetch", "lengths"),
 }
-# Programs that read no flag, or pass all they read on to another of these.
-WITHOUT_FLAGS = frozenset({"examples/gpt2_all_in/dev_corpus.py"})
+# Programs that read no flag of their own, or pass all they read on to another of these.
+WITHOUT_FLAGS = frozenset({"examples/gpt2_all_in/dev_corpus.py", "docs/site/layouts.py"})
 _PATTERNS = (
     "*.py",
     "tools/**/*.py",

@@ -124,6 +124,11 @@ def test_a_checkpoint_holds_the_student_alone(whole: Path) -> None:
     ("teacher", "flags", "sentence"),
     [
         ({"num_attention_heads": 3, "hidden_size": 48}, "", "cannot be split as this run is: 3 attention heads"),
+        (
+            {"num_attention_heads": 2},
+            "--ds-sequence-parallel-size 2 --seq-length 32 --num-attention-heads 4",
+            "cannot be split as this run is: 2 attention heads cannot be split over 4 ranks",
+        ),
         ({"ffn_hidden_size": 99}, "", "cannot be split as this run is: --ffn-hidden-size 99"),
         ({"bidirectional": True}, "", "is an encoder, which predicts no next tokens"),
         ({}, "--num-experts-teacher 4", "--num-experts-teacher is 4, and the teacher t has 1"),
@@ -132,7 +137,7 @@ def test_a_checkpoint_holds_the_student_alone(whole: Path) -> None:
 )
 def test_a_teacher_that_does_not_fit(teacher: dict[str, Any], flags: str, sentence: str | None) -> None:
     request = small(f"--kd --load-teacher t --tensor-model-parallel-size 2 {flags}")
-    config = resolve(request, Machine("cpu", 2, False, True), TokenizerFacts(101, 0, "f"))
+    config = resolve(request, Machine("cpu", 4, False, True), TokenizerFacts(101, 0, "f"))
     problems = list(teacher_problems(tiny_config(max_position_embeddings=32, **teacher), config, Path("t")))
     assert len(problems) == (sentence is not None) and (sentence or "") in "".join(problems)
 

@@ -23,6 +23,7 @@ def request(path: Path, *more: str) -> RunRequest:
     ("text", "more", "said"),
     [
         (GOOD, (), []),
+        (GOOD, ("--ds-sequence-parallel-size", "2"), ["is for 2 micro-batches (a step has 4: --global-batch-size)"]),
         (GOOD, ("--global-batch-size", "16"), ["is for 2 micro-batches (a step has 4: --global-batch-size)"]),
         (
             GOOD,
