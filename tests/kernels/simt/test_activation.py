@@ -10,7 +10,7 @@ from tests.kernels.simt import emulator
 
 ROWS_PER_PART = 64
 # Rows, columns, and by how many elements the tensors begin behind an aligned address.
-SHAPES = ((1, 1, 0), (3, 7, 1), (33, 8, 0), (2, 300, 0), (130, 24, 0))
+SHAPES = ((1, 1, 0), (3, 7, 1), (3, 16, 1), (33, 8, 0), (2, 300, 0), (130, 24, 0))
 EPSILON = {torch.float32: 3e-7, torch.bfloat16: 1 / 128, torch.float16: 1 / 1024}
 
 

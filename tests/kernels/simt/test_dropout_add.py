@@ -41,7 +41,7 @@ def _check(run: emulator.Run, dtype: torch.dtype, rows: int, columns: int, shift
 @pytest.mark.parametrize("order", list(emulator.ORDERS))
 @pytest.mark.parametrize("dtype", list(emulator.DTYPE_CODES))
 def test_values_where_every_access_is_checked(dtype: torch.dtype, order: str) -> None:
-    cases = [(1, 1, 0, 6554), (3, 7, 1, 30000), (2, 1031, 3, 0), (130, 16, 0, 65536), (5, 64, 0, 1)]
+    cases = [(1, 1, 0, 6554), (3, 7, 1, 30000), (3, 16, 1, 6554), (2, 1031, 3, 0), (130, 16, 0, 65536), (5, 64, 0, 1)]
     for rows, columns, shift, threshold in cases:
         with emulator.launch("dropout_add", order=order) as run:
             _check(run, dtype, rows, columns, shift, threshold)

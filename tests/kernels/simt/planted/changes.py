@@ -21,6 +21,7 @@ from tests.kernels.simt.harness import builds
 TESTS = Path(__file__).resolve().parents[1]
 VALUES = "Tensor-likes are not|assert"  # no diagnosis, but a test that compares values fails
 RACE = "race: |uninitialised: "  # a missing barrier is both, depending on who comes first
+ROW_ENDS = "misaligned: |out of bounds: "  # packets of rows that are not made of whole ones
 ANY = "race: |out of bounds: |misaligned: |unwritten: |Tensor-likes are not"
 
 
@@ -46,8 +47,10 @@ CHANGES = (
     ),
     PlantedChange("dropout_add", "add(sums, values);", "", VALUES),
     PlantedChange("dropout_add", "(bits >> 16, call.threshold", "(bits, call.threshold", VALUES),
-    PlantedChange("dropout_add", "first / 2 + pair, call", "first / 2, call", VALUES),
-    PlantedChange("dropout_add", "row < end && own.count", "row <= end && own.count", "race: |out of bounds: "),
+    PlantedChange("dropout_add", "own.in_tile(2 * pair)", "own.in_tile(0)", VALUES),
+    PlantedChange("dropout_add", "row < end && !own.is", "row <= end && !own.is", "race: |out of bounds: "),
+    PlantedChange("dropout_add", " && is_aligned(y) && is_aligned(x) && is_aligned(residual)", "", "misaligned: "),
+    PlantedChange("dropout_add", " && is_aligned(dx) && is_aligned(dy)", "", "misaligned: "),
     PlantedChange(
         "softmax", "(lane == 0) parts[warp] = value;\n  __sync", "(lane == 0) parts[warp] = value;\n  //", RACE, DEVICE
     ),
@@ -63,22 +66,26 @@ CHANGES = (
     PlantedChange("softmax", "starts_at_multiples(task.mask, task.mask_strides, 1, kSize) &&", "", "misaligned: "),
     PlantedChange("softmax", "(first & 1) ? bits >> 16 : bits", "bits", VALUES),
     PlantedChange("softmax", "pair < pairs; pair += step", "pair <= pairs; pair += step", "out of bounds: write"),
+    PlantedChange("activation", "is_aligned(y) && is_aligned(x) && columns", "columns", "misaligned: "),
     PlantedChange(
-        "activation", "is_aligned(y) && is_aligned(x) && columns % Packet<T>::kSize == 0", "true", "misaligned: "
+        "activation", "is_aligned(dx) && is_aligned(dy) && is_aligned(x) && columns", "columns", "misaligned: "
     ),
     PlantedChange(
-        "activation",
-        "is_aligned(dy) && is_aligned(x) && columns % Packet<T>::kSize == 0",
-        "is_aligned(x)",
-        "misaligned: ",
+        "activation", "(y) && is_aligned(x) && columns % Packet<T>::kSize == 0", "(y) && is_aligned(x)", ROW_ENDS
     ),
-    PlantedChange("activation", "  __syncthreads();\n  const int64_t first", "  const int64_t first", RACE, TILES),
+    PlantedChange(
+        "activation", "(dy) && is_aligned(x) && columns % Packet<T>::kSize == 0", "(dy) && is_aligned(x)", ROW_ENDS
+    ),
+    PlantedChange("activation", "    __syncthreads();\n    for (int column", "    for (int column", RACE, TILES),
     PlantedChange(
         "activation", "  __syncthreads();\n  if (threadIdx.y != 0 ||", "  if (threadIdx.y != 0 ||", RACE, TILES
     ),
-    PlantedChange("activation", "if (first + column < columns) part", "part", "race: |out of bounds: ", TILES),
-    PlantedChange("activation", "row < end && own.count", "row <= end && own.count", "race: |out of bounds: "),
-    PlantedChange("activation", "left < 0 ? 0 :", "left <= 0 ? 1 :", "out of bounds: |race: ", TILES),
+    PlantedChange(
+        "activation", "column < left; column +=", "column < kWidth; column +=", "race: |out of bounds: ", TILES
+    ),
+    PlantedChange("activation", "row < end && !own.is", "row <= end && !own.is", "race: |out of bounds: "),
+    PlantedChange("activation", "return first >= left;", "return first > left;", "out of bounds: |race: ", TILES),
+    PlantedChange("activation", "if (column < left) to[", "to[", "out of bounds: |race: ", TILES),
     PlantedChange("activation", "int thread = 1; thread < kPart", "int thread = 2; thread < kPart", VALUES, TILES),
     PlantedChange(
         "rotary", "first + kSize : pair + task.sizes.pairs", "first + kSize : pair + task.sizes.pairs - 1", ANY
@@ -130,6 +137,7 @@ CHANGES = (
         "cross_entropy", "share_alignment(to, from) ? elements_to_al", "true ? elements_to_al", "misaligned: "
     ),
     PlantedChange("cross_entropy", "label >= 0 && label < valid ?", "label >= 0 ?", "out of bounds: |Tensor-likes"),
+    PlantedChange("cross_entropy", "0u : threadIdx.x / kRowThreads", "0u : 0u", "race: "),
     PlantedChange("cross_entropy", "own.total * megatron::exp_of(own.largest - largest)", "own.total", VALUES),
 )
 
