@@ -44,7 +44,8 @@ close_mesh(mesh)
 SHORT_WAIT = """
 class ShortWait:
     distributed_timeout_minutes, distributed_backend = 0.03, None
-    tensor_model_parallel_size = pipeline_model_parallel_size = 1
+    tensor_model_parallel_size = pipeline_model_parallel_size = ring_size = ulysses_size = 1
+    splits_sequence = False
 
     def __init__(self, local_rank):
         self.local_rank = local_rank

@@ -44,11 +44,19 @@ def truncate(corpus: TinyCorpus) -> None:
 
 
 def lose_the_disk(corpus: TinyCorpus) -> None:
-    def fail(*words: Any, **more: Any) -> Any:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    """Of the tokens; a checkpoint is still read back."""
+    lost = os.path.realpath(corpus.prefix + ".bin")
+
+    def failing(read: Any) -> Any:
+        def fail(handle: int, *words: Any, **more: Any) -> Any:
+            if os.path.realpath(f"/proc/self/fd/{handle}") == lost:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(handle, *words, **more)
+
+        return fail
 
     for name in ("pread", "preadv"):
-        setattr(os, name, fail)
+        setattr(os, name, failing(getattr(os, name)))
 
 
 def run_out_of_memory(corpus: TinyCorpus) -> None:
