@@ -75,6 +75,9 @@ python tools/doctor.py --layouts -- pretrain_gpt.py --num-layers 24 --hidden-siz
 A cell below is a pair of values; `tests/parity/pipeline/test_layout_table.py` trains pairs of a schedule and another
 value, all of them with `--cases`.
 
+The tables hold what the flags alone decide. On a GPU, offloading also needs ZeRO 1 or more, and `--compile` cannot be
+combined with dropout in fused attention.
+
 ## Pipelines
 
 `yes`: the value works with this schedule, whatever the others are, unless a row of the next table forbids it.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from megatron.engine.engine import Engine
 from tests.parity.layouts import local_batches
@@ -17,3 +20,17 @@ def train(engine: Engine, config: Any, first: int, last: int) -> None:
     """Trains the steps [first, last) of the recipe."""
     for step in range(first, last):
         engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, True), RECIPE.learning_rate)
+
+
+def stand_in_engine(optimizer: torch.optim.Optimizer, wrapper: Any = None, *, is_fp16: bool = False) -> SimpleNamespace:
+    """What the view of a network without ZeRO asks of DeepSpeed's engine."""
+    return SimpleNamespace(
+        optimizer=optimizer if wrapper is None else wrapper,
+        basic_optimizer=optimizer,
+        communication_data_type=torch.float16 if is_fp16 else torch.float32,
+        pipeline_parallelism=False,
+        fp16_enabled=lambda: is_fp16,
+        postscale_gradients=lambda: True,
+        gradient_predivide_factor=lambda: 1.0,
+        set_gradient_accumulation_boundary=lambda is_boundary: None,
+    )

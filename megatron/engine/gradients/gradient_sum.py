@@ -180,3 +180,43 @@ class GradientsInPlace(GradientSum):
     def buffers(self) -> Sequence[torch.Tensor]:
         """The gradient of each parameter."""
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+
+class FlatGradients(GradientSum):
+    """Sums in flat tensors, each data-parallel rank's part of which is what it updates with.
+
+    Args:
+        parts: this rank's part of each group, of equal length on all ranks.
+        groups: where the parameters lie in the whole.
+        is_counted: whether this rank counts a parameter in the gradient norm.
+        averaging: how data-parallel ranks average.
+
+    Shapes: parts `[n]`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        groups: Sequence[FlatGroup],
+        is_counted: Callable[[nn.Parameter], bool],
+        averaging: Averaging,
+    ) -> None:
+        super().__init__(averaging)
+        axis = averaging.axis
+        self.divided_over = axis if axis.size > 1 else None
+        self._parts = list(parts)
+        self._counted: list[torch.Tensor] = []
+        for part, group in zip(parts, groups, strict=True):
+            begin = axis.rank * len(part)
+            ranges = group.counted(is_counted, begin, begin + len(part))
+            self._counted += [part[first - begin : end - begin] for first, end in ranges]
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """This rank's part of each group."""
+        return self._parts
+
+    @property
+    def counted(self) -> Sequence[torch.Tensor]:
+        """What it counts of its parts."""
+        return self._counted

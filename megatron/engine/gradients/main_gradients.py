@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
+from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
 from megatron.kernels import multi_tensor
 from megatron.kernels.choice import Implementation
 
 
-class MainGradients(GradientSum):
+class MainGradients(FlatGradients):
     """Flat buffers in which the gradients of a rank's parameters add up, one backward pass after the other.
 
     A pass takes a fixed number of calls, however many parameters there are, and one launch; torch's addition of half
@@ -35,23 +35,18 @@ class MainGradients(GradientSum):
         averaging: Averaging,
         implementation: Implementation = Implementation.TORCH,
     ) -> None:
-        super().__init__(averaging)
+        axis = averaging.axis
+        sizes = [group.length // axis.size for group in groups]
+        parts = [buffer.narrow(0, axis.rank * size, size) for buffer, size in zip(buffers, sizes, strict=True)]
+        super().__init__(parts, groups, is_counted, averaging)
         is_wide = all(buffer.dtype is torch.float32 for buffer in buffers)
         self._implementation = implementation if is_wide else Implementation.TORCH
-        axis = averaging.axis
-        self.divided_over = axis if axis.size > 1 else None
         self._buffers = list(buffers)
-        self._parts: list[torch.Tensor] = []
         self._views: dict[int, torch.Tensor] = {}  # by the parameter's id
-        self._counted: list[torch.Tensor] = []
         self._written: set[int] = set()
         for buffer, group in zip(buffers, groups, strict=True):
-            size = group.length // axis.size
-            self._parts.append(buffer.narrow(0, axis.rank * size, size))
             for parameter, start in zip(group.parameters, group.starts, strict=True):
                 self._views[id(parameter)] = buffer.narrow(0, start, parameter.numel()).view_as(parameter)
-            ranges = group.counted(is_counted, axis.rank * size, (axis.rank + 1) * size)
-            self._counted += [buffer[first:end] for first, end in ranges]
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -86,16 +81,6 @@ class MainGradients(GradientSum):
         self._written.update(self._views)
         for buffer in self._buffers:
             self._averaging.average_own_part(buffer)
-
-    @property
-    def parts(self) -> Sequence[torch.Tensor]:
-        """This rank's part of each buffer."""
-        return self._parts
-
-    @property
-    def counted(self) -> Sequence[torch.Tensor]:
-        """What it counts of its parts."""
-        return self._counted
 
     def clear(self) -> None:
         """The first gradient of each parameter will replace what is there."""

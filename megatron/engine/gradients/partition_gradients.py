@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
+from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
 
 
 class _Run(NamedTuple):
@@ -21,7 +21,7 @@ class _Run(NamedTuple):
     first: int
 
 
-class PartitionGradients(GradientSum):
+class PartitionGradients(FlatGradients):
     """This rank's part of each group, to which every backward pass adds what ranks have averaged.
 
     A pass is sent in buckets: parameters that lie side by side are copied into one tensor in the network's dtype, their
@@ -46,10 +46,7 @@ class PartitionGradients(GradientSum):
         averaging: Averaging,
         bucket_elements: int,
     ) -> None:
-        super().__init__(averaging)
-        axis = averaging.axis
-        self.divided_over = axis if axis.size > 1 else None
-        self._parts = list(parts)
+        super().__init__(parts, groups, is_counted, averaging)
         self._bucket_elements = bucket_elements
         self._places = {
             id(parameter): (number, start, parameter)
@@ -59,11 +56,6 @@ class PartitionGradients(GradientSum):
         self._whole: dict[int, torch.Tensor | None] = {}  # by the parameter's id
         self._missing: dict[int, set[int]] = {}  # of the bucket of a parameter, those that have no gradient yet
         self._sent: set[int] = set()  # in this pass, before it was over
-        self._counted: list[torch.Tensor] = []
-        for part, group in zip(parts, groups, strict=True):
-            begin = axis.rank * len(part)
-            ranges = group.counted(is_counted, begin, begin + len(part))
-            self._counted += [part[first - begin : end - begin] for first, end in ranges]
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keeps the sums of parameters whole until `reduce`, so that `of` has them; before the first `add`."""
@@ -165,16 +157,6 @@ class PartitionGradients(GradientSum):
         first, end = max(offset, 0), min(offset + len(flat), len(part))
         if first < end:
             part[first:end].add_(flat[first - offset : end - offset].to(part.device))
-
-    @property
-    def parts(self) -> Sequence[torch.Tensor]:
-        """This rank's parts."""
-        return self._parts
-
-    @property
-    def counted(self) -> Sequence[torch.Tensor]:
-        """What it counts of them."""
-        return self._counted
 
     def clear(self) -> None:
         """Sets them to zero."""

@@ -36,7 +36,7 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.train.start_up.engine_opening import build_engine
-from tests.engine.engine_runs import BF16, RECIPE, train
+from tests.engine.engine_runs import BF16, RECIPE, stand_in_engine, train
 from tests.helpers.architecture.tables import DEEPSPEED_PRIVATE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
@@ -223,16 +223,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(monkeypatch: pyte
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = dynamic_scaler(init_scale=1024.0, scale_window=1000, delayed_shift=1)
     wrapper = SimpleNamespace(loss_scaler=scaler, cur_scale=scaler.cur_scale, overflow=False)
-    engine = SimpleNamespace(
-        optimizer=wrapper,
-        basic_optimizer=optimizer,
-        communication_data_type=torch.float16,
-        pipeline_parallelism=False,
-        fp16_enabled=lambda: True,
-        postscale_gradients=lambda: True,
-        gradient_predivide_factor=lambda: 1.0,
-        set_gradient_accumulation_boundary=lambda is_boundary: None,
-    )
+    engine = stand_in_engine(optimizer, wrapper, is_fp16=True)
     view = _Scaled(engine, mesh.gradient, Clipping(1.0, mesh.model, mesh.device))
     gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=True)
     view.guard(gate)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.start_up.engine_opening import build_engine
-from tests.engine.engine_runs import BF16, RECIPE
+from tests.engine.engine_runs import BF16, RECIPE, stand_in_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 
@@ -241,17 +240,7 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
     gate = UpdateGate(ParallelMesh.single(), spike_deviations=spike_deviations, allows_overflow=allows_overflow)
     mesh = ParallelMesh.single()
     clipping = Clipping(0.0, mesh.model, mesh.device)
-    engine = SimpleNamespace(
-        optimizer=optimizer,
-        basic_optimizer=optimizer,
-        communication_data_type=torch.float32,
-        pipeline_parallelism=False,
-        fp16_enabled=lambda: False,
-        postscale_gradients=lambda: True,
-        gradient_predivide_factor=lambda: 1.0,
-        set_gradient_accumulation_boundary=lambda is_boundary: None,
-    )
-    DirectView(engine, mesh.gradient, clipping).guard(gate)
+    DirectView(stand_in_engine(optimizer), mesh.gradient, clipping).guard(gate)
 
     def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)
