@@ -33,6 +33,17 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         program: what a program decides, prefers and names.
     """
     reading = read_flags(argv, program=program)
+    if reading.unchecked().planning.plan_only:
+        from megatron.train.preflight.plans import show_plan
+
+        return show_plan(argv, program)
+    if reading.unchecked().planning.dry_run_ranks is not None:
+        from megatron.train.preflight.plans import checked_rehearsal
+
+        rehearsed = checked_rehearsal(argv, program)  # without torch
+        from megatron.rehearsal.rehearsing import show_rehearsal
+
+        return show_rehearsal(*rehearsed)
     signals = StopSignals()
     with signals.installed() if reading.unchecked().stopping.exit_on_signal else nullcontext():
         from megatron.train.preflight.checks import checked_request
@@ -44,9 +55,10 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         device.choose_accelerator()
         from megatron.train.build import open_run
         from megatron.train.loop import run_to_end
+        from megatron.train.start_up.out_of_memory import explained_memory
 
         log.doing("building the network")
-        with open_run(request, signals, program.parts()) as run:
+        with explained_memory(argv, request), open_run(request, signals, program.parts()) as run:
             return run_to_end(run)
 
 

@@ -28,6 +28,8 @@ from megatron.config import ConfigSection, flag, parse_flags
 if TYPE_CHECKING:
     import torch
 
+    from megatron.parallel.mesh import ParallelMesh
+
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 
 
@@ -75,8 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_layers(flags: ExpertsFlags) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Our layer and those of transformers, with the same weights."""
+def build_layers(
+    flags: ExpertsFlags, mesh: ParallelMesh | None = None, capacity_factor: float | None = None
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Our layer and those of transformers, with the same weights; ours alone in a mesh."""
     import torch
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -93,20 +97,21 @@ def build_layers(flags: ExpertsFlags) -> dict[str, Callable[[torch.Tensor], torc
         ffn_hidden_size=flags.ffn_hidden_size,
         num_experts=flags.num_experts,
         moe_router_topk=flags.topk,
+        moe_expert_capacity_factor=capacity_factor,
         gated_linear_unit=True,
         activation_function="silu",
         vocab_size=1,
         padded_vocab_size=1,
     )
     dtype = torch.bfloat16 if flags.bf16 else torch.float32
-    ours = Experts(config, ParallelMesh.single(), 0).to(dtype)
+    ours = Experts(config, mesh or ParallelMesh.single(), 0).to(dtype)
     generator = torch.Generator().manual_seed(2)
     for parameter in ours.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / flags.hidden_size**0.5)
     layers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "ours": lambda hidden: ours(hidden, StepContext(torch.zeros(1, dtype=torch.int64)))
     }
-    for name in IMPLEMENTATIONS:
+    for name in IMPLEMENTATIONS if mesh is None else ():
         theirs = MixtralConfig(
             **sizes,
             intermediate_size=flags.ffn_hidden_size,

@@ -1,17 +1,15 @@
-"""Memory and time of blocks whose tokens are divided over ranks: a ring, Ulysses, or one process.
+"""Time of blocks whose tokens are divided over ranks, in a ring or by Ulysses, and of one process with as many cores.
 
-    python benchmarks/long_sequences.py
-    torchrun --nproc-per-node 4 benchmarks/long_sequences.py --layers 6
+    torchrun --nproc-per-node 2 benchmarks/long_sequences.py --forms whole p2p a2a --repetitions 5
 
-Prints one JSON line per measurement. Every rank has one thread. The memory is the most that any rank's resident memory
-grew by, forward and backward of all blocks; the time is that of the slowest rank. Several forms take turns in the same
-processes; their memory is then not printed.
+Prints one JSON line per form: forward and backward of all blocks, the median of the slowest rank's time. The forms take
+turns in the same processes. Where tokens are divided every rank has one thread; `whole` is the first rank alone, with
+a thread for each rank, while the others wait. benchmarks/sequence_memory.py measures the memory.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import sys
 import time
@@ -33,12 +31,15 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 from megatron.train.objectives import step_settings
 
+WHOLE = "whole"
+FORMS = (WHOLE, "p2p", "a2a")
+
 
 @dataclass(frozen=True)
 class LongSequencesFlags(ConfigSection):
     """Flags of this program."""
 
-    forms: tuple[str, ...] = flag(("p2p",), "p2p and a2a, which take turns", nargs="+", choices=("p2p", "a2a"))
+    forms: tuple[str, ...] = flag(FORMS, "what is compared", nargs="+", choices=FORMS)
     length: int = flag(32768, "tokens of the sample", at_least=2)
     width: int = flag(64, "width of the blocks", at_least=1)
     heads: int = flag(4, "attention heads", at_least=1)
@@ -50,38 +51,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures on all ranks."""
     words = list(sys.argv[1:] if argv is None else argv)
     flags = parse_flags(LongSequencesFlags, words, prog="long_sequences.py", description=__doc__ or "")
-    torch.set_num_threads(1)
     runs = {form: _run_of(flags, form) for form in flags.forms}
     seconds: dict[str, list[float]] = {form: [] for form in runs}
     for _, run in runs.values():
         run(64)  # what libraries allocate once
-    before = _resident_bytes()
     for _ in range(flags.repetitions):
         for form, (mesh, run) in runs.items():
             started_at = time.perf_counter()
-            run(flags.length // mesh.world.size)
-            seconds[form].append(time.perf_counter() - started_at)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+            run(flags.length)
+            elapsed = torch.tensor([time.perf_counter() - started_at], dtype=torch.float64)
+            seconds[form].append(float(all_reduce_max(elapsed, mesh.control)))  # for which all ranks wait
     for form, (mesh, _) in runs.items():
-        own = torch.tensor([grown / 1e6, statistics.median(seconds[form])], dtype=torch.float64)
-        megabytes, slowest = all_reduce_max(own, mesh.control).tolist()
         settings = {"ranks": mesh.world.size, "form": form, "length": flags.length, "layers": flags.layers}
         settings |= {"width": flags.width, "heads": flags.heads}
         if mesh.world.rank == 0:
-            if len(runs) == 1:
-                print_figure("long_sequences", "peak_memory", megabytes, "MB", **settings)
-            print_figure("long_sequences", "time_per_token", slowest / flags.length * 1e6, "us", **settings)
+            per_token = [value / flags.length * 1e6 for value in sorted(seconds[form])]
+            spread = (per_token[0], per_token[-1])
+            print_figure(
+                "long_sequences", "time_per_token", statistics.median(per_token), "us", spread=spread, **settings
+            )
     return 0
 
 
 def _run_of(flags: LongSequencesFlags, form: str) -> tuple[ParallelMesh, Callable[[int], None]]:
-    """The mesh of a form, and forward and backward of its blocks with some tokens on each rank."""
+    """The mesh of a form, and forward and backward of its blocks with a sample of some tokens."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     pairs = {
         "--num-layers": flags.layers, "--hidden-size": flags.width, "--num-attention-heads": flags.heads,
         "--seq-length": flags.length, "--max-position-embeddings": flags.length, "--position-embedding-type": "rope",
         "--attention-dropout": 0, "--hidden-dropout": 0, "--micro-batch-size": 1, "--train-iters": 1, "--lr": 1,
-        "--context-parallel-size": world_size, "--cp-comm-type": form,
+        **({} if form == WHOLE else {"--context-parallel-size": world_size, "--cp-comm-type": form}),
         "--data-path": "none", "--vocab-file": "none", "--merge-file": "none",
     }  # fmt: skip
     machine = Machine(device_type="cpu", world_size=world_size, supports_fp16=False, supports_bf16=True)
@@ -92,17 +91,16 @@ def _run_of(flags: LongSequencesFlags, form: str) -> tuple[ParallelMesh, Callabl
     blocks, settings = LayerStack(specs, seed=1), step_settings(config, mesh)
 
     def run(tokens: int) -> None:
-        hidden = torch.randn(1, tokens, flags.width, requires_grad=True)
+        if form == WHOLE and mesh.world.rank > 0:
+            return
+        torch.set_num_threads(world_size if form == WHOLE else 1)
+        share = 1 if form == WHOLE else world_size
+        hidden = torch.randn(1, tokens // share, flags.width, requires_grad=True)
         output = blocks(hidden, settings.context(torch.zeros(1, dtype=torch.int64)))
         output.backward(torch.ones_like(output))
         blocks.zero_grad()
 
     return mesh, run
-
-
-def _resident_bytes() -> int:
-    """The memory of this process that is resident now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

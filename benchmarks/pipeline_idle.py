@@ -4,7 +4,8 @@
 
 The executor of the engine runs schedules over processes whose layers sleep instead of computing: a forward pass and
 each half of a backward pass equally long, so that two cores are enough for any number of ranks. One JSON line a figure:
-the idle share of each schedule beside the simulated one, and how many more activations than simulated a rank held.
+the idle share of each schedule beside the simulated one, by how much sleeps took longer than they were to, which counts
+as busy, and how many more activations than simulated a rank held.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +29,14 @@ from benchmarks.figures import print_figure
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.engine.micro_batch import DeviceBatch
+from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks
 from megatron.engine.pipeline.executor import Executor
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec, LayerStack
 from megatron.model.interface.step_context import StepContext, StepSettings
 from megatron.parallel.mesh import Axis
-from megatron.parallel.schedule.building import SCHEDULES, build_schedule
+from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.shard_spec import Dimension
 from megatron.parallel.tensor.layers import ColumnParallelLinear
 
@@ -50,14 +51,21 @@ class IdleFlags(ConfigSection):
     micro_batches: int = flag(8, "micro-batches of a step", at_least=1)
     milliseconds: float = flag(120.0, "a forward pass of all layers of a rank")
     steps: int = flag(3, "steps measured with each schedule", at_least=1)
+    schedules: tuple[str, ...] = flag(tuple(SCHEDULE_CHUNKS), "schedules", nargs="+", choices=tuple(SCHEDULE_CHUNKS))
 
 
 class SleepingLayer(ColumnParallelLinear):
     """Takes as long in the forward pass as in each half of the backward pass, without computing."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__(_WIDTH, [Dimension("outputs", _WIDTH)], Axis.single("tp"), bias=False)
-        self.seconds = seconds
+        self.seconds = self.slept = 0.0
+
+    def sleep(self) -> None:
+        """Sleeps, and notes how long it was."""
+        began_at = time.perf_counter()
+        time.sleep(self.seconds)
+        self.slept += time.perf_counter() - began_at
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
         """Sleeps."""
@@ -68,17 +76,17 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, layer):  # type: ignore[no-untyped-def]
         ctx.layer = layer
-        time.sleep(layer.seconds)
+        layer.sleep()
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         layer = ctx.layer
-        time.sleep(layer.seconds)
+        layer.sleep()
         if layer.queue is not None and layer.queue.is_open:
-            layer.queue.add(partial(time.sleep, layer.seconds))
+            layer.queue.add(layer.sleep)
         else:
-            time.sleep(layer.seconds)
+            layer.sleep()
         return gradient, None, None
 
 
@@ -99,49 +107,61 @@ def measure(rank: int, flags: IdleFlags, port: int) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=flags.ranks)
     axis = Axis("pp", rank, flags.ranks, tuple(range(flags.ranks)), dist.group.WORLD)
-    for name, (chunks, _) in SCHEDULE_CHUNKS.items():
-        seconds, peak = run(axis, flags, name, chunks)
+    for name in flags.schedules:
+        chunks, _ = SCHEDULE_CHUNKS[name]
+        steps, peak = run(axis, flags, name, chunks)
         schedule = build_schedule(name, flags.ranks, chunks, flags.micro_batches)
-        busy = 3 * flags.milliseconds / 1e3 * flags.micro_batches
-        worst = torch.tensor([seconds, max(0, peak - schedule.peak_alive[rank])], dtype=torch.float64)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        asked = 3 * flags.milliseconds / 1e3 * flags.micro_batches
+        seconds = torch.tensor([step for step, _ in steps], dtype=torch.float64)
+        slept = torch.tensor([busy for _, busy in steps], dtype=torch.float64)
+        above = torch.tensor(max(0, peak - schedule.peak_alive[rank]))
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        dist.all_reduce(slept)
+        dist.all_reduce(above, op=dist.ReduceOp.MAX)
         if rank == 0:
-            idle = 100 * (1 - busy / float(worst[0]))
-            simulated = 100 * schedule.bubble_ratio
-            print_figure("pipeline_idle", name, idle, "% idle", simulated=round(simulated, 1), chunks=chunks)
-            print_figure("pipeline_idle", f"{name}_held_above_simulation", float(worst[1]), "activations")
+            idle = 100 * (1 - slept / flags.ranks / seconds)
+            more = {"simulated": round(100 * schedule.bubble_ratio, 1), "chunks": chunks}
+            spread = float(idle.min()), float(idle.max())
+            print_figure("pipeline_idle", name, float(idle.min()), "% idle", spread=spread, **more)
+            longer = 100 * (float(slept.mean()) / flags.ranks / asked - 1)
+            print_figure("pipeline_idle", f"{name}_slept_longer", longer, "%")
+            print_figure("pipeline_idle", f"{name}_held_above_simulation", float(above), "activations")
     dist.destroy_process_group()
 
 
-def run(axis: Axis, flags: IdleFlags, name: str, chunks_per_rank: int) -> tuple[float, int]:
-    """The seconds of the fastest step of this rank, and the most activations that it held."""
+def run(axis: Axis, flags: IdleFlags, name: str, chunks_per_rank: int) -> tuple[list[tuple[float, float]], int]:
+    """The seconds of each step of this rank and how many of them it slept, and the most activations that it held."""
     count = axis.size * chunks_per_rank
-    build = partial(SleepingLayer, flags.milliseconds / 1e3 / chunks_per_rank)
-    network = [LayerSpec(f"layers.{place}", LayerKind.BLOCK, LayerCost(1), build) for place in range(count)]
+    network = [LayerSpec(f"layers.{place}", LayerKind.BLOCK, LayerCost(1), SleepingLayer) for place in range(count)]
     schedule = build_schedule(name, axis.size, chunks_per_rank, flags.micro_batches)
     chunks = Chunks.of(network, schedule.placement, axis.rank)
     held: list[int] = []
-    executor = Executor(
-        LayerStack(chunks.specs), chunks, axis, lambda _: None, lambda _: None, splits_backward=SCHEDULES[name].splits
-    )
+    runner = ChunkRunner(LayerStack(chunks.specs), chunks, splits_backward=schedule.splits_backward)
+    executor = Executor(runner, axis, lambda _: None, lambda _: None)
     settings = StepSettings(hidden_size=_WIDTH)
     hidden = torch.zeros(1, 2, _WIDTH, requires_grad=True)
     batch = DeviceBatch((hidden,), (torch.zeros(1, dtype=torch.int64),), (1, 2), 0, (), ())
     losses: Any = SimpleNamespace(
         settings=settings,
-        backward_scale=1.0,
+        seed=lambda: torch.ones(()),
+        companion=None,
         context_of=lambda each: each.context(settings, 1.0),
         take_auxiliary=lambda auxiliary: None,
-        of=lambda outputs, targets: outputs.sum(),
+        of=lambda outputs, targets, given: outputs.sum(),
     )
-    fastest = float("inf")
-    for _ in range(flags.steps):
+    layers = [layer for layer in runner.stack.modules() if isinstance(layer, SleepingLayer)]
+    steps = []
+    for number in range(flags.steps + 1):
+        for layer in layers:  # a first step without sleep warms up
+            layer.seconds = flags.milliseconds / 1e3 / chunks_per_rank if number else 0.0
         dist.barrier()
+        slept = sum(layer.slept for layer in layers)
         started_at = time.perf_counter()
         batches = [batch] * flags.micro_batches
         held.append(executor.run(schedule.actions[axis.rank], batches, losses, trains=True))
-        fastest = min(fastest, time.perf_counter() - started_at)
-    return fastest, max(held)
+        seconds = time.perf_counter() - started_at
+        steps.append((seconds, sum(layer.slept for layer in layers) - slept))
+    return steps[1:], max(held)
 
 
 if __name__ == "__main__":

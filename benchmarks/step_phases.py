@@ -111,12 +111,21 @@ class OperationCounter(TorchDispatchMode):
 
             return call
 
+        where = torch.where
+
+        def chosen(*arguments: Any, **options: Any) -> Any:
+            if any(isinstance(each, bool | int | float) for each in arguments):
+                self._note_wait("where with a number")  # which torch copies to a GPU, and waits for the copy
+            return where(*arguments, **options)
+
         for name, method in methods.items():
             setattr(torch.Tensor, name, noted(name, method))
+        torch.where = chosen
         try:
             with self:
                 yield self
         finally:
+            torch.where = where
             for name, method in methods.items():
                 setattr(torch.Tensor, name, method)
 

@@ -92,9 +92,7 @@ def compare(flags: CompareFlags, folder: Path) -> tuple[Course, Course]:
             ended = time.process_time()
             ours.seconds.append(between - began)
             theirs.seconds.append(ended - between)
-            run.progress = run.progress.after(
-                step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
-            )
+            run.progress = run.progress.after(step.sample_count, step.sample_count * run.config.data.seq_length)
     return ours, theirs
 
 

@@ -156,9 +156,7 @@ def training_steps(flags: TrainFlags, run: Run) -> dict[str, Callable[[], Any]]:
     def ours() -> None:
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)
         step = run.engine.train_batch(run.train_batches(), rate)
-        run.progress = run.progress.after(
-            step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
-        )
+        run.progress = run.progress.after(step.sample_count, step.sample_count * run.config.data.seq_length)
 
     model, dtype = run.config.model, torch.float32 if flags.dtype == "fp32" else torch.bfloat16
     networks = {

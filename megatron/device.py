@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -276,7 +276,8 @@ class CapturedWork(Protocol):
 class GraphCapturer:
     """Captures work of the GPU as CUDA graphs: kernels on fixed addresses, queued in one call.
 
-    The graphs share one pool of memory, so one may run at a time, and what it leaves lasts until the next one runs.
+    Graphs share memory unless they are given some of their own: of those that share it one may run at a time, and what
+    it leaves lasts until the next one runs.
 
     Args:
         stopwatch: counts messages, if there is one; not those of graphs.
@@ -287,6 +288,10 @@ class GraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self._stopwatch = stopwatch
 
+    def new_memory(self) -> Any:
+        """Memory for graphs that are to keep what they write while others run."""
+        return torch.cuda.graph_pool_handle()
+
     def warm_up(self, work: Callable[[], Result]) -> Result:
         """Does the work on the stream of the captures, for which libraries allocate what they need there."""
         current = torch.cuda.current_stream()
@@ -296,13 +301,17 @@ class GraphCapturer:
         current.wait_stream(self._stream)
         return result
 
-    def capture(self, work: Callable[[], Result]) -> tuple[CapturedWork, Result]:
+    def capture(self, work: Callable[[], Result], memory: Any = None) -> tuple[CapturedWork, Result]:
         """Captures the work without doing it; the result gets its values when the graph runs.
 
         Other threads may go on using the GPU.
+
+        Args:
+            memory: of `new_memory`, for graphs that run in the order of their captures; what all share by default.
         """
         graph = torch.cuda.CUDAGraph()
-        options = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        pool = self._pool if memory is None else memory
+        options = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         untimed = contextlib.nullcontext() if self._stopwatch is None else self._stopwatch.paused()
         with untimed, torch.cuda.graph(graph, **options):  # type: ignore[arg-type]
             result = work()

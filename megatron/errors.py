@@ -128,6 +128,10 @@ class ConversionError(MegatronError):
     exit_code = ExitCode.DATA
 
 
+class OutOfMemoryError(MegatronError):
+    """The memory of the device, or of the machine, was not enough."""
+
+
 class NumericsError(MegatronError):
     """Training produced values that it cannot continue from.
 

@@ -29,6 +29,10 @@ for _name in LAUNCH_VARIABLES:
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A forked child must not collect what its parent left in cycles: a process group of gloo has threads that the child
+# lacks, and taking it down there hangs or ends the child with signal 11.
+os.register_at_fork(after_in_child=gc.freeze)
+
 # Where an environment variable asks Python to write no bytecode, each of the many processes of the suite would compile
 # torch again, 5 s instead of 2.5. So bytecode is kept after all, but not beside the sources.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):

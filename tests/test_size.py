@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Whoever needs more says why in the same commit; CONTRIBUTING names both numbers.
-MAXIMUM_PACKAGE_LINES = 85_700
-MAXIMUM_REACHED_LINES = 55_050
+MAXIMUM_PACKAGE_LINES = 93_500
+MAXIMUM_REACHED_LINES = 62_500
 
 
 @cache

@@ -340,14 +340,18 @@ def _copy(flags: CopyFlags) -> int:
 
 @contextlib.contextmanager
 def _locked(directory: Path, refusal: str) -> Iterator[None]:
-    """Keeps runs from saving to a folder meanwhile.
+    """Keeps runs from saving to a folder meanwhile. A store has no lock, and no run saves to it.
 
     Raises:
         LaunchError: a run is using the folder.
     """
     from megatron.checkpoint import CheckpointLock
+    from megatron.config.flags.paths import is_address
     from megatron.parallel.mesh import ParallelMesh
 
+    if is_address(directory):
+        yield
+        return
     lock = CheckpointLock(directory, ParallelMesh.single())
     try:
         lock.acquire()

@@ -72,7 +72,7 @@ def training(request: RunRequest) -> Iterator[tuple[Run, Callable[[], None]]]:
             rate = learning_rate(run.config.optim, run.progress.consumed_samples)
             done = run.engine.train_batch(run.train_batches(), rate)
             tokens = done.sample_count * run.config.data.seq_length
-            run.progress = run.progress.after(done.sample_count, tokens, done.skipped)
+            run.progress = run.progress.after(done.sample_count, tokens)
 
         yield run, step
 

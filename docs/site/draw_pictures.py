@@ -29,12 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from docs.site.drawings.batch import draw_batch
     from docs.site.drawings.checkpoint import draw_checkpoint
     from docs.site.drawings.ranks import draw_ranks
+    from docs.site.drawings.sequence import draw_sequence
     from megatron.parallel.schedule.building import build_schedule
     from megatron.parallel.schedule.drawing import svg
 
     folder = Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {"ranks": draw_ranks(), "checkpoint": draw_checkpoint(), "batch": draw_batch()}
+    pictures = {
+        "ranks": draw_ranks(),
+        "checkpoint": draw_checkpoint(),
+        "batch": draw_batch(),
+        "sequence": draw_sequence(),
+    }
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         pictures[f"schedule-{name}"] = svg(build_schedule(name, 4, chunks, 8))
     for name, text in pictures.items():

@@ -37,7 +37,7 @@ TESTED_BY: Mapping[str, str] = {
     ),
     "whole sequences": _PARITY,
     **dict.fromkeys(
-        ("a ring of 2", "Ulysses 2"),
+        ("a ring of 2", "Ulysses 2", "a ring of 2 groups of 2"),
         "tests/parity/sequence/test_context_parallel.py::test_losses_and_norms_are_those_of_one_process",
     ),
     "nothing recomputed": _PARITY,
@@ -48,14 +48,23 @@ TESTED_BY: Mapping[str, str] = {
     "fp16": "tests/engine/deepspeed/test_deepspeed_internals.py",
     "next tokens": _PARITY,
     "masked tokens": "tests/parity/test_bert.py::test_a_layout_equals_plain_torch",
+    "labels alone": _PARITY,
+    "a teacher too": ("tests/train/parts/test_distillation.py::test_every_layout_learns_the_same_and_a_resume_goes_on"),
     "all trained": _PARITY,
     "some frozen": ("tests/engine/test_freezing.py::test_every_layout_trains_the_same_and_leaves_frozen_weights"),
     "full samples": _PARITY,
     "curriculum": ("tests/train/runs/test_published_runs.py::test_published_commands_and_growing_samples_train"),
     "dense": _PARITY,
     "4 experts": "tests/parity/test_experts.py::test_every_layout_trains_like_one_process",
-    "4 experts on 4 ranks": "tests/parity/test_experts.py::test_every_layout_trains_like_one_process",
+    **dict.fromkeys(
+        ("4 experts on 2 ranks", "4 whole experts on 2 ranks"),
+        "tests/parity/experts/test_expert_parallel.py::test_experts_on_other_ranks_train_like_one_process",
+    ),
     "not compiled": _PARITY,
+    "adam": _PARITY,
+    **dict.fromkeys(
+        ("muon", "lion", "sgd"), "tests/parity/optimizers/test_optimizers.py::test_every_layout_trains_like_one_process"
+    ),
     "compiled": "tests/parity/test_compile.py::test_layouts",
     "on the device": _PARITY,
     "on the host": "tests/engine/optimizer/test_offloading.py::test_offloading_changes_no_step",

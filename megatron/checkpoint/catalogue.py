@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megatron.parallel.pieces import Kind, PieceKey
 
-KINDS: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
+KINDS: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq", "average")
 # safetensors name of an element type -> bytes per element (Source: safetensors README, "Format").
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -30,8 +30,13 @@ ITEM_BYTES: Mapping[str, int] = {
     "U8": 1,
 }
 
-# Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other.
-_STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
+# Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other. The mean of weights
+# begins with them.
+_STAND_INS: dict[Kind, tuple[Kind, ...]] = {
+    "weight": ("master",),
+    "master": ("weight",),
+    "average": ("master", "weight"),
+}
 _MOST_REMEMBERED = 2**23  # places in files, at 24 bytes: 4,096 files of ZeRO-3 for a network of 584 parameters
 
 
@@ -114,10 +119,7 @@ class Catalogue:
 
     def served_kind(self, name: str, kind: Kind) -> Kind | None:
         """The kind from which `kind` of this tensor is read: itself, its stand-in, or None when neither is stored."""
-        stand_in = _STAND_IN.get(kind)
-        if (name, kind) in self._numbers:
-            return kind
-        return stand_in if stand_in is not None and (name, stand_in) in self._numbers else None
+        return next((each for each in (kind, *_STAND_INS.get(kind, ())) if (name, each) in self._numbers), None)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The global shape of a stored tensor, or None when it is not stored."""

@@ -91,7 +91,11 @@ class CheckpointReader:
         self._finite = finite
         self._manifest = manifest
         self._storage = storage
-        self._wanted = [self._plan(key, accept) for key, accept in wanted]
+        self._wanted = [
+            self._plan(key, accept)
+            for key, accept in wanted
+            if not key.is_optional or manifest.catalogue.kinds(key.name)
+        ]
         self._wanted.sort(key=lambda piece: piece.place)
 
     def needed_chunks(self) -> dict[tuple[int, int], list[_Span]]:

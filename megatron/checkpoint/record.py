@@ -35,15 +35,21 @@ class Progress:
     skipped_steps: int = 0
     bad_steps: int = 0
 
-    def after(self, samples: int, tokens: int, skipped: bool = False) -> Progress:
+    def after(self, samples: int, tokens: int) -> Progress:
         """Progress after one more step that consumed this many samples and tokens."""
-        return Progress(
+        return dataclasses.replace(
+            self,
             step=self.step + 1,
             consumed_samples=self.consumed_samples + samples,
             consumed_tokens=self.consumed_tokens + tokens,
-            skipped_steps=self.skipped_steps + int(skipped),
-            bad_steps=self.bad_steps,
         )
+
+    def counted(self, *, is_skipped: bool, is_bad: bool) -> Progress:
+        """Once it is known what became of the update of a step."""
+        if not (is_skipped or is_bad):
+            return self
+        skipped_steps, bad_steps = self.skipped_steps + int(is_skipped), self.bad_steps + int(is_bad)
+        return dataclasses.replace(self, skipped_steps=skipped_steps, bad_steps=bad_steps)
 
     def to_json(self) -> dict[str, int]:
         """A JSON object with one entry per field; without `bad_steps`, which older programs do not know, if there are

@@ -38,7 +38,7 @@ from megatron.checkpoint.storage import Storage, append, cannot_write, write_fil
 from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.parallel.agreement import gather_on_first, run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.messages import all_reduce_sum, scatter_number
+from megatron.parallel.messages import all_reduce_sum, broadcast_bytes
 from megatron.parallel.pieces import PieceKey
 
 # Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing releases the GIL).
@@ -227,8 +227,11 @@ def _gather_written(mesh: ParallelMesh, work: Callable[[], tuple[StoredFile, Fil
     for rank, line in enumerate(entries):
         if line is not None:
             senders.setdefault(line[2], rank)
-    asked = set(senders.values())
-    is_asked = scatter_number([int(rank in asked) for rank in range(mesh.control.size)], mesh.control)
+    asked = bytearray((mesh.control.size + 7) // 8)  # a bit a rank
+    for rank in senders.values():
+        asked[rank // 8] |= 1 << rank % 8
+    place = mesh.control.rank
+    is_asked = broadcast_bytes(bytes(asked), mesh.control)[place // 8] >> place % 8 & 1
     rows = gather_on_first(mesh, lambda: own[0].rows if is_asked else None) or []
     lines = [line for line in entries if line is not None]
     return _Written(

@@ -24,6 +24,7 @@ from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.planning import PlanningConfig
 from megatron.config.sections.reporting import ReportConfig, WatchingConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest, StoppingConfig
 
@@ -47,6 +48,7 @@ __all__ = [
     "ParallelConfig",
     "ParallelRequest",
     "PathUse",
+    "PlanningConfig",
     "PrecisionConfig",
     "Program",
     "RandomConfig",

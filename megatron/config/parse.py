@@ -48,7 +48,7 @@ from megatron.config.run_config import (
 from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest
-from megatron.config.sequence_rules import sequence_problems
+from megatron.config.sequence_rules import sequence_notices, sequence_problems
 from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
@@ -95,6 +95,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "safety": "hangs, bad steps and restarts",
         "report": "log lines, run folder, TensorBoard and Weights & Biases",
         "watching": "progress bar, utilization and profiles",
+        "planning": "plans and rehearsals in place of training",
     }
 )
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
@@ -211,7 +212,8 @@ def read_flags(
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
     if not problems:
-        notices += [*_partition_notices(sections["parallel"]), *_idle_notices(sections["model"], values)]
+        notices += [*_partition_notices(sections["parallel"]), *sequence_notices(sections["parallel"])]
+        notices += _idle_notices(sections["model"], values)
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
     return RequestDraft(sections, merged.provenance, (*problems,), (*notices,), frozenset(wrong), (*remarks,), program)
@@ -417,7 +419,7 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
     reasons = idle_fields(model)
     for flag in flags_of(ModelRequest):
         value = values.get(f"model.{flag.field}", flag.default)
-        is_dense_by_choice = flag.field.startswith("moe_") and "model.num_experts" in values
+        is_dense_by_choice = model.num_experts == 1 and flag.field.startswith("moe_") and "model.num_experts" in values
         if flag.field in reasons and value != flag.default and not is_dense_by_choice:
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             yield f"{flag.positive_name} {shown} has no effect without {reasons[flag.field]}."

@@ -6,7 +6,6 @@ in forms that this program does not have.
 from __future__ import annotations
 
 import os
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.objective.masking import SENTENCES, MaskingConfig
+from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
 from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.sections.computation import KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import (
@@ -29,17 +29,9 @@ from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.model import ModelRequest
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest
+from megatron.config.sections.pipelines import SPLIT_SCHEDULES
 
 _LEGACY = "legacy."
-# What upstream's scripts give them; any value drops tokens there, and none is dropped here.
-_CAPACITIES: Mapping[str, float | None] = types.MappingProxyType(
-    {
-        "moe_train_capacity_factor": 1.0,
-        "moe_eval_capacity_factor": 1.0,
-        "moe_min_capacity": 4,
-        "moe_expert_capacity_factor": None,
-    }
-)
 
 
 def checkpoint_problems(
@@ -123,6 +115,14 @@ def compile_problems(
             f"--compile cannot be combined with --num-experts {model.num_experts}: the host reads how many tokens an "
             "expert gets, in the middle of the block. Drop --compile."
         )
+    schedule = schedule_name(parallel, model.num_layers)
+    chunks = parallel.pipeline_model_parallel_size * chunks_per_rank(parallel, model.num_layers)
+    if schedule in SPLIT_SCHEDULES and chunks > 1:
+        yield (
+            f"--compile cannot be combined with the pipeline schedule {schedule}: the program of a block computes the "
+            "gradients of weights together with those of inputs, which this schedule separates. Use "
+            f"--pipeline-schedule {SPLIT_SCHEDULES[schedule]}, or drop --compile."
+        )
     if optim.curriculum_learning:
         yield (
             "--compile cannot be combined with --curriculum-learning: every length would be compiled anew. Drop one "
@@ -192,7 +192,6 @@ def placement_problems(
     """
     asked = {name.removeprefix(_LEGACY): value for name, value in values.items() if name.startswith(_LEGACY)}
     yield from _recompute_problems(model, parallel, recompute)
-    yield from _expert_problems(asked, model, parallel)
     stages = parallel.pipeline_model_parallel_size
     if asked.get("no_pipeline_parallel") and stages > 1:
         yield (
@@ -212,16 +211,6 @@ def placement_problems(
         )
 
 
-def divides_experts(model: ModelRequest, parallel: ParallelRequest) -> bool:
-    """Whether the experts are to be on more ranks than tensor parallelism divides each of them over."""
-    return expert_parts(model, parallel) > parallel.tensor_model_parallel_size
-
-
-def expert_parts(model: ModelRequest, parallel: ParallelRequest) -> int:
-    """The ranks that the experts of a layer are to be divided over; no more than there are experts."""
-    return min(parallel.expert_model_parallel_size, model.num_experts)
-
-
 def _recompute_problems(model: ModelRequest, parallel: ParallelRequest, recompute: RecomputeConfig) -> Iterator[str]:
     ranks, chunk = parallel.tensor_model_parallel_size, recompute.checkpoint_num_layers
     if recompute.checkpoint_activations and chunk > 1:
@@ -235,33 +224,6 @@ def _recompute_problems(model: ModelRequest, parallel: ParallelRequest, recomput
             f"--distribute-saved-activations cannot split --hidden-size {model.hidden_size} over "
             f"--tensor-model-parallel-size {ranks}. Use a width that is a multiple of {ranks}, or drop it."
         )
-
-
-def _expert_problems(asked: Mapping[str, Any], model: ModelRequest, parallel: ParallelRequest) -> Iterator[str]:
-    if model.num_experts == 1:
-        return
-    ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    parts = expert_parts(model, parallel)
-    if divides_experts(model, parallel) and stages > 1:
-        yield (
-            f"--expert-model-parallel-size {parallel.expert_model_parallel_size} cannot be combined with "
-            f"--pipeline-model-parallel-size {stages}: experts are divided by ZeRO stage 3, which cannot be combined "
-            f"with stages. Use --pipeline-model-parallel-size 1, or --tensor-model-parallel-size {parts}, which "
-            "divides every expert as far."
-        )
-    within = asked.get("expert_tensor_parallel_size")
-    if within is not None and within > ranks:
-        yield (
-            f"--expert-tensor-parallel-size {within} is refused: experts are split as all matrices are, over "
-            f"--tensor-model-parallel-size {ranks}. Use --tensor-model-parallel-size {within}, or drop it."
-        )
-    for name, usual in _CAPACITIES.items():
-        value = asked.get(name, usual)
-        if value != usual:
-            yield (
-                f"--{name.replace('_', '-')} {value} is refused: no token is dropped, so an expert has no capacity. "
-                "Drop it, or give --disable-moe-token-dropping, which is what is done."
-            )
 
 
 def masked_problems(

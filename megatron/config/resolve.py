@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
 from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
-from megatron.config.request_rules import divides_experts, expert_parts
 from megatron.config.run_config import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
-from megatron.config.schedule import planned_iterations, ranges_at_the_end, schedule
+from megatron.config.schedule import annealing_samples, planned_iterations, ranges_at_the_end, schedule
 from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
@@ -61,7 +60,6 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
-    problems.extend(_expert_problems(request, machine.world_size))
     offloads, offload_notices = _offloading(request, machine)
     problems.extend(_offload_problems(offloads, stage))
     skip_notices = (
@@ -232,9 +230,22 @@ def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]
             f"--train-samples {samples} is less than the first global batch (--global-batch-size {batch}), so no step "
             f"would be taken. Train at least {batch} samples, or use a smaller batch."
         )
+    yield from _annealing_problems(optim)
     if request.lr_warmup_tokens is None and request.lr_decay_tokens is None and request.train_tokens is None:
         return  # the units are the same, and the section has compared them
     yield from _warmup_problems(optim)
+
+
+def _annealing_problems(optim: OptimConfig) -> Iterator[str]:
+    course, samples = schedule(optim), annealing_samples(optim)
+    most = int(course.decay_samples - course.warmup_samples)
+    if optim.train_iters > 0 and samples > most:
+        by_steps = optim.lr_wsd_decay_iters is not None
+        unit, size = ("iters", optim.global_batch_size) if by_steps else ("samples", 1)
+        yield (
+            f"--lr-wsd-decay-{unit} {samples // size} is longer than what the warm-up leaves of the run, "
+            f"{most // size:,} {unit}: the learning rate would fall at once. Use {max(1, most // size // 10)}, a tenth."
+        )
 
 
 def _warmup_problems(optim: OptimConfig) -> Iterator[str]:
@@ -285,25 +296,7 @@ def _backend(request: RunRequest, machine: Machine) -> tuple[str, list[str]]:
     return asked or ("nccl" if machine.device_type == "cuda" else "gloo"), []
 
 
-def _expert_problems(request: RunRequest, world_size: int) -> Iterator[str]:
-    """Experts are divided over the ranks of all replicas, of which there must be enough."""
-    parts, asked = expert_parts(request.model, request.parallel), request.parallel.expert_model_parallel_size
-    if divides_experts(request.model, request.parallel) and world_size < parts:
-        yield (
-            f"--expert-model-parallel-size {asked} asks for experts on {parts} ranks, and {world_size} "
-            f"{'was' if world_size == 1 else 'were'} started. Use at most {world_size}, or start {parts} processes."
-        )
-
-
 def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
-    stage = request.parallel.zero_stage
-    if divides_experts(request.model, request.parallel) and stage < 3:
-        notice = (
-            f"--expert-model-parallel-size {request.parallel.expert_model_parallel_size}: experts are divided over the "
-            f"ranks by ZeRO stage 3, with all other weights, in place of stage {stage}. Results are the same; settings "
-            "of a --deepspeed_config file that only lower stages have are not used."
-        )
-        return 3, [notice]
     if request.parallel.zero_stage == 0 and request.precision.dtype_name != "float32":
         notice = (
             f"--zero-stage 0 in {request.precision.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "

@@ -28,6 +28,10 @@ SCHEDULE_FIELDS = (
     "lr_warmup_iters",
     "lr_warmup_samples",
     "lr_warmup_tokens",
+    "lr_warmup_init",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
 )
 _LONGEST_SHOWN = 1000  # characters of a value
 # These may change, and a user who did not intend it will want to know.

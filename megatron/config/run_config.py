@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron.config.architecture.positions import LEARNED
+from megatron.config.expert_rules import expert_notices, expert_problems, expert_ranks
 from megatron.config.files.flag_files import FlagFilesConfig
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.program import NO_PROGRAM, Program
@@ -21,6 +22,7 @@ from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, LossConfig
 from megatron.config.objective.masking import MaskingConfig
 from megatron.config.pipeline_rules import pipeline_problems
+from megatron.config.rules.optimizer_rules import optimizer_problems
 from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.sections.computation import AUTO, TORCH, KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
@@ -28,6 +30,7 @@ from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.planning import PlanningConfig
 from megatron.config.sections.reporting import ReportConfig, WatchingConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest, StoppingConfig
 from megatron.errors import ConfigError, printable
@@ -75,6 +78,7 @@ class RunRequest:
     safety: SafetyRequest
     report: ReportConfig
     watching: WatchingConfig
+    planning: PlanningConfig
     provenance: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     ignored: tuple[str, ...] = field(default=(), compare=False)
@@ -84,6 +88,12 @@ class RunRequest:
         problems = list(cross_problems(self.model, self.parallel, self.data, self.optim, self.loss))
         if problems:
             raise ConfigError(problems)
+        size = expert_ranks(self.model, self.parallel)
+        if size != self.parallel.expert_model_parallel_size:
+            notices = (*self.notices, *expert_notices(self.model, self.parallel))
+            object.__setattr__(self, "notices", notices)
+            parallel = dataclasses.replace(self.parallel, expert_model_parallel_size=size)
+            object.__setattr__(self, "parallel", parallel)
 
     def was_given(self, section_field: str) -> bool:
         """Whether "section.field" was set by the user, on the command line or in a file."""
@@ -288,26 +298,13 @@ def cross_problems(
             f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
         )
     yield from pipeline_problems(parallel, model.num_layers)
+    yield from expert_problems(model, parallel)
     if parallel.elastic and optim.global_batch_size is None:
         yield (
             "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "
             "it."
         )
-    if optim.use_bnb_optimizer and optim.optimizer != "adam":
-        yield (
-            f"--use-bnb-optimizer cannot be combined with --optimizer {optim.optimizer}: it is AdamW. Use --optimizer "
-            "adam."
-        )
-    if optim.use_bnb_optimizer and parallel.cpu_optimizer:
-        yield (
-            "--use-bnb-optimizer and --cpu-optimizer both make room on the GPU: the first updates there, the second on "
-            "the host. Drop one of them."
-        )
-    if model.use_mup and optim.optimizer != "adam":
-        yield (
-            f"--use-mup cannot be combined with --optimizer {optim.optimizer}. Its learning rates are those for Adam; "
-            "use --optimizer adam."
-        )
+    yield from optimizer_problems(optim, model, parallel)
     if loss.objective == MASKED and not model.bidirectional:
         yield (
             "--objective masked needs --bidirectional: a masked token is predicted from the tokens on both sides. "

@@ -6,7 +6,8 @@ things differ from upstream on purpose: a step that is skipped because of an ove
 advances the schedule, and the rate that is reported is the one that was applied (upstream prints the next step's).
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/microbatches.py, megatron/learning_rates.py and
-megatron/training.py.
+megatron/training.py; the inverse square root: deepspeedai's, megatron/optimizer_param_scheduler.py; the exponential:
+GPT-NeoX, megatron/learning_rates.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ from megatron.config.sections.optim import OptimConfig
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
+}
+# The same for the decay at the end of WSD. Source: NVIDIA's Megatron-LM, `megatron/core/optimizer_param_scheduler.py`.
+_ANNEALINGS: Mapping[str, Callable[[float], float]] = {
+    **_DECAYS,
+    "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
+    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
 
 StepRange = tuple[int, int]
@@ -77,7 +84,7 @@ def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: in
         whole = consumed_tokens / optim.tokens_per_sample
     warming = whole if optim.warms_up_in_tokens else consumed_samples
     if course.warmup_samples > 0 and warming <= course.warmup_samples:
-        return peak * warming / course.warmup_samples
+        return optim.lr_warmup_init + (peak - optim.lr_warmup_init) * warming / course.warmup_samples
     if optim.lr_decay_style == "constant":
         return peak
     decaying = whole if optim.decays_in_tokens else consumed_samples
@@ -85,7 +92,21 @@ def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: in
         return floor
     warmup = _warmup_of_decay(optim, course)
     ratio = (decaying - warmup) / (course.decay_samples - warmup)
+    if optim.lr_decay_style == "inverse-square-root":
+        return max(floor, peak * math.sqrt(max(warmup, 1.0) / max(decaying, 1.0)))
+    if optim.lr_decay_style == "exponential":
+        return max(floor, peak * 0.5**ratio)
+    if optim.lr_decay_style == "WSD":
+        length = annealing_samples(optim)
+        begin = course.decay_samples - length
+        share = 1.0 if decaying <= begin else _ANNEALINGS[optim.lr_wsd_decay_style]((decaying - begin) / length)
+        return floor + share * (peak - floor)
     return floor + _DECAYS[optim.lr_decay_style](ratio) * (peak - floor)
+
+
+def annealing_samples(optim: OptimConfig) -> int:
+    """How many samples the decay at the end of WSD takes; 0 with another style."""
+    return (optim.lr_wsd_decay_iters or 0) * optim.global_batch_size or optim.lr_wsd_decay_samples or 0
 
 
 def _warmup_of_decay(optim: OptimConfig, course: LearningRateSchedule) -> float:

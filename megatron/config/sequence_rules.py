@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.config.layout import divisors
-from megatron.config.objective.loss import LossConfig
+from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.sections.computation import KernelConfig
 from megatron.config.sections.curriculum import FIXED_DISCRETE
 from megatron.config.sections.data import DataConfig
@@ -26,7 +26,7 @@ def sequence_problems(
     """One sentence for everything that keeps a sequence from being divided as was asked."""
     if parallel.sequence_size <= 1 or any(parallel.problems()):  # said already; sizes of 0 divide nothing
         return
-    yield from _length_problems(model, parallel, optim, data.seq_length)
+    yield from _length_problems(model, parallel, optim, loss, data.seq_length)
     yield from _heads_problems(model, parallel)
     if parallel.ring_size > 1:
         yield from _ring_problems(model, parallel, loss)
@@ -35,10 +35,15 @@ def sequence_problems(
             f"--compile does not go with {_asked(parallel)}: ranks exchange messages in the middle of a block. Drop "
             "--compile."
         )
-    if model.sentence_order_head:
+
+
+def sequence_notices(parallel: ParallelRequest) -> Iterator[str]:
+    """What of the sizes that were asked for divides nothing."""
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield (
-            f"--sentence-order-head does not go with {_asked(parallel)}: it reads the first token of a sample, which "
-            "one rank has. Add --bert-no-binary-head."
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1, whose one rank has all tokens. Use "
+            "--tensor-model-parallel-size 2, or --context-parallel-size 2, which divides tokens without dividing "
+            "matrices."
         )
 
 
@@ -47,6 +52,25 @@ def length_unit(parallel: ParallelRequest, *, causal: bool) -> int:
     ring = parallel.ring_size
     within = parallel.tensor_model_parallel_size if parallel.splits_sequence else 1
     return math.lcm(2 * ring if causal and ring > 1 else ring, parallel.sequence_size * within)
+
+
+def padded_length(length: int, parallel: ParallelRequest, *, causal: bool) -> int:
+    """The length to which samples are padded so that ranks can share them."""
+    unit = length_unit(parallel, causal=causal)
+    return -(-length // unit) * unit
+
+
+def _unpadded(model: ModelRequest, loss: LossConfig, length: int) -> str | None:
+    """Why samples are not padded to a length, as the end of a sentence; None if they are."""
+    if model.num_experts > 1:
+        return "routers would see padding"
+    if model.bidirectional and loss.objective != MASKED:
+        return "earlier tokens would see padding"
+    if model.rope_scaling_type in ("dynamic", "longrope"):
+        return f"--rope-scaling-type {model.rope_scaling_type} depends on the length"
+    if length > model.max_position_embeddings:
+        return f"padding needs --max-position-embeddings {length}"
+    return None
 
 
 def _asked(parallel: ParallelRequest) -> str:
@@ -59,8 +83,9 @@ def _asked(parallel: ParallelRequest) -> str:
 
 
 def _length_problems(
-    model: ModelRequest, parallel: ParallelRequest, optim: OptimRequest, sequence_length: int
+    model: ModelRequest, parallel: ParallelRequest, optim: OptimRequest, loss: LossConfig, sequence_length: int
 ) -> Iterator[str]:
+    """Lengths that cannot be divided, where samples are not padded."""
     unit = length_unit(parallel, causal=not model.bidirectional)
     lengths: dict[str, tuple[int, ...]] = {"--seq-length": (sequence_length,)}
     if optim.curriculum_learning:
@@ -72,11 +97,12 @@ def _length_problems(
                 lengths["--curriculum-max-length"] = (optim.curriculum_max_length,)
     for name, values in lengths.items():
         odd = next((value for value in values if value % unit), None)
-        if odd is not None:
+        reason = None if odd is None else _unpadded(model, loss, odd // unit * unit + unit)
+        if odd is not None and reason is not None:
             lower = odd // unit * unit
             yield (
                 f"{name} {odd} cannot be divided over {_asked(parallel)}: lengths must be multiples of {unit}. Use "
-                f"{f'{lower} or ' if lower else ''}{lower + unit}, or fewer ranks."
+                f"{f'{lower} or ' if lower else ''}{lower + unit}, or fewer ranks; {reason}."
             )
 
 

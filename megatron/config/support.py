@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.config.parse import read_flags
+from megatron.config.sections.optimizers import OPTIMIZERS
 from megatron.config.sections.pipelines import DEEPSPEED, ENGINES, OWN, SCHEDULE_CHUNKS
 
 # Of each axis the values by name, each with its flags, which overrule those before them. The first value of an axis can
@@ -38,6 +39,10 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             "whole sequences": "--context-parallel-size 1 --ds-sequence-parallel-size 1",
             "a ring of 2": "--context-parallel-size 2 --attention-dropout 0",
             "Ulysses 2": "--ds-sequence-parallel-size 2",
+            "a ring of 2 groups of 2": (
+                "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 "
+                "--attention-dropout 0"
+            ),
         },
         "recompute": {
             "nothing recomputed": "--no-checkpoint-activations",
@@ -49,6 +54,10 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             "next tokens": "--objective causal --no-bidirectional",
             "masked tokens": "--objective masked --bidirectional --masked-lm-head",
         },
+        "what is learned": {
+            "labels alone": "--no-kd --no-mos",
+            "a teacher too": "--kd --load-teacher teacher",
+        },
         "weights": {"all trained": "", "some frozen": "--freeze embedding.*"},
         "length": {
             "full samples": "--no-curriculum-learning",
@@ -57,9 +66,13 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
         "experts": {
             "dense": "--num-experts 1",
             "4 experts": "--num-experts 4",
-            "4 experts on 4 ranks": "--num-experts 4 --expert-model-parallel-size 4",
+            "4 experts on 2 ranks": "--num-experts 4 --expert-model-parallel-size 2",
+            "4 whole experts on 2 ranks": (
+                "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+            ),
         },
         "compiled blocks": {"not compiled": "--no-compile", "compiled": "--compile"},
+        "optimizer": {name: f"--optimizer {name}" for name in OPTIMIZERS},
         "optimizer state": {"on the device": "--no-cpu-optimizer", "on the host": "--cpu-optimizer"},
     }
 )

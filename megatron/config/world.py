@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from megatron.config.expert_rules import expert_world_problems
 from megatron.config.layout import divisors, layout_problems, nearest_layouts
 from megatron.config.pipeline_rules import chunks_per_rank, most_stages, schedule_name
 from megatron.config.run_config import RunRequest
@@ -30,7 +31,7 @@ def world_problems(request: RunRequest, world_size: int) -> list[str]:
         split_sizes=(model.num_attention_heads, *model.widths.values()),
         most_stages=most_stages(parallel, model.num_layers),
     )
-    problems = list(misfits)
+    problems = list(misfits) or list(expert_world_problems(model, parallel, world_size))
     if problems or any(request.optim.all_problems()):
         return problems
     return batch_sizes(request.optim, world_size // parallel.replica_size)[2]
@@ -113,7 +114,10 @@ def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
     alone = _of_whole_sequences(request)
     for size in smaller:
         for tp, pp in _preferred(world_size, asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size):
-            for candidate in (_with_layout(request, tp, pp, size), _with_layout(alone, tp, pp, size)):
+            for candidate in (
+                _with_layout(request, world_size, tp, pp, size),
+                _with_layout(alone, world_size, tp, pp, size),
+            ):
                 if candidate is not None and not world_problems(candidate, world_size):
                     return candidate
     return None
@@ -125,11 +129,19 @@ def _preferred(world_size: int, tp_size: int, pp_size: int) -> Iterator[tuple[in
     yield from sorted(nearest, key=lambda pair: (pair[0] != tp_size, pair[1] != pp_size))
 
 
-def _with_layout(request: RunRequest, tp_size: int, pp_size: int, micro: int | None) -> RunRequest | None:
+def _with_layout(
+    request: RunRequest, world_size: int, tp_size: int, pp_size: int, micro: int | None
+) -> RunRequest | None:
     """The request with another layout; None if a rule between its flags forbids it."""
     try:
         parallel = _with_stages(request.parallel, request.model.num_layers, pp_size)
-        parallel = dataclasses.replace(parallel, tensor_model_parallel_size=tp_size)
+        within = None if parallel.splits_each_expert else parallel.expert_tensor_parallel_size
+        parallel = dataclasses.replace(
+            parallel, tensor_model_parallel_size=tp_size, expert_tensor_parallel_size=within if tp_size > 1 else None
+        )
+        ranks = world_size // (pp_size * (tp_size if parallel.splits_each_expert else 1))
+        experts = math.gcd(parallel.expert_model_parallel_size, ranks)
+        parallel = dataclasses.replace(parallel, expert_model_parallel_size=experts)
         optim = dataclasses.replace(request.optim, micro_batch_size=micro)
         return dataclasses.replace(request, parallel=parallel, optim=optim)
     except ConfigError:

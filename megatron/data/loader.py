@@ -79,6 +79,14 @@ class BatchOptions:
             )
 
 
+def first_samples(
+    first_sample: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> range:
+    """The first sample of each of a rank's micro-batches, see `MicroBatches`."""
+    first = first_sample + dp_rank * micro_batch_size
+    return range(first, first_sample + global_batch_size, micro_batch_size * dp_size)
+
+
 class MicroBatches:
     """This rank's micro-batches of one global batch: samples [first_sample, first_sample + global_batch_size).
 
@@ -114,15 +122,13 @@ class MicroBatches:
         self.stop_sample = stop_sample
         self.options = options or BatchOptions()
         self._micro_batch_size = micro_batch_size
-        self._own_first = first_sample + dp_rank * micro_batch_size
-        self._samples_per_step = samples_per_step
-        self._steps = global_batch_size // samples_per_step
+        self._firsts = first_samples(first_sample, global_batch_size, micro_batch_size, dp_rank, dp_size)
 
     def __len__(self) -> int:
-        return self._steps
+        return len(self._firsts)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._batch(self._own_first + step * self._samples_per_step) for step in range(self._steps))
+        return map(self._batch, self._firsts)
 
     def _batch(self, first: int) -> Batch:
         numbers = range(first, first + self._micro_batch_size)

@@ -41,17 +41,15 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
     bounded = bounded or model.attention_window is not None or model.attention_logit_softcap is not None
     reasons = {
         "there is no GPU": device_type != "cuda",
-        "stages of a pipeline exchange messages between forward and backward": parallel.pipeline_model_parallel_size
-        > 1,
-        "a schedule runs chunks of the network": parallel.chunks_per_rank > 1,
+        "DeepSpeed's pipeline engine runs the stages": parallel.pipeline_model_parallel_size > 1
+        and parallel.pipeline_engine == "deepspeed",
         "ZeRO stage 3 fetches the weights of a layer by hooks": stage == 3,
         f"DeepSpeed takes the gradients of ZeRO stage {stage} in hooks of the backward pass": by_hooks,
-        "the host chooses the loss scale of float16": config.precision.fp16,
-        "the host reads how many tokens an expert gets": model.num_experts > 1,
-        "messages of sequence parallelism overlap with products": parallel.splits_sequence,
-        "ranks that share a sequence exchange messages within attention": parallel.sequence_size > 1,
+        "the host reads how many tokens an expert gets": model.num_experts > 1 and not model.drops_tokens,
+        "keys and values travel in a ring between the parts of attention": parallel.ring_size > 1,
         f"messages of {parallel.distributed_backend} inside the blocks cannot be captured": (
-            parallel.tensor_model_parallel_size > 1 and parallel.distributed_backend != "nccl"
+            parallel.tensor_model_parallel_size * parallel.ulysses_size * parallel.expert_model_parallel_size > 1
+            and parallel.distributed_backend != "nccl"
         ),
         "fused attention draws its dropout from a generator that is seeded for each call": (
             model.attention_dropout > 0 and config.kernels.fused_attention
@@ -122,15 +120,14 @@ class MicroBatchGraphs:
         if settings != self._settings:
             self.release()
             self._settings = settings
-        shape = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch))
+        shape = batch_shape(batch)
         if shape not in self._graphs:
             if self._met[shape] < WARM_UP_MICRO_BATCHES:
                 self._met[shape] += 1
                 return self._capturer.warm_up(lambda: self._compute(batch))
             self._graphs[shape] = self._captured(batch)
         graph = self._graphs[shape]
-        for static, tensor in zip(_tensors(graph.inputs), _tensors(batch), strict=True):
-            static.copy_(tensor)
+        fill(graph.inputs, batch)
         graph.work.replay()
         return graph.outcome
 
@@ -141,17 +138,7 @@ class MicroBatchGraphs:
             adds_up: add them to gradients that are there; those of a graph are copied from where its next run writes.
         """
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        totals, addends = [], []
-        for parameter, gradient in zip(trained, outcome.gradients, strict=True):
-            if not adds_up:
-                parameter.grad = gradient
-            elif gradient is not None and parameter.grad is not None:
-                totals.append(parameter.grad)
-                addends.append(gradient)
-            elif gradient is not None:
-                parameter.grad = gradient.clone()
-        if totals:
-            torch._foreach_add_(totals, addends)
+        give_gradients(list(zip(trained, outcome.gradients, strict=True)), adds_up=adds_up)
 
     def release(self) -> None:
         """Frees all graphs; shapes are warmed up and captured again when they are next met."""
@@ -165,13 +152,7 @@ class MicroBatchGraphs:
             oldest = next(iter(self._graphs))
             self._graphs.pop(oldest).work.release()
             self._met[oldest] = 0
-        inputs = dataclasses.replace(
-            batch,
-            inputs=tuple(map(torch.clone, batch.inputs)),
-            passed=tuple(map(torch.clone, batch.passed)),
-            targets=tuple(map(torch.clone, batch.targets)),
-            first_sample=None,  # what asks for it would make the host wait, which a capture refuses
-        )
+        inputs = static(batch)
         work, outcome = self._capturer.capture(lambda: self._compute(inputs))
         return _Graph(inputs, work, outcome)
 
@@ -180,15 +161,57 @@ class MicroBatchGraphs:
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         loss, sums = self._forward(batch)
         found = torch.autograd.grad(loss, trained, allow_unused=True)
-        gradients = (_like(parameter, gradient) for parameter, gradient in zip(trained, found, strict=True))
+        gradients = (like_parameter(parameter, gradient) for parameter, gradient in zip(trained, found, strict=True))
         return Outcome(loss.detach(), sums, tuple(gradients))
 
 
-def _like(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def give_gradients(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]], *, adds_up: bool) -> None:
+    """Sets the gradients of parameters.
+
+    Args:
+        gradients: for each parameter where a graph has written it; None if it has none.
+        adds_up: add them to gradients that are there; others are copied from where the graph writes again.
+    """
+    totals, addends = [], []
+    for parameter, gradient in gradients:
+        if gradient is None:
+            continue
+        if parameter.grad is not None:
+            totals.append(parameter.grad)
+            addends.append(gradient)
+        else:
+            parameter.grad = gradient.clone() if adds_up else gradient
+    if totals:
+        torch._foreach_add_(totals, addends)
+
+
+def like_parameter(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """A gradient in the memory layout of its parameter, as a backward pass leaves it in `.grad`."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
+
+
+def static(batch: DeviceBatch) -> DeviceBatch:
+    """A copy of a micro-batch from which a graph reads."""
+    return dataclasses.replace(
+        batch,
+        inputs=tuple(map(torch.clone, batch.inputs)),
+        passed=tuple(map(torch.clone, batch.passed)),
+        targets=tuple(map(torch.clone, batch.targets)),
+        first_sample=None,  # what asks for it would make the host wait, which a capture refuses
+    )
+
+
+def fill(inputs: DeviceBatch, batch: DeviceBatch) -> None:
+    """Has the graph that reads the former compute on a batch of the same shape."""
+    for place, tensor in zip(_tensors(inputs), _tensors(batch), strict=True):
+        place.copy_(tensor)
+
+
+def batch_shape(batch: DeviceBatch) -> Hashable:
+    """What a graph for a micro-batch depends on of its tensors."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch))
 
 
 def _tensors(batch: DeviceBatch) -> Sequence[torch.Tensor]:

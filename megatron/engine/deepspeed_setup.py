@@ -17,7 +17,9 @@ from torch import nn
 
 from megatron import log
 from megatron.config import OptimConfig
+from megatron.config.sections.optimizers import MUON
 from megatron.device import Stopwatch
+from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
 from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
 from megatron.engine.deepspeed_internals.set_up import (
@@ -29,9 +31,11 @@ from megatron.engine.deepspeed_internals.set_up import (
 from megatron.engine.ds_config import offloaded_ratio, without_ratio
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
+from megatron.engine.optimizers.making import make_optimizer
+from megatron.engine.optimizers.muon import IS_ORTHOGONAL, is_orthogonalized
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
-from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw, eager, keep_compiler_unloaded
+from megatron.kernels.optimizer import keep_compiler_unloaded
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import TRANSFER
 from megatron.parallel.shard_spec import shard_spec_of
@@ -70,10 +74,12 @@ def initialize(
     # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
     settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
     _warn_of_narrow_accumulation(settings, mesh)
-    with quiet():
+    optimizer = build_optimizer(optim, module, mesh, freezing, is_offloaded=_is_offloaded(settings))
+    has_experts = any(group.get("moe") for group in optimizer.param_groups)
+    with quiet(), optimizers_for_experts(has_experts and stage > 0):
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(optim, module, mesh, freezing, is_offloaded=_is_offloaded(settings)),
+            optimizer=optimizer,
             config=settings,
             mpu=None if isinstance(module, BuiltStage) else ModelParallelUnit(mesh),
             dist_init_required=False,
@@ -115,23 +121,36 @@ def build_optimizer(
     Parameters with the same weight decay and learning rate that are trained since the same update form a group:
     matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
     factor of its learning rate. Adam's epsilon has the same factor, since a gradient is as small as the learning rate
-    it calls for. Frozen parameters are in no group. With moments of 8 bits, embeddings are groups of their own, whose
-    moments stay in float32.
+    it calls for. Experts that other data-parallel ranks do not hold are groups of their own. Frozen parameters are in
+    no group. With moments of 8 bits, embeddings are groups of their own, whose moments stay in float32; so are the
+    matrices that Muon orthogonalises.
 
     Args:
         is_offloaded: whether the optimizer will work on the CPU, where those made for a GPU do not.
 
     Raises:
-        ConfigError: the optimizer is unknown, or its implementation is not installed.
+        ConfigError: the optimizer is unknown, its implementation is not installed, or it cannot work on the CPU.
     """
+    if is_offloaded and optim.optimizer == MUON:
+        raise ConfigError(
+            "--optimizer muon cannot be combined with offload_optimizer in the --deepspeed_config file: the products "
+            "of its matrices are work for the device. Remove the entry; --zero-stage 2 divides the state."
+        )
     decays = (optim.weight_decay, 0.0)
-    by_kind: dict[tuple[bool, float, int, bool], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[bool, float, int, bool, bool, bool], list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if not is_frozen(parameter):
             spec = shard_spec_of(parameter)
             name = getattr(parameter, "global_name", "")
             is_table = optim.use_bnb_optimizer and name.startswith("embedding.")
-            key = (not spec.is_matrix, spec.lr_multiplier, freezing.began_at.get(name, 0), is_table)
+            key = (
+                not spec.is_matrix,
+                spec.lr_multiplier,
+                freezing.began_at.get(name, 0),
+                is_table,
+                is_expert(parameter),
+                optim.optimizer == MUON and is_orthogonalized(parameter),
+            )
             by_kind.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": by_kind[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
@@ -140,20 +159,13 @@ def build_optimizer(
     if optim.use_bnb_optimizer:
         for key, group in zip(sorted(by_kind), groups, strict=True):
             group["keeps_float32"] = key[3]
+    for key, group in zip(sorted(by_kind), groups, strict=True):
+        group.update(EXPERT_GROUP if key[4] else {})
+        group.update({IS_ORTHOGONAL: True} if key[5] else {})
     if not groups:  # all layers of this rank are frozen, and an optimizer needs something
         groups = [{"params": [_placeholder(module)], "weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}]
-    rate = optim.lr or 0.0
-    if optim.optimizer == "adam":
-        for group in groups:
-            group["eps"] = optim.adam_eps * group["lr_multiplier"]
-        betas = (optim.adam_beta1, optim.adam_beta2)
-        if optim.use_bnb_optimizer:
-            return build_eight_bit_adamw(groups, lr=rate, betas=betas)
-        implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
-        return build_adamw(groups, lr=rate, betas=betas, implementation=implementation)
-    if optim.optimizer == "sgd":
-        return eager(torch.optim.SGD)(groups, lr=rate, momentum=optim.sgd_momentum)
-    raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
+    implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
+    return make_optimizer(optim, groups, implementation)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

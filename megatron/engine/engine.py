@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +26,13 @@ from megatron.engine.deepspeed_setup import (
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_owner import GradientOwner
-from megatron.engine.gradients.update_gate import StepFigures, StepVerdict, UpdateGate
+from megatron.engine.gradients.update_gate import StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
+from megatron.engine.optimizers.averages import AveragedWeights
+from megatron.engine.optimizers.muon import Muon, held_matrices
 from megatron.engine.passes.plain import Passes, PlainPasses
 from megatron.engine.passes.step_loss import StepLoss
+from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks, tied_weights
 from megatron.engine.pipeline.deepspeed_pipeline import DeepSpeedPasses, StageModule
 from megatron.engine.pipeline.executor import Executor
@@ -37,6 +41,7 @@ from megatron.engine.stage_build import build_stack, partial_parameters, sum_in_
 from megatron.engine.totals import StepResult
 from megatron.model.interface.network import LayerSpec
 from megatron.model.interface.step_context import StepSettings
+from megatron.model.interface.step_state import StepState
 from megatron.objective.base import Objective
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
@@ -61,8 +66,10 @@ class Engine:
     Attributes:
         stack: this rank's layers, of all its chunks.
         tied: the weights that other ranks of the pipeline hold as well, each with the axis of these ranks.
+        placement: of the chunks that a schedule of our own runs; None if there is none.
         deepspeed: DeepSpeed's engine.
         view: the optimizer inside it.
+        averages: means of the weights that are trained; None if none are kept.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
 
@@ -87,21 +94,29 @@ class Engine:
         self.steps = dataclasses.replace(steps, sequence_parallel=mesh.sequence_parallel)
         self.freezing = freezing
         self._update_count = 0
-        self._uncounted: deque[tuple[StepVerdict, bool]] = deque()
+        self._uncounted: deque[StepVerdict] = deque()
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
         join_deepspeed()
-        self.chunks = Chunks.of(network, pipeline.placement(mesh.pp.size), mesh.pp.rank)
+        placement = pipeline.placement(mesh.pp.size)
+        self.chunks = Chunks.of(network, placement, mesh.pp.rank, freezing.frozen)
         self.stack = build_stack(self.chunks.specs, mesh, settings, steps.dtype, seed, freezing.frozen)
+        self._states = [module for module in self.stack.modules() if isinstance(module, StepState)]
         self.tied = tied_weights(network, self.stack, mesh)
         by_deepspeed = pipeline.by_deepspeed and mesh.pp.size > 1
         self.module: nn.Module = StageModule(self.stack, mesh, self.tied) if by_deepspeed else self.stack
         self.deepspeed = initialize(settings, optim, mesh, self.module, freezing)
         clipping = Clipping(optim.clip_grad, mesh.model, mesh.device, mesh.kernels.optimizer)
-        self.view = view_of(self.deepspeed, self.zero_stage, mesh.gradient, clipping)
+        self.view = view_of(self.deepspeed, self.zero_stage, mesh, clipping)
+        if isinstance(self.optimizer, Muon):
+            trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]
+            self.optimizer.connect(held_matrices(trained, self.view.slice_of, mesh))
+        decay = optim.ema_decay
+        self.averages = None if decay is None else AveragedWeights(self.view.masters(), decay)
         self._losses = StepLoss(objective, self.steps, mesh, 1.0, 1)
         self._passes = self._build_passes(pipeline)
+        self.placement = placement if isinstance(self._passes, PipelinePasses) else None
         on_device = mesh.device.type == "cuda" and self.view.can_skip
         self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16, on_device=on_device)
         self.view.guard(self.gate)
@@ -117,14 +132,8 @@ class Engine:
         if gradients is None or self.chunks.count == 1:
             return PlainPasses(self.deepspeed, self.stack, gradients, self._enter, adds_up=self.view.is_direct)
         gradients.keep_whole(weight for weight, _ in self.tied if not is_frozen(weight))
-        executor = Executor(
-            self.stack,
-            self.chunks,
-            self.mesh.pp,
-            gradients.accumulate,
-            self._enter,
-            splits_backward=pipeline.splits_backward,
-        )
+        runner = ChunkRunner(self.stack, self.chunks, splits_backward=pipeline.splits_backward)
+        executor = Executor(runner, self.mesh.pp, gradients.accumulate, self._enter)
         return PipelinePasses(executor, pipeline, gradients, self.deepspeed, self.tied, self._enter)
 
     @property
@@ -147,8 +156,7 @@ class Engine:
     def _count_updates(self, keep: int) -> None:
         """Counts the steps whose update was applied, but for the latest ones."""
         while len(self._uncounted) > keep:
-            verdict, skipped = self._uncounted.popleft()
-            self._update_count += int(not skipped and not verdict.is_dropped)
+            self._update_count += int(not self._uncounted.popleft().is_dropped)
 
     def before_update(self, work: Callable[[], None]) -> RemovableHandle:
         """Registers work to be done before each optimizer update; `remove()` of the result ends that.
@@ -163,7 +171,7 @@ class Engine:
 
     def counted_parameters(self) -> Iterator[tuple[LayerSpec, int, bool]]:
         """The layer and local size, padding included, of every parameter that this rank counts, and whether it is
-        trained.
+        trained. Of experts it counts those of the ranks with other ones, too.
 
         Summed over the ranks of a model replica, the sizes give the size of the network.
         """
@@ -173,7 +181,13 @@ class Engine:
                 is_shared = id(parameter) in counted
                 counted.add(id(parameter))
                 if not is_shared and shard_spec_of(parameter).is_counted(self.mesh):
-                    yield spec, whole_numel(parameter), not is_frozen(parameter)
+                    yield spec, whole_numel(parameter) * self._shards(parameter), not is_frozen(parameter)
+
+    def _shards(self, parameter: nn.Parameter) -> int:
+        """How many shards of a parameter this rank counts: its own, and of experts the other ranks'."""
+        if self.mesh.ep.name not in shard_spec_of(parameter).split_axes:
+            return 1
+        return self.mesh.ep.size if self.mesh.experts.keeps_tensor or self.mesh.tp.rank == 0 else 0
 
     @property
     def loss_scale_state(self) -> dict[str, float]:
@@ -188,9 +202,13 @@ class Engine:
             self.view.restore_loss_scale(state)
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
-        """Captures micro-batches as CUDA graphs from now on; see `graph_refusal` for what must hold."""
+        """Captures micro-batches, or passes of a pipeline's chunks, as CUDA graphs from now on; see `graph_refusal` for
+        what must hold.
+        """
         if isinstance(self._passes, PlainPasses):
             self._passes.use_graphs(capturer)
+        elif isinstance(self._passes, PipelinePasses):
+            self._passes.use_graphs(capturer, adds_up=self.view.is_direct)
 
     def train_batch(
         self, micro_batches: Sequence[MicroBatch], learning_rate: float, weight_decay: float | None = None
@@ -215,18 +233,42 @@ class Engine:
             self.module.train()
         with timed_messages(self.mesh.stopwatch):
             self._passes.train(batches, self._losses)
-        skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()
-        self._uncounted.append((verdict, skipped))
+        self._update_states()
+        if self.averages is not None:
+            self.averages.update(self.gate.is_applied())
+        self._uncounted.append(verdict)
         self._count_updates(self.gate.steps_in_flight)
         return StepResult(
-            self._losses.totals.over_ranks(self.mesh),
+            self._step_figures,
             self.objective.metric_sizes,
-            gradient_norm=self.view.norm(),
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
-            skipped=skipped,
             verdict=verdict,
             loss_scale=self._loss_scale(),
         )
+
+    def _update_states(self) -> None:
+        """Updates what no gradient trains."""
+        if self._states:
+            totals, is_applied = self._losses.totals.by_name(self.mesh), self.gate.is_applied()
+            for state in self._states:
+                state.after_step(totals, is_applied)
+
+    @contextlib.contextmanager
+    def using_averages(self) -> Iterator[None]:
+        """Has the network compute with the means of its weights in the block, if there are any; collective.
+
+        Nothing is trained or saved in it. Afterwards every weight is what it was, bit by bit.
+        """
+        if self.averages is None:
+            yield
+            return
+        self.averages.exchange()
+        self.view.refresh_weights()
+        try:
+            yield
+        finally:
+            self.averages.exchange()
+            self.view.refresh_weights()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
@@ -273,11 +315,11 @@ class Engine:
     def _enter(self, phase: str) -> None:
         self.on_phase(phase if self._is_training else "evaluation")
 
-    def _figures(self) -> StepFigures:
-        """What the step is judged by, when its gradients are complete."""
-        loss_sum, tokens = self._losses.totals.over_ranks(self.mesh)[:2]
+    def _figures(self) -> torch.Tensor:
+        """What the step is judged by, when its gradients are complete: see `UpdateGate.expect`."""
         norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
-        return StepFigures(torch.where(tokens > 0, loss_sum / tokens, loss_sum), norm.reshape(()), tokens)
+        self._step_figures = torch.cat([norm.reshape(1), self._losses.totals.over_ranks(self.mesh)])
+        return self._step_figures[:3]
 
-    def _loss_scale(self) -> float:
+    def _loss_scale(self) -> float | torch.Tensor:
         return self.view.loss_scale() if self.precision.fp16 else 1.0

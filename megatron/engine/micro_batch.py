@@ -60,17 +60,23 @@ class DeviceBatch:
     ) -> DeviceBatch:
         """Copies what a stage uses to the device of `scales`, without synchronizing.
 
-        Where ranks share the samples, that is what lies at this rank's places.
+        Where ranks share the samples, that is what lies at this rank's places; samples that cannot be divided are
+        padded with tokens that have no loss.
         """
         inputs, split, places = objective.inputs(batch), settings.split, None
         samples, length = inputs[0].shape[:2]
+        added = 0
         if split is not None:
-            places = split.places(length, getattr(batch, "segment_ids", None) if split.by_document else None)
+            added = split.padded(length, settings.sequence_parallel.size) - length
+            segments = getattr(batch, "segment_ids", None) if split.by_document else None
+            places = split.places(length + added, None if segments is None else _padded("segment_ids", segments, added))
             length = places.shape[1]
 
         def move(name: str, array: np.ndarray) -> torch.Tensor:
-            is_shared = places is not None and array.ndim == 2 and not name.endswith(WHOLE_TENSORS)
-            return device.copy_to_device(_taken(array, places) if is_shared else array, scales.device)
+            if places is not None and array.ndim == 2:
+                array = _padded(name, array, added)
+                array = array if name.endswith(WHOLE_TENSORS) else _taken(array, places)
+            return device.copy_to_device(array, scales.device)
 
         targets = objective.targets(batch) if with_targets else {}
         return cls(
@@ -82,7 +88,7 @@ class DeviceBatch:
             target_names=tuple(targets),
         )
 
-    def context(self, settings: StepSettings, backward_scale: float) -> StepContext:
+    def context(self, settings: StepSettings, backward_scale: float | torch.Tensor) -> StepContext:
         """Builds the micro-batch's context."""
         return settings.context_of(self.passed, first_sample=self.first_sample, backward_scale=backward_scale)
 
@@ -92,8 +98,14 @@ class DeviceBatch:
         return self.inputs[0] if len(self.inputs) == 1 else self.inputs
 
 
-def _taken(array: np.ndarray, places: np.ndarray | None) -> np.ndarray:
-    """The values at some places of the samples. Shapes: array `[b, s]`, places `[b or 1, n]`; result `[b, n]`."""
-    if places is None:
+def _padded(name: str, array: np.ndarray, added: int) -> np.ndarray:
+    """Longer samples: zeros, and of segments one that follows the others. Shapes: `[b, s]` to `[b, s + added]`."""
+    if not added:
         return array
+    after = array[:, -1:] + 1 if name.endswith("segment_ids") else np.zeros_like(array[:, :1])
+    return np.concatenate((array, after.repeat(added, axis=1)), axis=1)
+
+
+def _taken(array: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The values at some places of the samples. Shapes: array `[b, s]`, places `[b or 1, n]`; result `[b, n]`."""
     return np.take_along_axis(array, np.broadcast_to(places, (len(array), places.shape[1])), axis=1)

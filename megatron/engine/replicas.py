@@ -23,7 +23,8 @@ from torch import nn
 from megatron.engine.deepspeed_internals.parameters import is_whole, partition_of
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
-from megatron.engine.state import moment_kinds, moments, part_of
+from megatron.engine.state import moment_names, moments, part_of
+from megatron.model.interface.step_state import states_of
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_gather_json, all_reduce_max, all_reduce_sum, broadcast
 from megatron.parallel.pieces import Kind
@@ -101,13 +102,17 @@ def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
     tied_ids = {id(weight) for weight, _ in engine.tied}
     for parameter in engine.parameters():
         spec, mesh = shard_spec_of(parameter), engine.mesh
-        data = mesh.expert_gradient if mesh.ep.name in spec.split_axes else mesh.gradient
+        data = spec.replicas(mesh)
         model = [axis for axis in mesh.axes_of("tensor") if axis.name not in spec.split_axes]
         ends = [mesh.embedding] if id(parameter) in tied_ids else []
         for axis in (data, *model, *ends):
             if axis.size > 1:
                 for replica in _replicas_of(engine, parameter, axis, data):
                     yield axis, replica
+    for state in states_of(engine.stack):
+        for axis in (engine.mesh.gradient, *engine.mesh.axes_of("tensor")):
+            if axis.size > 1:
+                yield axis, Replica(state.global_name, "weight", state)  # type: ignore[attr-defined]
 
 
 def _replicas_of(engine: Engine, parameter: nn.Parameter, axis: Axis, data: Axis) -> Iterator[Replica]:
@@ -141,7 +146,9 @@ def _divided_replicas(engine: Engine, parameter: nn.Parameter, divided_over: Axi
         yield from (Replica(name, kind, values, part.first, divided_over) for kind, values in moments(engine, part))
     else:
         nothing = torch.empty(0, device=engine.mesh.device)
-        yield from (Replica(name, kind, nothing, 0, divided_over) for kind in ("master", *moment_kinds(engine)))
+        averages: tuple[Kind, ...] = () if engine.averages is None else ("average",)
+        kinds: tuple[Kind, ...] = ("master", *moment_names(engine, parameter), *averages)
+        yield from (Replica(name, kind, nothing, 0, divided_over) for kind in kinds)
 
 
 def _digests(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import deepspeed
 import torch
 from torch import nn
 
+from megatron.engine.deepspeed_internals.experts import PlacedInit, mark_expert
 from megatron.engine.deepspeed_internals.parameters import mark_parameter, partition_of
 from megatron.engine.deepspeed_setup import quiet
 from megatron.engine.freezing import freeze, is_frozen
@@ -65,7 +65,8 @@ def _partitioned_stack(
     }
 
     def build(spec: LayerSpec, shared: nn.Parameter | None) -> nn.Module:
-        with deepspeed.zero.Init(
+        with PlacedInit(
+            mesh,
             data_parallel_group=mesh.gradient.group,
             config_dict_or_path=zero,
             mem_efficient_linear=False,  # it would replace torch.nn.functional.linear for the whole process
@@ -79,7 +80,7 @@ def _partitioned_stack(
         spec, part = shard_spec_of(parameter), partition_of(parameter)
         if spec.is_matrix and part is not None:
             name: str = parameter.global_name  # type: ignore[attr-defined]
-            first, kernel = mesh.gradient.rank * part.numel(), mesh.kernels.initial_values
+            first, kernel = spec.replicas(mesh).rank * part.numel(), mesh.kernels.initial_values
             draw_weights_(part, spec, seed, name, first=first, implementation=kernel)
     return stack
 
@@ -88,6 +89,7 @@ def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
     """Sets the parameter attributes that DeepSpeed reads."""
     for parameter in stack.parameters():
         spec = shard_spec_of(parameter)
+        mark_expert(parameter, mesh)
         mark_parameter(parameter, is_counted=spec.is_counted(mesh), is_tied_copy=spec.is_tied_copy)
 
 

@@ -7,26 +7,28 @@ that the network computes with. Saving and loading both build on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from megatron.config.sections.optimizers import ADAM, LION, MUON, SGD
 from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
+from megatron.engine.optimizers.muon import is_orthogonalized
 from megatron.engine.tensor_parts import MasterSlice
 from megatron.kernels.optimizer import count_updates, moment
+from megatron.model.interface.step_state import states_of
 from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
 # Name of each stored moment in the state of the torch optimizer.
-_MOMENTS: dict[str, dict[Kind, str]] = {
-    "adam": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-    "sgd": {"exp_avg": "momentum_buffer"},
-}
+_ADAM: dict[Kind, str] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_MOMENTUM: dict[Kind, str] = {"exp_avg": "momentum_buffer"}
+_MOMENTS: dict[str, dict[Kind, str]] = {ADAM: _ADAM, MUON: _ADAM, LION: {"exp_avg": "exp_avg"}, SGD: _MOMENTUM}
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,11 @@ class HeldPart:
         first: flat row-major offset of the part in the local tensor.
         values: the part's weight, 1-D; of a trained parameter in fp32, a view into the optimizer.
         is_counted: whether this rank, among those that hold the part, writes it to a checkpoint.
-        is_shared: whether every data-parallel rank holds the part, so that they divide the writing.
-        master: where the optimizer has the part; None for a frozen parameter.
+        is_shared: whether all data-parallel ranks with the parameter hold the part, so that they divide the writing.
+        master: where the optimizer has the part; None for a frozen parameter, or state.
+        is_optional: whether it keeps its values where a checkpoint lacks it.
+        moment_names: the moments of a trained parameter, and their names in the state of the torch optimizer.
+        has_average: whether a mean of its values is kept.
     """
 
     name: str
@@ -50,6 +55,14 @@ class HeldPart:
     is_counted: bool
     is_shared: bool
     master: MasterSlice | None
+    is_optional: bool = False
+    moment_names: Mapping[Kind, str] = field(default_factory=dict)
+    has_average: bool = False
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What is held of it besides the weight."""
+        return (*self.moment_names, *(("average",) if self.has_average else ()))
 
     @cached_property
     def numel(self) -> int:
@@ -58,7 +71,8 @@ class HeldPart:
 
     def key(self, kind: Kind) -> PieceKey:
         """The layout-free description of the part."""
-        return PieceKey.of(self.spec, self.name, kind, self.first, self.first + self.numel)
+        last = self.first + self.numel
+        return PieceKey.of(self.spec, self.name, kind, self.first, last, is_optional=self.is_optional)
 
 
 def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tuple[PieceKey, torch.Tensor]]:
@@ -73,9 +87,8 @@ def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tup
 
 def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:
     """How many bytes the values of `owned_pieces` take; known before any moment exists."""
-    moment_count = len(moment_kinds(engine)) if with_optimizer else 0
     return sum(
-        (last - first) * part.values.element_size() * (1 if part.master is None else 1 + moment_count)
+        (last - first) * part.values.element_size() * (1 + sum(_is_kept(kind, with_optimizer) for kind in part.kinds))
         for part, first, last in _owned_parts(engine)
     )
 
@@ -87,7 +100,8 @@ def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
             continue
         first, last = 0, part.numel
         if part.is_shared:
-            rank, size = engine.mesh.gradient.rank, engine.mesh.gradient.size
+            replicas = part.spec.replicas(engine.mesh)
+            rank, size = replicas.rank, replicas.size
             length = -(-part.numel // size)  # equal parts, as under ZeRO-3: a checkpoint describes them in one row
             first, last = rank * length, min((rank + 1) * length, part.numel)
         if first < last:
@@ -124,12 +138,18 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
         if part.master is not None:
             updates = engine.update_count - engine.freezing.began_at.get(part.name, 0)
             count_updates(engine.optimizer, part.master.flat, updates)
+    if update_count is None and engine.averages is not None:
+        engine.averages.restart()
     engine.view.refresh_weights()
 
 
 def held_parts(engine: Engine) -> Iterator[HeldPart]:
-    """Yields the parts of the local parameters in a fixed order, including frozen ones."""
-    return (part for parameter in engine.parameters() if (part := part_of(engine, parameter)) is not None)
+    """Yields the parts of the local parameters in a fixed order, including frozen ones, and the state of modules."""
+    yield from (part for parameter in engine.parameters() if (part := part_of(engine, parameter)) is not None)
+    for state in states_of(engine.stack):
+        spec, name = shard_spec_of(state), state.global_name  # type: ignore[attr-defined]
+        is_optional: bool = state.is_optional  # type: ignore[attr-defined]
+        yield HeldPart(name, spec, 0, state.view(-1), spec.is_counted(engine.mesh), True, None, is_optional)
 
 
 def part_of(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
@@ -145,32 +165,45 @@ def part_of(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
     elif partition is None:
         first, values, is_shared = 0, parameter.data.view(-1), True
     else:
-        first, is_shared = mesh.gradient.rank * partition.numel(), False
+        first, is_shared = spec.replicas(mesh).rank * partition.numel(), False
         values = partition[: max(0, whole_numel(parameter) - first)]
     name: str = parameter.global_name  # type: ignore[attr-defined]
-    return HeldPart(name, spec, first, values, spec.is_counted(mesh), is_shared, master)
+    names = {} if master is None else moment_names(engine, parameter)
+    has_average = master is not None and engine.averages is not None
+    is_counted = spec.is_counted(mesh)
+    return HeldPart(name, spec, first, values, is_counted, is_shared, master, False, names, has_average)
 
 
-def moment_kinds(engine: Engine) -> tuple[Kind, ...]:
-    """The moments that the optimizer keeps."""
-    return tuple(_MOMENTS[engine.optim.optimizer])
+def moment_names(engine: Engine, parameter: nn.Parameter) -> Mapping[Kind, str]:
+    """The moments that the optimizer keeps of a trained parameter, and their names in its state."""
+    if engine.optim.optimizer == MUON and is_orthogonalized(parameter):
+        return _MOMENTUM
+    return _MOMENTS[engine.optim.optimizer]
 
 
 def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The moments of a part, none for a frozen parameter; missing ones are created as zeros."""
+    """The moments of a part and the mean of its weights, none for a frozen parameter; missing moments are created as
+    zeros.
+    """
     if part.master is None:
         return
     flat, offset = part.master.flat, part.master.offset
     state = engine.optimizer.state[flat]
-    if engine.optim.optimizer == "adam" and "step" not in state:
+    if "exp_avg_sq" in part.moment_names and "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-    for kind, name in _MOMENTS[engine.optim.optimizer].items():
+    for kind, name in part.moment_names.items():
         yield kind, moment(engine.optimizer, flat, name).view(-1).narrow(0, offset, part.values.numel())
+    if engine.averages is not None:
+        yield "average", engine.averages.of(flat).view(-1).narrow(0, offset, part.values.numel())
 
 
 def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
     """The weight or master weight of a part, then its moments."""
     is_master = part.master is not None and engine.precision.dtype_name != "float32"
     yield "master" if is_master else "weight", part.values
-    if with_optimizer:
-        yield from moments(engine, part)
+    yield from ((kind, tensor) for kind, tensor in moments(engine, part) if _is_kept(kind, with_optimizer))
+
+
+def _is_kept(kind: Kind, with_optimizer: bool) -> bool:
+    """Whether what is held besides a weight is saved and loaded; a mean of weights is also without the optimizer."""
+    return with_optimizer or kind == "average"

@@ -65,6 +65,14 @@ class StepTotals:
             all_reduce_sum(all_reduce_sum(self._sums, mesh.loss), mesh.pp)
         return self._sums
 
+    def by_name(self, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
+        """The metrics of the whole global batch, on the device of every rank; collective as `over_ranks`.
+
+        Shapes: each `[n]` float64 with its `n` of the metric sizes.
+        """
+        sums = self.over_ranks(mesh)[2:]
+        return dict(zip(self._sizes, sums.split(list(self._sizes.values())), strict=True))
+
 
 class StepResult:
     """The result of one optimizer step; equal on all ranks.
@@ -72,32 +80,39 @@ class StepResult:
     The values are copied to the host while the device continues; the first read waits for the copy.
 
         Args:
-            sums: as `StepTotals.over_ranks` returns them.
-            gradient_norm: global 2-norm of the gradient before clipping, on the device or the host.
+            figures: the global 2-norm of the gradient before clipping, then the sums as `StepTotals.over_ranks` returns
+                them. `[3 + metrics]` float64.
             sample_count: samples of the global batch.
-            skipped: whether the update was skipped because an fp16 gradient overflowed.
             loss_scale: the loss scale (1 outside fp16).
             verdict: what became of its update; None for a step that was applied.
     """
 
     def __init__(
         self,
-        sums: torch.Tensor,
+        figures: torch.Tensor,
         metric_sizes: Mapping[str, int],
         *,
-        gradient_norm: torch.Tensor | float,
         sample_count: int,
-        skipped: bool,
-        loss_scale: float,
+        loss_scale: float | torch.Tensor = 1.0,
         verdict: StepVerdict | None = None,
     ) -> None:
         self.sample_count = sample_count
-        self.skipped = skipped
         self._verdict = verdict
-        self.loss_scale = loss_scale
         self._sizes = dict(metric_sizes)
-        norm = torch.as_tensor(gradient_norm, dtype=torch.float64, device=sums.device).reshape(1)
-        self._figures = device.HostCopy(torch.cat([sums, norm]))
+        self._scale = loss_scale
+        if isinstance(loss_scale, torch.Tensor):
+            figures = torch.cat([figures, loss_scale.reshape(1)])
+        self._figures = device.HostCopy(figures)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale after the step."""
+        return float(self._figures.read()[-1]) if isinstance(self._scale, torch.Tensor) else self._scale
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was dropped because an fp16 gradient overflowed."""
+        return self._verdict is not None and self._verdict.is_overflow
 
     @property
     def is_spike(self) -> bool:
@@ -114,24 +129,24 @@ class StepResult:
     @property
     def loss(self) -> float | None:
         """Mean loss per counted token of the global batch, in nats; None if no token counts."""
-        loss_sum, tokens = self._figures.read()[:2].tolist()
+        loss_sum, tokens = self._figures.read()[1:3].tolist()
         return None if tokens == 0 else loss_sum / tokens
 
     @property
     def token_count(self) -> int:
         """Tokens counted in the loss; 0 if the count is not finite."""
-        tokens = float(self._figures.read()[1])
+        tokens = float(self._figures.read()[2])
         return round(tokens) if math.isfinite(tokens) else 0
 
     @property
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradient before clipping."""
-        return float(self._figures.read()[-1])
+        return float(self._figures.read()[0])
 
     @property
     def metrics(self) -> dict[str, Sequence[float]]:
         """The objective's metrics, by name."""
-        return named_metrics(self._figures.read()[2:-1], self._sizes)
+        return named_metrics(self._figures.read()[3 : 3 + sum(self._sizes.values())], self._sizes)
 
 
 def named_metrics(values: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, Sequence[float]]:

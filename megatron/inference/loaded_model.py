@@ -170,7 +170,9 @@ def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the network.
     """
-    loaded = load_newest(directory, lambda: filling_weights(model.parameters()), mesh, known=known, announce=log.info)
+    loaded = load_newest(
+        directory, lambda: filling_weights(model.stored_tensors()), mesh, known=known, announce=log.info
+    )
     if loaded is None:
         raise CheckpointError(
             f"there is no checkpoint in {directory} (--load {directory}). Give the folder to which a run saved its "

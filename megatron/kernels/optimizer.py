@@ -125,24 +125,28 @@ def update(
     Args:
         gradient_factor: gradients are multiplied by it; unless the optimizer is compiled, that changes them.
         skip: one float32; unless it is 0, no weight, moment or count changes. For optimizers that `can_skip`.
-        copies: for each group and parameter, a tensor in half precision that receives the new weights.
+        copies: for each group and parameter, a tensor that receives the new weights.
     """
     step: Any = type(optimizer).step
-    if isinstance(optimizer, AdamW):
+    is_half = all(narrow.dtype is not torch.float32 for group in copies for narrow in group)
+    if isinstance(optimizer, AdamW) and is_half:
         factor = 1.0 if gradient_factor is None else gradient_factor
         step(optimizer, gradient_factor=factor, skip=skip, copies=copies or None)
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradient_factor is not None and gradients:
-        torch._foreach_mul_(gradients, gradient_factor)
-    if skip is not None:
-        optimizer.found_inf = skip  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
-    step(optimizer)
-    if skip is not None:
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    for group, narrow in zip(optimizer.param_groups, copies, strict=False):
-        torch._foreach_copy_(list(narrow), [parameter.detach() for parameter in group["params"]])
+    if isinstance(optimizer, AdamW):
+        step(optimizer, gradient_factor=1.0 if gradient_factor is None else gradient_factor, skip=skip)
+    else:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradient_factor is not None and gradients:
+            torch._foreach_mul_(gradients, gradient_factor)
+        if skip is not None:
+            optimizer.found_inf = skip  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
+        step(optimizer)
+        if skip is not None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+    if narrow := [each for group in copies for each in group]:
+        torch._foreach_copy_(narrow, parameters)
 
 
 class AdamW(torch.optim.AdamW):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import ModelConfig
+from megatron.config.architecture.attention import LEARNABLE
 from megatron.config.architecture.norms import LAYER_NORM, SANDWICH
 from megatron.model.interface.layer_cost import LayerCost
 
@@ -17,6 +18,7 @@ def block_cost(config: ModelConfig, index: int) -> LayerCost:
     if config.qk_layernorm:
         widths = (attended, groups * size) if config.qk_layernorm_scope == "all" else (size, size)
         vectors += sum(widths) * _norm_vectors(config)
+    vectors += heads if config.softmax_type == LEARNABLE else 0
     vectors += (4 if config.norm_placement == SANDWICH else 2) * norm_size(config)
     has_experts = config.has_experts(index)
     feed_forward = experts_cost(config, index) if has_experts else feed_forward_cost(config, config.ffn_hidden_size)

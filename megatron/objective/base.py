@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,24 @@ class ObjectiveResult:
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     minimized_sum: torch.Tensor | None = None
     sample_sum: torch.Tensor | None = None
+
+
+class Companion(Protocol):
+    """A network that runs beside the one that is trained, without gradients, divided over the same chunks."""
+
+    @property
+    def output_name(self) -> str:
+        """The name under which the objective is given the outputs."""
+
+    def hidden_like(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Room for the hidden states between chunks, on the device of a tensor. Shapes: see `StepSettings`."""
+
+    def forward(self, chunk: int, hidden: Any, passed: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Runs a chunk, on the output of the chunk before or the micro-batch's inputs.
+
+        Args:
+            passed: the tensors of the micro-batch's context.
+        """
 
 
 class Objective(Protocol):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,33 +19,53 @@ from megatron.parallel.tensor.divergence import vocab_parallel_divergences
 
 DISTILLATION_LOSS = "distillation_loss"
 _PREFIX = "teacher_"
+_LOGITS = _PREFIX + "logits"
 
 
 @dataclass(frozen=True)
 class Teacher:
     """A trained network that stays as it is.
 
-    It runs as a whole wherever losses are computed, on the last pipeline stage, split over the tensor-parallel ranks as
-    the network that is trained. No engine knows it, so nothing of it is optimized, partitioned or saved.
+    It is split over the tensor-parallel ranks as the network that is trained, and runs as a whole wherever losses are
+    computed, or chunk by chunk on the ranks of a pipeline, as their `Companion`. No engine knows its weights, so
+    nothing of it is optimized, partitioned or saved.
 
     Args:
-        network: all its layers, in evaluation mode, without gradients.
+        network: its layers on this rank, in evaluation mode, without gradients.
         steps: the settings of its contexts; what a token attends to is set as in the run.
+        chunks: the places of each chunk's layers among them; None if all of them are here.
     """
 
     network: LayerStack
     steps: StepSettings
+    chunks: Mapping[int, range] | None = None
 
-    def inputs(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """What it reads of a micro-batch: the tokens, and what its context is built from."""
-        names = ("tokens", "sample_ids", *self.steps.passed)
-        return {_PREFIX + name: getattr(batch, name) for name in names}
+    @property
+    def output_name(self) -> str:
+        """Of its logits."""
+        return _LOGITS
+
+    def hidden_like(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Companion`."""
+        return torch.empty(self.steps.hidden_shape(samples, tokens), dtype=self.steps.dtype, device=like.device)
 
     @torch.no_grad()
+    def forward(self, chunk: int, hidden: Any, passed: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `Companion`; the student's inputs are its own as well."""
+        layers = None if self.chunks is None else self.chunks[chunk]
+        return self.network(hidden, self.steps.context_of(passed), layers)  # type: ignore[no-any-return]
+
+    def inputs(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """What it reads of a micro-batch if it runs as a whole: the tokens, and what its context is built from."""
+        names = () if self.chunks is not None else ("tokens", "sample_ids", *self.steps.passed)
+        return {_PREFIX + name: getattr(batch, name) for name in names}
+
     def logits(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Its logits for what `inputs` named. Shapes: `[b, s, v/t]`."""
-        context = self.steps.context_of([inputs[_PREFIX + name] for name in ("sample_ids", *self.steps.passed)])
-        return self.network(inputs[_PREFIX + "tokens"], context)  # type: ignore[no-any-return]
+        """Its logits for what `inputs` named, or those of its last chunk. Shapes: `[b, s, v/t]`."""
+        if self.chunks is not None:
+            return inputs[_LOGITS]
+        passed = [inputs[_PREFIX + name] for name in ("sample_ids", *self.steps.passed)]
+        return self.forward(0, inputs[_PREFIX + "tokens"], passed)
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,7 @@ class DistillationObjective:
 
     Args:
         student: the objective without a teacher.
-        teacher: None on pipeline stages that compute no loss.
+        teacher: None on ranks that have none of it.
         label_weight: a.
         teacher_weight: b.
         temperature: T.
@@ -73,6 +94,11 @@ class DistillationObjective:
     label_weight: float = 1.0
     teacher_weight: float = 1.0
     temperature: float = 1.0
+
+    @property
+    def companion(self) -> Teacher | None:
+        """The teacher, where chunks of it run beside those of the student."""
+        return self.teacher if self.teacher is not None and self.teacher.chunks is not None else None
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:

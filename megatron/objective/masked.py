@@ -15,7 +15,7 @@ from megatron.objective.base import ObjectiveResult, Outputs
 from megatron.objective.language_model import LanguageModelObjective
 
 ORDER_LOSS = "order_loss"
-_IS_PADDING = -1  # in place of the order of a sample that only fills up a micro-batch
+_NO_ORDER = -1  # of a sample that only fills up a micro-batch, and of all tokens but the first
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,16 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
         return {**super().metric_sizes, **({ORDER_LOSS: 2} if self.has_sentence_order else {})}
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Labels, loss mask and weights at the predicted positions `[b, m]`, and the order of the segments `[b]`."""
+        """Labels, loss mask and weights at the predicted positions `[b, m]`, and the order of the segments `[b, s]`.
+
+        The order is a label of the first token, from which it is predicted: of ranks that share a sample, one has it.
+        """
         targets = dict(super().targets(batch))
         if batch.predicted is not None:
             for name in targets.keys() & {"labels", "loss_mask", "sample_weights"}:
                 targets[name] = np.take_along_axis(targets[name], batch.predicted, axis=1)
         if self.has_sentence_order and batch.swapped is not None:
-            targets["swapped"] = batch.swapped
+            targets["orders"] = np.pad(batch.swapped[:, None] + 1, ((0, 0), (0, batch.tokens.shape[1] - 1)))
         return targets
 
     def __call__(  # type: ignore[override]
@@ -55,13 +58,13 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
     ) -> ObjectiveResult:
         """Sums the losses.
 
-        Shapes: outputs `[b, m, v/t]`, with a sentence order that and `[b, 2]`; labels and loss_mask `[b, m]`, swapped
-        `[b]`. Without predicted positions m = s.
+        Shapes: outputs `[b, m, v/t]`, with a sentence order that and `[b, 2]`; labels and loss_mask `[b, m]`, orders
+        `[b, s]`: 1 for segments in order, 2 for swapped ones, 0 for none. Without predicted positions m = s.
         """
         if not self.has_sentence_order:
             return super().__call__(outputs, targets, factor)  # type: ignore[arg-type]
         logits, order_logits = outputs
-        result, swapped = super().__call__(logits, targets, factor), targets["swapped"]
-        order_sum = F.cross_entropy(order_logits.float(), swapped, ignore_index=_IS_PADDING, reduction="sum")
-        figures = torch.stack([order_sum.detach(), (swapped != _IS_PADDING).sum()])
+        result, swapped = super().__call__(logits, targets, factor), targets["orders"][:, 0] - 1
+        order_sum = F.cross_entropy(order_logits.float(), swapped, ignore_index=_NO_ORDER, reduction="sum")
+        figures = torch.stack([order_sum.detach(), (swapped != _NO_ORDER).sum()])
         return dataclasses.replace(result, metrics={**result.metrics, ORDER_LOSS: figures}, sample_sum=order_sum)

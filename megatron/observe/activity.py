@@ -74,6 +74,10 @@ class Activity:
         text = masked(reason.strip())[:_LONGEST_TEXT]
         self._append(EVENTS_NAME, {"kind": "failed_save", "iteration": step, "text": text})
 
+    def noted(self, kind: str, step: int, text: str) -> None:
+        """Records something that was noticed at a step."""
+        self._append(EVENTS_NAME, {"kind": kind, "iteration": step, "text": text})
+
     def sampled(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Records how the network continues some prompts."""
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]

@@ -14,11 +14,10 @@ from typing import Protocol
 
 from megatron.checkpoint.record import Progress
 from megatron.engine.totals import StepResult
-from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, is_expert_tokens
-from megatron.model.blocks.router import Z_LOSS as ROUTER_Z_LOSS
 from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
+from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 from megatron.observe.speed import Workload
 
 
@@ -73,39 +72,6 @@ class Waits:
     communication_seconds: float | None = None
     transfer_seconds: float | None = None
     memory_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class RoutingFigures:
-    """Figures of a step or an interval of a network with experts, over all its routed layers.
-
-    Attributes:
-        load_balancing_loss: mean over layers and micro-batches, without its coefficient; 1 for an even load.
-        z_loss: the same of the router's z-loss.
-        entropy: mean entropy of a token's router probabilities, in nats; log(experts) for a router without preference.
-        largest_load: tokens of the busiest expert of any layer over a global batch, relative to an even load.
-        mean_largest_load: the same for the busiest expert of each layer, mean over the layers.
-        idle_experts: experts that no token of the global batch chose, all layers together.
-    """
-
-    load_balancing_loss: float
-    z_loss: float
-    entropy: float
-    largest_load: float
-    mean_largest_load: float
-    idle_experts: float
-
-    @property
-    def by_label(self) -> dict[str, float]:
-        """The figures by the names that logs show."""
-        return {
-            "load balancing loss": self.load_balancing_loss,
-            "router z loss": self.z_loss,
-            "router entropy": self.entropy,
-            "largest expert load": self.largest_load,
-            "mean largest expert load": self.mean_largest_load,
-            "idle experts": self.idle_experts,
-        }
 
 
 @dataclass(frozen=True)
@@ -285,7 +251,7 @@ def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
         sample_loss=mean("sample_loss"),
         order_loss=mean("order_loss"),
         distillation_loss=mean("distillation_loss"),
-        routing=_mean_routing([step.routing for step in kept if step.routing is not None]),
+        routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
         samples_per_second=rate("samples_per_second"),
@@ -295,32 +261,6 @@ def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
         data_wait_seconds=mean("data_wait_seconds", steps),
         communication_seconds=mean("communication_seconds", steps),
         transfer_seconds=mean("transfer_seconds", steps),
-    )
-
-
-def routing_figures(metrics: Mapping[str, Sequence[float]]) -> RoutingFigures | None:
-    """The figures of a step from the sums that its routers recorded; None without experts."""
-    if PASSES not in metrics:
-        return None
-    passes = max(metrics[PASSES][0], 1.0)
-    loads = [tokens for name, tokens in metrics.items() if is_expert_tokens(name)]
-    largest = [max(tokens) * len(tokens) / max(math.fsum(tokens), 1.0) for tokens in loads]
-    return RoutingFigures(
-        load_balancing_loss=metrics[BALANCE_LOSS][0] / passes,
-        z_loss=metrics[ROUTER_Z_LOSS][0] / passes,
-        entropy=metrics[ENTROPY][0] / passes,
-        largest_load=max(largest),
-        mean_largest_load=math.fsum(largest) / len(largest),
-        idle_experts=sum(count == 0 for tokens in loads for count in tokens),
-    )
-
-
-def _mean_routing(steps: Sequence[RoutingFigures]) -> RoutingFigures | None:
-    """The mean of every figure over several steps; None for no steps."""
-    if not steps:
-        return None
-    return RoutingFigures(
-        **{name: math.fsum(getattr(step, name) for step in steps) / len(steps) for name in vars(steps[0])}
     )
 
 

@@ -24,6 +24,7 @@ from megatron.observe.destinations.tensorboard import TensorBoard, check_tensorb
 from megatron.observe.destinations.weights_and_biases import WeightsAndBiases, check_wandb
 from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits, mean_of, measure
 from megatron.observe.metrics_file import MetricsFile
+from megatron.observe.routing import CollapseWatch
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.speed import Workload
 from megatron.secret_text import masked_values
@@ -99,6 +100,7 @@ class Report:
         shows_loss_scale: whether to report the loss scale (fp16).
         arguments: every argument by name, for destinations that show them.
         source_names: names of the data sources whose losses are reported; empty for none.
+        experts_per_token: the k of routers that are watched, see `CollapseWatch`.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Report:
         shows_loss_scale: bool = False,
         arguments: Mapping[str, Any] | None = None,
         source_names: Sequence[str] = (),
+        experts_per_token: int = 1,
     ) -> None:
         self.config = config
         self.optim = optim
@@ -128,6 +131,7 @@ class Report:
         self._unreported: list[StepMetrics] = []
         self._pace = pace or Pace()
         self._train_iterations = planned_iterations(optim)
+        self._routers = CollapseWatch(experts_per_token)
 
     def started(self, progress: Progress) -> None:
         """Reports that training starts or resumes."""
@@ -170,6 +174,9 @@ class Report:
         self._record("step", progress.step, lambda destination: destination.step(metrics))
         if self._bar is not None:
             self._bar.step(metrics)
+        if metrics.routing is not None and not metrics.skipped_iterations:
+            for sentence in self._routers.sentences(metrics.routing):
+                log.shared_warning(f"iteration {progress.step}: {sentence}")
         self._unreported.append(metrics)
         if self.config.log_interval and progress.step % self.config.log_interval == 0:
             self.flush()

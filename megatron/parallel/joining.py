@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import final
@@ -22,10 +22,11 @@ from megatron.config import ParallelRequest
 from megatron.errors import HangError, LaunchError, PeerLostError
 from megatron.launch.slurm import SlurmJob, find_slurm_job
 from megatron.parallel.launchers import Ranks
-from megatron.parallel.mesh import ParallelMesh, build_mesh, requested_axes
+from megatron.parallel.mesh import ParallelMesh, build_mesh, requested_axes, requested_experts
 from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.rank_start import die_with_deepspeed_runner, die_with_launcher, launched_ranks
+from megatron.parallel.tree_opening import LOOPBACK
 
 _LOOKUP_TRIES = 3  # one second apart
 # How long after the limit a thread waits for the main thread to give up.
@@ -66,7 +67,9 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
         if is_joining:
             _join(ranks, backend, timeout, calling)
         log.set_rank(ranks.rank, ranks.world_size)
-        mesh = build_mesh(sizes, own_device, ranks.local_rank, timeout)
+        host = LOOPBACK if ranks.is_one_node else ranks.master_address
+        with _explained(ranks, backend, timeout, calling):
+            mesh = build_mesh(sizes, own_device, ranks.local_rank, timeout, host, requested_experts(parallel))
         calling.finish()
     return dataclasses.replace(mesh, splits_sequence=parallel.splits_sequence)
 
@@ -107,11 +110,17 @@ def has_address(host: str) -> bool:
 
 def close_mesh(mesh: ParallelMesh) -> None:
     """Leaves the process group; does nothing for a mesh that has none."""
+    for axis in (mesh.control, mesh.background):
+        if axis.tree is not None:
+            axis.tree.close()
     if mesh.world.group is not None and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _export(ranks: Ranks) -> None:
+    # Otherwise each gloo group connects every rank to every other before any message is sent.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # messages that a report on a hang can show
     os.environ.update(
         RANK=str(ranks.rank),
         WORLD_SIZE=str(ranks.world_size),
@@ -130,10 +139,17 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> 
         return
     if ranks.launcher in ("srun", "mpirun"):
         _check_address(ranks)
-    try:
+    with _explained(ranks, backend, timeout, calling):
         calling.begin(_open_store(ranks, timeout))
         store = _own_keys(timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _explained(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> Iterator[None]:
+    """Says of errors of the network who is missing, or what the ranks were doing."""
+    try:
+        yield
     except (dist.DistError, RuntimeError, ValueError) as failure:
         has_timed_out = "timed out" in str(failure).lower()
         missing = calling.missing() if calling.is_late else None

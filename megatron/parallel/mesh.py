@@ -17,15 +17,18 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.config import ParallelRequest
-from megatron.config.layout import layout_problems
+from megatron.config.layout import divisors, layout_problems
 from megatron.device import Stopwatch
 from megatron.errors import LaunchError
 from megatron.kernels.choice import TORCH_KERNELS, Kernels
+from megatron.parallel.rank_tree import RankTree
+from megatron.parallel.tree_opening import LOOPBACK, open_trees
 
 Role = Literal["stage", "batch", "sequence", "tensor"]
 
@@ -33,7 +36,6 @@ Role = Literal["stage", "batch", "sequence", "tensor"]
 STANDARD_ROLES: tuple[tuple[str, Role], ...] = (
     ("pp", "stage"),
     ("dp", "batch"),
-    ("ep", "batch"),
     ("cp", "sequence"),
     ("sp", "sequence"),
     ("tp", "tensor"),
@@ -59,6 +61,21 @@ class AxisSize:
 
 
 @dataclass(frozen=True)
+class ExpertSplit:
+    """How the experts of a layer are divided over the ranks of a stage: a second grid of the ranks that have different
+    tokens.
+
+    Args:
+        size: over how many of these ranks, neighbours, experts are divided; the rest hold copies.
+        keeps_tensor: whether each expert is split over the tensor-parallel ranks, like other matrices; if not, those
+            are among the ranks over which whole experts are divided.
+    """
+
+    size: int = 1
+    keeps_tensor: bool = True
+
+
+@dataclass(frozen=True)
 class Axis:
     """Ranks that communicate with each other, as this rank sees them: an axis of the grid or a derived group.
 
@@ -66,6 +83,7 @@ class Axis:
         rank: this process's position on the axis.
         ranks: the global ranks on the axis, in order.
         group: their process group; None only where no process group was opened.
+        tree: what carries their messages instead of a group, CPU tensors and bytes only; see `messages.py`.
         stopwatch: times the messages between them, where somebody wants to know.
     """
 
@@ -74,6 +92,7 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
+    tree: RankTree | None = field(default=None, compare=False, repr=False)
     stopwatch: Stopwatch | None = field(default=None, compare=False, repr=False)
 
     def timed(self, kind: str = "") -> AbstractContextManager[None]:
@@ -86,9 +105,13 @@ class Axis:
         return cls(name, 0, 1, (rank,), None)
 
 
-def _spans(*roles: Role, without: Collection[str] = ()) -> dict[str, Collection[str]]:
-    """Says which axes a derived group spans: the axes with these roles, less some named ones."""
-    return {"roles": roles, "without": without}
+def _spans(*roles: Role) -> dict[str, Collection[str]]:
+    """Says which axes a derived group spans: the axes with these roles."""
+    return {"roles": roles}
+
+
+# Of the second grid, see `_expert_axes`.
+_OF_EXPERTS: dict[str, Collection[str]] = {"roles": ()}
 
 
 @dataclass(frozen=True)
@@ -102,15 +125,18 @@ class ParallelMesh:
         sizes: the axes in order, slowest first.
         axes: this rank's place on each of them.
         world: all ranks.
-        control: all ranks; its group carries CPU tensors.
-        background: the same with a group of its own, for the one thread that communicates while training goes on.
+        control: all ranks, connected by a tree that carries CPU tensors.
+        background: the same with a tree of its own, for the one thread that communicates while training goes on.
         embedding: the first and the last pipeline stage of this rank's column, which share the word embeddings; the
             ranks between them are alone on it.
         batch: ranks that read different samples.
         loss: ranks over which losses and tokens are summed.
         gradient: ranks over which the gradient of a replicated parameter is averaged.
-        expert_gradient: the same for a parameter of an expert, whose other experts lie on the axis `ep`.
         model: the ranks that hold one copy of the model.
+        ep: expert parallelism: ranks with different experts, which exchange tokens.
+        expert_gradient: ranks over which the gradient of an expert's parameter is summed; they hold copies of it.
+        expert_model: the ranks of a stage that hold one copy of all experts of its layers.
+        experts: how experts are divided.
         kernels: which implementation of each operation these ranks use; the same on all of them.
         splits_sequence: whether the ranks of `tp` have different tokens of the hidden states between matrix products.
     """
@@ -127,22 +153,34 @@ class ParallelMesh:
     batch: Axis = field(metadata=_spans("batch"))
     loss: Axis = field(metadata=_spans("batch", "sequence"))
     gradient: Axis = field(metadata=_spans("batch", "sequence"))
-    expert_gradient: Axis = field(metadata=_spans("batch", "sequence", without=("ep",)))
     model: Axis = field(metadata=_spans("stage", "tensor"))
+    ep: Axis = field(metadata=_OF_EXPERTS)
+    expert_gradient: Axis = field(metadata=_OF_EXPERTS)
+    expert_model: Axis = field(metadata=_OF_EXPERTS)
+    experts: ExpertSplit = ExpertSplit()
     kernels: Kernels = TORCH_KERNELS
     splits_sequence: bool = False
 
     @classmethod
     def at(
-        cls, sizes: Sequence[AxisSize], rank: int, device: torch.device | str = "cpu", local_rank: int = 0
+        cls,
+        sizes: Sequence[AxisSize],
+        rank: int,
+        device: torch.device | str = "cpu",
+        local_rank: int = 0,
+        experts: ExpertSplit = ExpertSplit(),
     ) -> ParallelMesh:
-        """The place of a rank in a grid, without process groups."""
+        """The place of a rank in a grid, without process groups.
+
+        Raises:
+            LaunchError: experts cannot be divided over as many ranks.
+        """
         columns = [_axis(size.name, sizes, rank, {size.name}) for size in sizes]
         world = _axis("world", sizes, rank, {size.name for size in sizes})
         derived: dict[str, Any] = {
-            name: _axis(name, sizes, rank, {size.name for size in sizes if size.role in roles} - set(without))
-            for name, roles, without in _derived_groups()
+            name: _axis(name, sizes, rank, _with_roles(sizes, *roles)) for name, roles in _derived_groups() if roles
         }
+        derived.update(_expert_axes(sizes, rank, experts))
         return cls(
             sizes=tuple(sizes),
             axes=tuple(columns),
@@ -152,6 +190,7 @@ class ParallelMesh:
             embedding=_ends(next((axis for axis in columns if axis.name == "pp"), Axis.single("pp", rank)), rank),
             device=torch.device(device),
             local_rank=local_rank,
+            experts=experts,
             **derived,
         )
 
@@ -162,7 +201,7 @@ class ParallelMesh:
 
     def timed_by(self, stopwatch: Stopwatch) -> ParallelMesh:
         """The same mesh, which times its messages, except the control messages between all ranks."""
-        names = [name for name, *_ in _derived_groups()]
+        names = [name for name, _ in _derived_groups()]
         timed: dict[str, Any] = {name: dataclasses.replace(getattr(self, name), stopwatch=stopwatch) for name in names}
         axes = tuple(dataclasses.replace(axis, stopwatch=stopwatch) for axis in self.axes)
         return dataclasses.replace(self, axes=axes, **timed)
@@ -181,6 +220,11 @@ class ParallelMesh:
         return tuple(axis for size, axis in zip(self.sizes, self.axes, strict=True) if size.role in roles)
 
     @property
+    def place(self) -> str:
+        """This rank's place on the axes that divide anything, for reports, such as `dp 1 cp 0 tp 3`."""
+        return " ".join(f"{axis.name} {axis.rank}" for axis in self.axes if axis.size > 1)
+
+    @property
     def tp(self) -> Axis:
         """Tensor parallelism."""
         return self.axis("tp")
@@ -196,9 +240,9 @@ class ParallelMesh:
         return self.axis("dp")
 
     @property
-    def ep(self) -> Axis:
-        """Expert parallelism."""
-        return self.axis("ep")
+    def etp(self) -> Axis:
+        """The ranks over which each expert is split."""
+        return self.tp if self.experts.keeps_tensor else Axis.single("tp", self.world.rank)
 
     @property
     def cp(self) -> Axis:
@@ -229,23 +273,26 @@ def requested_axes(parallel: ParallelRequest, world_size: int) -> tuple[AxisSize
     )
 
 
-def standard_axes(
-    world_size: int, *, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, sp: int = 1
-) -> tuple[AxisSize, ...]:
+def requested_experts(parallel: ParallelRequest) -> ExpertSplit:
+    """How a section of the configuration asks for experts to be divided."""
+    return ExpertSplit(parallel.expert_model_parallel_size, parallel.splits_each_expert)
+
+
+def standard_axes(world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, sp: int = 1) -> tuple[AxisSize, ...]:
     """The standard axes in their order, `dp` taking the ranks that the others leave.
 
     Raises:
         LaunchError: the sizes do not divide the number of ranks.
     """
     check_layout(world_size, tp, pp)
-    inner = ep * cp * sp
+    inner = cp * sp
     copies = world_size // (tp * pp)
     if copies % inner:
         raise LaunchError(
             f"{copies} copies of the model ({world_size} ranks / {tp} x {pp} ranks of a copy) cannot be divided into "
-            f"ep {ep} x cp {cp} x sp {sp} = {inner}. Use sizes whose product divides {copies}."
+            f"cp {cp} x sp {sp} = {inner}. Use sizes whose product divides {copies}."
         )
-    sizes = {"pp": pp, "dp": copies // inner, "ep": ep, "cp": cp, "sp": sp, "tp": tp}
+    sizes = {"pp": pp, "dp": copies // inner, "cp": cp, "sp": sp, "tp": tp}
     return tuple(AxisSize(name, sizes[name], role) for name, role in STANDARD_ROLES)
 
 
@@ -260,9 +307,14 @@ def check_layout(world_size: int, tp_size: int, pp_size: int) -> None:
 
 
 def build_mesh(
-    sizes: Sequence[AxisSize], device: torch.device | str, local_rank: int, timeout: timedelta
+    sizes: Sequence[AxisSize],
+    device: torch.device | str,
+    local_rank: int,
+    timeout: timedelta,
+    host: str = LOOPBACK,
+    experts: ExpertSplit = ExpertSplit(),
 ) -> ParallelMesh:
-    """Creates the process groups of the mesh within a process group that is open already.
+    """Creates the process groups of the mesh, and the trees, within a process group that is open already.
 
     Called by all ranks. A rank creates only the groups it is in. Groups of the same ranks are one group, the group of
     all ranks is the open one, and all axes of size 1 share a group of this rank alone: a real one, because DeepSpeed
@@ -270,9 +322,10 @@ def build_mesh(
 
     Args:
         timeout: how long a collective of any of the groups waits for the other ranks, in the open group too.
+        host: where all ranks can reach rank 0.
 
     Raises:
-        LaunchError: the product of the sizes is not the number of ranks.
+        LaunchError: the product of the sizes is not the number of ranks, or experts cannot be divided over as many.
     """
     world_size = dist.get_world_size()
     if math.prod(size.size for size in sizes) != world_size:
@@ -283,12 +336,12 @@ def build_mesh(
         )
     if dist.get_backend() in ("gloo", "nccl"):
         distributed_c10d._set_pg_timeout(timeout)
-    mesh = ParallelMesh.at(sizes, dist.get_rank(), device, local_rank)
-    groups = _Groups(mesh.world, timeout)
+    mesh = ParallelMesh.at(sizes, dist.get_rank(), device, local_rank, experts)
+    groups = _Groups(mesh.world, timeout, host)
     # Every rank goes through the same list in the same order, and at each entry all ranks of a group create it or all
     # have it already, so none waits for a rank that waits for another. Only `embedding` leaves ranks out: it is last.
     axes = tuple(groups.give(axis) for axis in mesh.axes)
-    derived: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _, _ in _derived_groups()}
+    derived: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _ in _derived_groups()}
     derived["embedding"] = groups.give(mesh.embedding)
     derived.update(world=groups.give(mesh.world), control=groups.control, background=groups.background)
     return dataclasses.replace(mesh, axes=axes, **derived)
@@ -297,22 +350,20 @@ def build_mesh(
 class _Groups:
     """The process groups this rank has so far, by their ranks."""
 
-    def __init__(self, world: Axis, timeout: timedelta) -> None:
+    def __init__(self, world: Axis, timeout: timedelta, host: str) -> None:
         self._timeout = timeout
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {world.ranks: dist.group.WORLD}
-        control = dist.group.WORLD
-        if dist.get_backend() == "nccl":
-            control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-        self.control = dataclasses.replace(world, name="control", group=control)
-        self._even_out()
-        background = dist.new_group(
-            list(world.ranks),
-            timeout=_BACKGROUND_TIMEOUT,
-            backend="gloo" if dist.get_backend() == "nccl" else None,
-            use_local_synchronization=True,
-            group_desc="background",
-        )
-        self.background = dataclasses.replace(world, name="background", group=background)
+        self.control = dataclasses.replace(world, name="control", group=dist.group.WORLD)
+        self.background = dataclasses.replace(world, name="background", group=dist.group.WORLD)
+        if world.size > 1 and dist.get_backend() != "fake":
+            store = distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"trees{store.add(f'trees_of_rank{world.rank}', 1)}", store)
+            control, background = open_trees(
+                store, world.rank, world.size, host, (timeout, _BACKGROUND_TIMEOUT), timeout
+            )
+            self.control = dataclasses.replace(self.control, group=None, tree=control)
+            self.background = dataclasses.replace(self.background, group=None, tree=background)
+            self._even_out(control)
         self.give(Axis.single("self", world.rank))
 
     def give(self, axis: Axis) -> Axis:
@@ -324,14 +375,13 @@ class _Groups:
     def _new(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         return dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
 
-    def _even_out(self) -> None:
+    def _even_out(self, control: RankTree) -> None:
         """Gives every rank the same number of groups, because torch makes that number part of a new group's name.
 
         Ranks with different numbers, as an earlier mesh with a pipeline leaves them, would wait under different names.
         """
-        most = torch.tensor([_group_count()])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control.group)
-        for _ in range(int(most) - _group_count()):
+        most = int(control.maximum(np.array(_group_count())))
+        for _ in range(most - _group_count()):
             self._new("filler", [dist.get_rank()])
 
 
@@ -339,13 +389,36 @@ def _group_count() -> int:
     return len(distributed_c10d._world.pg_names)
 
 
-def _derived_groups() -> list[tuple[str, tuple[Role, ...], tuple[str, ...]]]:
-    """Name, spanned roles and excluded axes of every derived group."""
+def _derived_groups() -> list[tuple[str, tuple[Role, ...]]]:
+    """Name and spanned roles of every derived group; those of experts span none."""
     return [
-        (entry.name, entry.metadata["roles"], entry.metadata["without"])
-        for entry in dataclasses.fields(ParallelMesh)
-        if "roles" in entry.metadata
+        (entry.name, entry.metadata["roles"]) for entry in dataclasses.fields(ParallelMesh) if "roles" in entry.metadata
     ]
+
+
+def _with_roles(sizes: Sequence[AxisSize], *roles: Role) -> set[str]:
+    return {size.name for size in sizes if size.role in roles}
+
+
+def _expert_axes(sizes: Sequence[AxisSize], rank: int, split: ExpertSplit) -> dict[str, Axis]:
+    """The groups of the grid of experts, in which neighbours hold different ones."""
+    roles: tuple[Role, ...] = ("batch", "sequence") if split.keeps_tensor else ("batch", "sequence", "tensor")
+    whole = _axis("expert ranks", sizes, rank, _with_roles(sizes, *roles))
+    if whole.size % split.size:
+        raise LaunchError(
+            f"--expert-model-parallel-size {split.size} does not divide the {whole.size} ranks that have different "
+            f"tokens. Use one of {', '.join(map(str, divisors(whole.size)))}."
+        )
+    first = whole.rank // split.size * split.size
+    neighbours = whole.ranks[first : first + split.size]
+    parts = _with_roles(sizes, "tensor") if split.keeps_tensor else set()
+    holders = tuple(sorted(part for other in neighbours for part in _axis("", sizes, other, parts).ranks))
+    by_name = {
+        "ep": neighbours,
+        "expert_gradient": whole.ranks[whole.rank % split.size :: split.size],
+        "expert_model": holders,
+    }
+    return {name: Axis(name, ranks.index(rank), len(ranks), ranks) for name, ranks in by_name.items()}
 
 
 def _axis(name: str, sizes: Sequence[AxisSize], rank: int, spanned: Collection[str]) -> Axis:

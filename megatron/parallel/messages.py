@@ -1,13 +1,13 @@
 """Non-differentiable communication between ranks: sums, maxima, bytes and JSON, without pickle.
 
 Except for `send` and `receive`, every function is collective over its axis; on an axis of size 1 it returns this
-rank's own value.
+rank's own value. An axis with a tree, as `ParallelMesh.control` has one, sends CPU tensors and bytes along it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Broken pipe",
     "Connection refused",
+    "Connect timeout",  # gloo connects two ranks when they first exchange something
     "Timed out waiting",  # a rank that hangs, once --distributed-timeout-minutes are over
 )
 
@@ -39,11 +40,14 @@ class PendingMaximum:
     def __init__(self, value: int, axis: Axis) -> None:
         self._word = torch.tensor([value], dtype=torch.int32)
         self._work: dist.Work | None = None
-        if axis.size > 1:
+        self._coming = None if axis.tree is None else axis.tree.start_maximum(self._word.numpy())
+        if axis.size > 1 and axis.tree is None:
             self._work = dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=axis.group, async_op=True)
 
     def wait(self) -> int:
         """Waits for all ranks and returns the maximum."""
+        if self._coming is not None:
+            return int(self._coming.result()[0])
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -52,6 +56,8 @@ class PendingMaximum:
 
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sums `tensor` over the axis, in place, and returns it."""
+    if axis.tree is not None:
+        return tensor.copy_(torch.from_numpy(axis.tree.total(tensor.numpy())))
     if axis.size > 1:
         with axis.timed():
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
@@ -73,8 +79,24 @@ def reduce_scatter_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     return part
 
 
+def exchange_parts(parts: Sequence[torch.Tensor], sizes: Sequence[int], axis: Axis) -> list[torch.Tensor]:
+    """Sends one tensor to every rank of the axis, and returns what each of them sent to this one.
+
+    Shapes: parts `[n_i]`, of one dtype; result `[sizes[i]]`.
+    """
+    if axis.size == 1:
+        return list(parts)
+    sent = torch.cat(list(parts))
+    received = sent.new_empty(sum(sizes))
+    with axis.timed():
+        dist.all_to_all_single(received, sent, list(sizes), [len(part) for part in parts], group=axis.group)
+    return list(received.split(list(sizes)))
+
+
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Takes the element-wise maximum of `tensor` over the axis, in place, and returns it."""
+    if axis.tree is not None:
+        return tensor.copy_(torch.from_numpy(axis.tree.maximum(tensor.numpy())))
     if axis.size > 1:
         with axis.timed():
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
@@ -83,6 +105,9 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrites `tensor` with the tensor of rank `source` of the axis, and returns it."""
+    if axis.tree is not None:
+        content = axis.tree.broadcast(_as_bytes(tensor.contiguous()), source)
+        return tensor.copy_(_as_tensor(content).view(tensor.dtype).view(tensor.shape))
     if axis.size > 1:
         with axis.timed():
             dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
@@ -100,6 +125,16 @@ def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
     return tensor
 
 
+def wait_for(works: Iterable[dist.Work], axis: Axis, kind: str = "") -> None:
+    """Waits for messages between ranks of the axis, and times only that.
+
+    It is here that the watcher of a run sees a rank wait for others: messages that were begun elsewhere end here too.
+    """
+    with axis.timed(kind):
+        for work in works:
+            work.wait()
+
+
 class PendingMessage:
     """A tensor on its way between two ranks; its memory must not be written to before `wait` has returned.
 
@@ -111,6 +146,11 @@ class PendingMessage:
         self._tensor, self._work, self._axis = tensor, work, stopwatch_of
 
     @property
+    def is_over(self) -> bool:
+        """Whether somebody has waited for it."""
+        return self._work is None
+
+    @property
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once."""
         return self._work is None or self._work.is_completed()
@@ -118,8 +158,7 @@ class PendingMessage:
     def wait(self) -> torch.Tensor:
         """Waits for the message, on a GPU only the work that is queued from now on; returns its tensor."""
         if self._work is not None:
-            with self._axis.timed(TRANSFER):
-                self._work.wait()
+            wait_for([self._work], self._axis, TRANSFER)
             self._work = None
         return self._tensor
 
@@ -140,6 +179,8 @@ def start_receive(tensor: torch.Tensor, axis: Axis, source: int) -> PendingMessa
 
 def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:
     """Returns the bytes of rank `source` of the axis on every rank; `content` of the other ranks is ignored."""
+    if axis.tree is not None:
+        return axis.tree.broadcast(content, source)
     if axis.size == 1:
         return content
     message_device = _message_device(axis)
@@ -151,42 +192,31 @@ def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:
     return _as_bytes(broadcast(message, axis, source)) if int(size) else b""
 
 
-def gather_bytes(content: bytes, axis: Axis, destination: int = 0) -> list[bytes] | None:
-    """Returns the bytes of every rank of the axis, in axis order, on rank `destination`, and None on the others.
+def gather_bytes(content: bytes, axis: Axis) -> list[bytes] | None:
+    """Returns the bytes of every rank of the axis, in axis order, on its first rank, and None on the others.
 
-    Every rank sends its bytes plus an eight-byte length, once.
+    Over a group every rank sends its bytes plus an eight-byte length, once; in a tree the ranks between pass them on.
     """
+    if axis.tree is not None:
+        return axis.tree.gather(content)
     if axis.size == 1:
         return [content]
     message_device = _message_device(axis)
     own_size = torch.tensor([len(content)], dtype=torch.int64, device=message_device)
-    if axis.rank != destination:
-        dist.gather(own_size, dst=axis.ranks[destination], group=axis.group)
+    if axis.rank:
+        dist.gather(own_size, dst=axis.ranks[0], group=axis.group)
         if content:
-            dist.send(_as_tensor(content).to(message_device), dst=axis.ranks[destination], group=axis.group)
+            dist.send(_as_tensor(content).to(message_device), dst=axis.ranks[0], group=axis.group)
         return None
     sizes = [torch.empty_like(own_size) for _ in range(axis.size)]
-    dist.gather(own_size, sizes, dst=axis.ranks[destination], group=axis.group)
-    contents = []
-    for rank, size in enumerate(map(int, sizes)):
-        if rank == destination or size == 0:
-            contents.append(content if rank == destination else b"")
-            continue
+    dist.gather(own_size, sizes, dst=axis.ranks[0], group=axis.group)
+    contents = [content]
+    for rank, size in enumerate(map(int, sizes[1:]), start=1):
         message = torch.empty(size, dtype=torch.uint8, device=message_device)
-        dist.recv(message, src=axis.ranks[rank], group=axis.group)
+        if size:
+            dist.recv(message, src=axis.ranks[rank], group=axis.group)
         contents.append(_as_bytes(message))
     return contents
-
-
-def scatter_number(numbers: Sequence[int], axis: Axis, source: int = 0) -> int:
-    """Returns this rank's entry of the list of rank `source` of the axis; the lists of other ranks are ignored."""
-    if axis.size == 1:
-        return numbers[0]
-    message_device = _message_device(axis)
-    own = torch.zeros(1, dtype=torch.int64, device=message_device)
-    given = list(torch.tensor(numbers, dtype=torch.int64, device=message_device).split(1))
-    dist.scatter(own, given if axis.rank == source else None, src=axis.ranks[source], group=axis.group)
-    return int(own)
 
 
 def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
@@ -217,7 +247,8 @@ def is_lost_peer(failure: BaseException) -> bool:
 
 def _message_device(axis: Axis) -> torch.device:
     """The device whose tensors the axis's backend can send."""
-    return device.current_device() if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
+    is_nccl = axis.tree is None and dist.get_backend(axis.group) == "nccl"
+    return device.current_device() if is_nccl else torch.device("cpu")
 
 
 def _as_tensor(content: bytes) -> torch.Tensor:
@@ -225,4 +256,4 @@ def _as_tensor(content: bytes) -> torch.Tensor:
 
 
 def _as_bytes(message: torch.Tensor) -> bytes:
-    return message.cpu().numpy().tobytes()
+    return message.cpu().view(torch.uint8).numpy().tobytes() if message.numel() else b""

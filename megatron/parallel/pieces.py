@@ -12,7 +12,7 @@ import torch
 
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
-Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
+Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "average"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class PieceKey:
 
     The box is `start[i] <= index[i] < stop[i]` in the tensor of shape `shape`; its elements are numbered row-major from
     0, and the piece holds those with `first <= number < last`.
+
+    Attributes:
+        is_optional: whether nothing is loaded where a checkpoint lacks the tensor.
     """
 
     name: str
@@ -30,6 +33,7 @@ class PieceKey:
     stop: tuple[int, ...]
     first: int
     last: int
+    is_optional: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -47,10 +51,19 @@ class PieceKey:
         return math.prod(self.box_shape)
 
     @classmethod
-    def of(cls, spec: ShardSpec, name: str, kind: Kind, first: int = 0, last: int | None = None) -> PieceKey:
+    def of(
+        cls,
+        spec: ShardSpec,
+        name: str,
+        kind: Kind,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        is_optional: bool = False,
+    ) -> PieceKey:
         """A flat range of this rank's shard of a parameter; by default the whole shard."""
         last = spec.box_numel if last is None else last
-        return cls(name, kind, spec.shape, spec.start, spec.stop, first, last)
+        return cls(name, kind, spec.shape, spec.start, spec.stop, first, last, is_optional)
 
     def narrowed(self, first: int, last: int) -> PieceKey:
         """The elements `first` to `last` of this piece."""
@@ -58,7 +71,7 @@ class PieceKey:
 
     def of_kind(self, kind: Kind) -> PieceKey:
         """The same elements of another kind; quicker than `dataclasses.replace`, since every save asks for it."""
-        return PieceKey(self.name, kind, self.shape, self.start, self.stop, self.first, self.last)
+        return PieceKey(self.name, kind, self.shape, self.start, self.stop, self.first, self.last, self.is_optional)
 
 
 def filling(
@@ -74,14 +87,19 @@ def filling(
 def filling_weights(
     parameters: Iterable[torch.Tensor],
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """This rank's shard of every weight, with the function that copies it into place; padding rows are left
+    """This rank's shard of every weight, or state, with the function that copies it into place; padding rows are left
     unchanged. The copy of a weight whose original lies on another pipeline stage asks for the original.
     """
     return filling(
-        (PieceKey.of(spec, parameter.global_name, "weight"), parameter.detach().view(-1)[: spec.box_numel])  # type: ignore[attr-defined]
+        (_weight_key(spec, parameter), parameter.detach().view(-1)[: spec.box_numel])
         for parameter in parameters
         if (spec := shard_spec_of(parameter)).box_numel
     )
+
+
+def _weight_key(spec: ShardSpec, parameter: torch.Tensor) -> PieceKey:
+    is_optional = getattr(parameter, "is_optional", False)
+    return PieceKey.of(spec, parameter.global_name, "weight", is_optional=is_optional)  # type: ignore[attr-defined]
 
 
 def _filler(target: torch.Tensor) -> Callable[[torch.Tensor], None]:

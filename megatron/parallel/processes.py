@@ -17,6 +17,7 @@ class ProcessIdentity:
         machine: differs between kernels and their restarts.
         namespace: differs between containers of one machine.
         born: when it started, as `born_at` says it.
+        place: where its rank is in the grid of the run, for reports; empty if it has no rank yet, or is alone.
     """
 
     host: str
@@ -24,6 +25,7 @@ class ProcessIdentity:
     namespace: str
     process_id: int
     born: str
+    place: str = ""
 
     @classmethod
     def own(cls) -> ProcessIdentity:
@@ -46,7 +48,7 @@ class ProcessIdentity:
         return True
 
     def __str__(self) -> str:
-        return f"process {self.process_id} on {self.host}"
+        return f"process {self.process_id} on {self.host}" + (f", {self.place}" if self.place else "")
 
 
 def machine_id() -> str:

@@ -27,12 +27,15 @@ class Dimension:
         size: entries of the global tensor, without padding.
         axis: the mesh axis over whose ranks it is split into equal consecutive parts; None if it is replicated.
         padded_size: entries including trailing padding; None if there is no padding.
+        parts: the numbers of consecutive entries that are matrices of their own, such as queries, key and value; empty
+            if the dimension does not join matrices. Where an axis splits the dimension, every entry is a part.
     """
 
     name: str
     size: int
     axis: Axis | None = None
     padded_size: int | None = None
+    parts: tuple[int, ...] = ()
 
     @property
     def local_size(self) -> int:
@@ -140,6 +143,10 @@ class ShardSpec:
         """Names of the axes that split the parameter."""
         return tuple(dimension.axis.name for dimension in self.dimensions if dimension.axis is not None)
 
+    def replicas(self, mesh: ParallelMesh) -> Axis:
+        """The ranks that hold copies of the shard because they have other samples or other tokens."""
+        return mesh.expert_gradient if mesh.ep.name in self.split_axes else mesh.gradient
+
     def is_counted(self, mesh: ParallelMesh) -> bool:
         """Whether this rank is the one that counts its shard, among the ranks of a model replica that hold a copy of
         it.
@@ -185,7 +192,8 @@ def check_divisible(number: int, axis: Axis, what: str) -> None:
         ConfigError: they cannot.
     """
     if number % axis.size:
-        flag = "--tensor-model-parallel-size" if axis.name == "tp" else f"size of the {axis.name} axis:"
+        flags = {"tp": "--tensor-model-parallel-size", "ep": "--expert-model-parallel-size"}
+        flag = flags.get(axis.name, f"size of the {axis.name} axis:")
         raise ConfigError(
             f"{number} {what} cannot be split over {axis.size} ranks ({flag} {axis.size}). The number must be a "
             f"multiple of the ranks."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class TrainedStep:
     """A trained step; its metrics may still be on the device.
 
     Attributes:
-        progress: after the step; whether it was a bad one is counted when it is reported.
+        progress: after the step; whether it was skipped, or a bad one, is counted when it is reported.
         learning_rate: the learning rate that was used.
         seconds: wall time of the step.
         data_seconds: of these, until its batch was read.
@@ -55,7 +54,7 @@ def train_step(run: Run) -> TrainedStep:
     if stopwatch is not None:
         stopwatch.start()
     result = run.engine.train_batch(batches, rate, decay)
-    progress = before.after(result.sample_count, result.sample_count * length, result.skipped)
+    progress = before.after(result.sample_count, result.sample_count * length)
     seconds = time.monotonic() - started_at
     messages = None if stopwatch is None else stopwatch.take()
     return TrainedStep(progress, result, rate, seconds, data_seconds, messages)
@@ -75,6 +74,7 @@ class StepReports:
         self._trained: deque[TrainedStep] = deque()
         self._reported = 0
         self._empty = 0
+        self._overflows_at_least = 0
 
     def add(self, step: TrainedStep) -> None:
         """Takes a step, and reports those before it whose metrics have arrived.
@@ -89,7 +89,8 @@ class StepReports:
         """Reports all steps.
 
         Raises:
-            NumericsError: more than --max-bad-steps consecutive steps were not applied.
+            NumericsError: more than --max-bad-steps consecutive steps were not applied, or the loss scale of fp16
+                cannot fall any more.
         """
         self._report(0)
 
@@ -111,10 +112,25 @@ class StepReports:
             step = self._trained.popleft()
             waits = _waits_of(step, has_stages=run.mesh.pp.size > 1)
             run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits)
-            if step.result.bad_in_a_row > 0:
-                run.progress = dataclasses.replace(run.progress, bad_steps=run.progress.bad_steps + 1)
+            run.progress = run.progress.counted(is_skipped=step.result.skipped, is_bad=step.result.bad_in_a_row > 0)
             check_numbers(run, step.progress, step.result)
+            self._check_scale(step.progress, step.result)
             self._count(step.progress, step.result)
+
+    def _check_scale(self, progress: Progress, result: StepResult) -> None:
+        """Ends a run in fp16 whose gradients overflow with the least loss scale as well."""
+        if not result.skipped:
+            self._overflows_at_least = 0
+            return
+        precision = self._run.config.precision
+        self._overflows_at_least += int(precision.loss_scale is None and result.loss_scale <= precision.min_loss_scale)
+        if self._overflows_at_least > precision.hysteresis:
+            raise NumericsError(
+                f"iteration {progress.step}: gradients overflow in float16 with the least loss scale, "
+                f"{result.loss_scale:g} (--min-loss-scale), {self._overflows_at_least} times in a row. The last "
+                "checkpoint is intact. Resume from it with a lower --lr or a longer warm-up, or train with --bf16.",
+                step=progress.step,
+            )
 
     def _count(self, progress: Progress, result: StepResult) -> None:
         """Counts the steps, and the steps of which no token counts in the loss; warns of the first of the latter."""

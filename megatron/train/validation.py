@@ -41,7 +41,8 @@ class Evaluator:
         self._empty: set[tuple[str, str]] = set()
 
     def evaluate(self, run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float | None]:
-        """Evaluates every named group of a split and reports its loss; the parts of the run follow.
+        """Evaluates every named group of a split and reports its loss; the parts of the run follow. Where means of the
+        weights are kept, they are evaluated.
 
         Args:
             run: its progress and data position do not change.
@@ -50,6 +51,10 @@ class Evaluator:
         Returns:
             the losses of the `Evaluation`.
         """
+        with run.engine.using_averages():
+            return self._evaluate(run, prefix, split)
+
+    def _evaluate(self, run: Run, prefix: str, split: str) -> Mapping[str, float | None]:
         losses: dict[str, float | None] = {}
         for name, dataset in run.data.evaluation_datasets(split).items():
             count = run.data.evaluation_samples(split, name)

@@ -23,7 +23,8 @@ from megatron.parallel.watch.hub_link import Link
 from megatron.parallel.watch.hub_state import Failure, Hub
 from megatron.parallel.watch.limits import WatchLimits
 from megatron.parallel.watch.opening import Meeting, meet
-from megatron.parallel.watch.position import END, START, Position, first_position
+from megatron.parallel.watch.peers import Peers
+from megatron.parallel.watch.position import END, START, Position, RankPace, first_position
 from megatron.parallel.watch.verdict import RunEnd
 from megatron.parallel.watch.wire import TEXT_CHARACTERS
 
@@ -56,6 +57,7 @@ class Watch:
         self._channel: Channel | None = None
         self._closing_seconds = 0.0
         self._own_error = ""
+        self._pace = RankPace()
         self._forget: Callable[[], None] | None = None
 
     def open(self, mesh: ParallelMesh, meeting_at: tuple[str, int], limits: WatchLimits) -> None:
@@ -75,8 +77,12 @@ class Watch:
         if rank in meeting.hubs:
             first = None if rank == 0 else 0
             hub = Hub(rank, first, meeting.processes, meeting.token, limits, now)
-        links = [Link.open(connected, address, rank, now) for address, connected in meeting.connected]
-        self._channel = Channel(self, limits, links, hub, meeting.listener, rank, size)
+        relayed = None if meeting.listener is None or hub is not None else Peers(meeting.token, size, rank)
+        is_alone = bool(meeting.fallback)
+        links = [Link.open(one, address, rank, now, is_alone=is_alone) for address, one in meeting.connected]
+        self._channel = Channel(
+            self, limits, links, hub, meeting.listener, rank, size, relayed=relayed, hubs=meeting.fallback
+        )
         self._channel.start()
         if size > 1 and log.is_program():
             self._forget = log.on_failure(self._on_failure)
@@ -109,7 +115,8 @@ class Watch:
             self._longest_seconds = now - before.at_seconds
         if self._is_starting and (phase in ("evaluation", "save") or (phase == "data" and before.phase != START)):
             self._is_starting = False
-        self._position = Position(phase, before.step if step is None else step, before.events + 1, now)
+        place = before.step if step is None else step
+        self._position = Position(phase, place, before.events + 1, now, self._pace)
 
     def beat(self, phase: str | None = None) -> None:
         """Notes that long work makes progress.
@@ -119,6 +126,19 @@ class Watch:
         """
         if phase is None or phase == self._position.phase:
             self.enter(self._position.phase)
+
+    def trained(self, data_seconds: float, computing_seconds: float) -> None:
+        """Notes how long a step took, less what this rank waited for others; the next progress tells it."""
+        steps, data_milliseconds, computing_milliseconds = self._pace
+        self._pace = RankPace(
+            steps + 1,
+            data_milliseconds + round(1000 * data_seconds),
+            computing_milliseconds + round(1000 * computing_seconds),
+        )
+
+    def host(self, rank: int) -> str:
+        """The name of the host on which a rank runs."""
+        return "" if self._meeting is None else self._meeting.processes[rank].host
 
     def fail(self, code: int, text: str) -> bool:
         """Tells the other ranks that this one ends with an error.

@@ -20,7 +20,7 @@ from megatron.config.program_flags import words_of
 from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
-from megatron.engine.memory.held import held_bytes, parameter_groups
+from megatron.engine.memory.held import group_ranks, held_bytes, parameter_groups
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 
@@ -173,7 +173,7 @@ def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) ->
         cell.offloads_parameters,
         _WEIGHT_BYTES[engine.precision.dtype_name],
     )
-    predicted = predicted_bytes(parameter_groups(engine), how)
+    predicted = predicted_bytes(parameter_groups(engine), how, group_ranks(engine))
     return MeasuredCell(cell, predicted, held[-1], losses[0], losses[-1])
 
 

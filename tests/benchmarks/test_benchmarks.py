@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import experts, index, mesh
+from benchmarks import experts, experts_over_ranks, index, mesh
 from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, forward, tiny_config
+from tests.helpers.ranks import run_ranks
 
 
 def _copy_weights(ours: LayerStack, plain: PlainGPT, heads: int) -> None:
@@ -75,8 +78,8 @@ def test_the_mesh_benchmark_counts_the_groups_of_two_ranks(capsys: pytest.Captur
     assert mesh.main(words) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     calls = {record["stage"]: record["value"] for record in records if record["figure"] == "new_group_calls"}
-    # The background, this rank alone, pp, dp, tp and model; the ends of a pipeline also embedding.
-    assert calls == {"first": 7, "middle": 6}
+    # This rank alone, pp, dp, tp and model; the ends of a pipeline also embedding.
+    assert calls == {"first": 6, "middle": 5}
     assert records[-1]["figure"] == "seconds_to_refuse_a_layout" and records[-1]["refused"] == 1
 
 
@@ -88,3 +91,21 @@ def test_the_experts_benchmark_compares_equal_layers(capsys: pytest.CaptureFixtu
     differences = {record["implementation"]: record["value"] for record in records if record["figure"] == "difference"}
     assert differences.keys() == {"eager", "grouped_mm"} and max(differences.values()) < 1e-4
     assert {record["figure"] for record in records} >= {"ours_step", "ratio_to_eager", "ratio_to_grouped_mm"}
+
+
+def measured_over_ranks(rank: int) -> str:
+    words = ["--hidden-size", "8", "--ffn-hidden-size", "8", "--num-experts", "4", "--tokens", "16", "--rounds", "2"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert experts_over_ranks.main(words) == 0
+    return printed.getvalue()
+
+
+def test_the_benchmark_of_divided_experts_counts_what_the_formula_says() -> None:
+    pytest.importorskip("transformers")
+    lines, nothing = run_ranks(measured_over_ranks, 2)
+    records = [json.loads(line) for line in lines.splitlines()]
+    times = {record["form"]: record["value"] for record in records if record["figure"] == "times_divided"}
+    assert times.pop("divided") == 1.0 and times.keys() == {"capacity", "copies", "alone", "grouped_mm"}
+    sent = {record["form"]: record["value"] for record in records if record["figure"] == "sent"}
+    assert sent["capacity"] == sent["formula"] == 4 * (16 * 2 // 2) * 8 * 4
+    assert sent["divided"] > 0 and nothing == ""

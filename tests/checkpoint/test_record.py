@@ -165,7 +165,7 @@ def test_names_of_a_hostile_record_are_escaped_and_few() -> None:
 
 
 def test_progress_counts_steps_samples_tokens_and_skips() -> None:
-    progress = Progress().after(8, 128).after(8, 128, skipped=True)
+    progress = Progress().after(8, 128).after(8, 128).counted(is_skipped=True, is_bad=False)
     assert progress == Progress(step=2, consumed_samples=16, consumed_tokens=256, skipped_steps=1)
 
 

@@ -70,13 +70,12 @@ def test_the_messages_of_a_rank_do_not_grow_with_the_world_except_on_the_first(t
             assert sizes.total_bytes == of_two.total_bytes
             assert [name for name, _ in sizes.calls] == [name for name, _ in of_two.calls]
     saved, found, loaded = four[3]
-    assert saved.received_bytes == 8  # whether its rows are wanted; rows are only sent to the first rank
+    assert saved.received_bytes == 0  # rows are only sent to the first rank
     assert saved.total_bytes < 800
     assert found.total_bytes < 1300  # the record
     assert loaded.total_bytes < 700
     (first_of_two, *_), (first_of_four, *_) = two[0], four[0]
-    rows_bytes = first_of_two.received_bytes - 2 * 2 * 8 - 8
-    assert first_of_four.received_bytes - 2 * 4 * 8 - 8 == 3 * rows_bytes
+    assert 1.9 < first_of_four.received_bytes / first_of_two.received_bytes < 2.1
 
 
 @pytest.mark.parametrize(

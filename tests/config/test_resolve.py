@@ -218,6 +218,13 @@ def test_a_warmup_in_tokens_must_end_before_the_decay(flags: str) -> None:
         resolved(flags)
 
 
+def test_the_decay_of_wsd_must_leave_the_warmup() -> None:
+    flags = "--train-iters 100 --lr-decay-style WSD --lr-warmup-iters 10 --lr-wsd-decay-iters"
+    assert resolved(f"{flags} 90", drop="--train-iters").optim.lr_wsd_decay_iters == 90
+    with pytest.raises(ConfigError, match="--lr-wsd-decay-iters 91 is longer than .* 90 iters: .* Use 9, a tenth"):
+        resolved(f"{flags} 91", drop="--train-iters")
+
+
 def test_a_network_may_have_more_entries_than_the_tokenizer() -> None:
     config = resolved("--vocab-size 1030")
     assert (config.model.vocab_size, config.model.padded_vocab_size) == (1030, 1152)

@@ -30,7 +30,7 @@ def resolved(text: str = "", drop: str = "") -> RunConfig:
 
 def test_a_request_and_a_run_have_the_same_sections() -> None:
     asked, decided = sections_of(RunRequest), sections_of(RunConfig)
-    assert list(asked) == list(decided) and len(asked) == 21
+    assert list(asked) == list(decided) and len(asked) == 22
     assert all(issubclass(decided[name], asked[name]) for name in asked)
     assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
 
@@ -141,6 +141,20 @@ def test_rules_between_sections_hold_for_every_run_config() -> None:
 def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
     with pytest.raises(ConfigError, match="--use-mup cannot be combined with --optimizer sgd"):
         small("--use-mup --optimizer sgd")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--zero-stage 3", "--optimizer muon cannot be combined with --zero-stage 3, .*Use --zero-stage 2, or 1 in"),
+        ("--cpu-optimizer", "--optimizer muon cannot be combined with --cpu-optimizer.*Drop --cpu-optimizer"),
+        ("--use-mup", "--use-mup cannot be combined with --optimizer muon"),
+        ("--use-bnb-optimizer", "--use-bnb-optimizer cannot be combined with --optimizer muon"),
+    ],
+)
+def test_what_does_not_go_with_muon(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        small(f"--optimizer muon {flags}")
     assert small("--use-mup --mup-base-hidden-size 16").model.logit_multiplier == 0.25
 
 

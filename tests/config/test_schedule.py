@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,36 @@ def test_rates_computed_by_hand(style: str, golden: dict[int, float]) -> None:
     optim = optim_config(train_iters=10, lr_warmup_iters=2, min_lr=0.1, lr_decay_style=style)
     for samples, rate in golden.items():
         assert learning_rate(optim, samples) == pytest.approx(rate, abs=1e-15), samples
+
+
+# 16 samples of warm-up from 0.5, decay over 80, the last 32 of it the annealing of WSD.
+@pytest.mark.parametrize(
+    ("flags", "golden"),
+    [
+        ({"lr_decay_style": "inverse-square-root"}, {16: 1.0, 64: 0.5, 80: math.sqrt(0.2), 81: 0.1}),
+        (
+            {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 0},
+            {0: 1.0, 1: 1.0, 16: 0.25, 80: 0.1 + 0.0118034},
+        ),
+        ({"lr_decay_style": "exponential"}, {16: 1.0, 48: math.sqrt(0.5), 80: 0.5, 81: 0.1}),
+        ({"lr_wsd_decay_style": "linear"}, {8: 0.75, 16: 1.0, 48: 1.0, 64: 0.55, 80: 0.1, 88: 0.1}),
+        ({"lr_wsd_decay_style": "cosine"}, {48: 1.0, 64: 0.55, 72: 0.1 + 0.45 * (1 - math.sqrt(0.5))}),
+        ({"lr_wsd_decay_style": "exponential"}, {48: 1.0, 64: 0.1 + 0.9 * (math.sqrt(2) - 1), 80: 0.1}),
+        ({"lr_wsd_decay_style": "minus_sqrt"}, {48: 1.0, 56: 0.55, 80: 0.1}),
+    ],
+)
+def test_rates_of_other_styles_by_hand(flags: dict[str, Any], golden: dict[int, float]) -> None:
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4} if "lr_wsd_decay_style" in flags else {}
+    known = {"train_iters": 10, "lr_warmup_iters": 2, "min_lr": 0.1, "lr_warmup_init": 0.5}
+    optim = optim_config(**{**known, **wsd, **flags})
+    for samples, rate in golden.items():
+        assert learning_rate(optim, samples) == pytest.approx(rate, abs=1e-6), samples
+
+
+def test_the_decay_of_wsd_in_samples() -> None:
+    changes = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_samples": 20, "min_lr": 0.0}
+    optim = optim_config(train_iters=None, train_samples=100, **changes)
+    assert [learning_rate(optim, samples) for samples in (80, 90, 100)] == [1.0, 0.5, 0.0]
 
 
 def test_without_warmup_the_first_step_runs_at_the_peak() -> None:

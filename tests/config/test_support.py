@@ -22,7 +22,8 @@ def test_as_few_values_as_possible_make_a_refusal(monkeypatch: pytest.MonkeyPatc
     assert {one.values for one in refusals(words(), most=3)} == {
         ("ZeRO 3", "compiled"),
         ("4 experts", "compiled"),
-        ("4 experts on 4 ranks", "compiled"),
+        ("4 experts on 2 ranks", "compiled"),
+        ("4 whole experts on 2 ranks", "compiled"),
     }
 
 

@@ -157,7 +157,7 @@ TINY_MODELS: Mapping[str, TinyModel] = {
     "phi3": TinyModel("phi3", {**LLAMA, "sliding_window": WINDOW, "original_max_position_embeddings": 64}),
     "phi3-short": TinyModel("phi3", {**LLAMA, **_longrope(48)}),
     "phi3-long": TinyModel("phi3", {**LLAMA, **_longrope(CONTEXT)}),
-    "mixtral": TinyModel("mixtral", {**EXPERTS, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral": TinyModel("mixtral", {**EXPERTS, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen3-moe": TinyModel("qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": True}, 304),
     "qwen3-moe-plain": TinyModel("qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -84,8 +83,8 @@ def test_without_a_dataset_the_texts_of_python_are_used(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "./folder", "texts/*.jsonl"])
-def test_a_dataset_that_is_not_there_is_refused(name: str, tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_a_dataset_that_is_not_there_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=name.replace("*", r"\*")):
         prepare_text(name, None, tmp_path / "prepared")
 

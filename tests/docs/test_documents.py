@@ -32,6 +32,8 @@ RUN_BY = {
     "docs/masked_language_models.md": "docs/guides/test_masked_guide.py",
     "docs/operations.md": "docs/guides/test_operations_guide.py",
     "docs/pipelines.md": "docs/guides/test_pipelines_guide.py",
+    "docs/recipes.md": "docs/test_recipes_guide.py",
+    "docs/scaling.md": "docs/test_scaling_guide.py",
     "docs/prefix_lm.md": "docs/guides/test_prefix_guide.py",
     "docs/published_commands.md": "docs/site/test_published_commands.py",
     "docs/serving.md": "docs/guides/test_serving_guide.py",

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_sequence_parallelism_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flag", "length"), [("--sequence-parallel", " 512"), ("--context-parallel-size", " 4096")])
+def test_a_command_trains(tmp_path: Path, flag: str, length: str) -> None:
     for name in ("megatron", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     corpus = write_tiny_corpus(tmp_path)
@@ -26,8 +27,8 @@ def test_sequence_parallelism_trains(tmp_path: Path) -> None:
     for ending in (".bin", ".idx"):
         shutil.copy(corpus.prefix + ending, tmp_path / "data" / f"demo_text_document{ending}")
     guide = (ROOT / "docs" / "long_sequences.md").read_text(encoding="utf-8")
-    (block,) = (text for text in re.findall(r"```bash\n(.*?)```", guide, flags=re.S) if "--sequence-parallel" in text)
-    for long, short in (("--train-iters 200", "--train-iters 2 --eval-iters 1 --log-interval 1"), (" 512", " 32")):
+    (block,) = (text for text in re.findall(r"```bash\n(.*?)```", guide, flags=re.S) if flag in text)
+    for long, short in (("--train-iters 200", "--train-iters 2 --eval-iters 1 --log-interval 1"), (length, " 32")):
         assert long in block
         block = block.replace(long, short)
     program = f"""set -euo pipefail

@@ -18,9 +18,11 @@ from megatron.config.flags.fields import flags_of
 from megatron.config.parse import field_flags
 from megatron.config.program_flags import parse_over, read_program
 from megatron.config.sampling_flags import BeamFlags
+from megatron.planning.requests import read_planned
 from tests.helpers.commands.recording_shell import recorded
 from tests.helpers.programs import forking_python
 from tests.reliability.fuzzing.fuzz import FuzzFlags
+from tools.runs.plan import PlanFlags
 from train_on_text import OwnTextFlags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,7 @@ RUN_BY_THEIR_GUIDES = {
     "docs/launching.md": "docs/guides/test_launching_guide.py",
     "docs/masked_language_models.md": "docs/guides/test_masked_guide.py",
     "docs/prefix_lm.md": "docs/guides/test_prefix_guide.py",
+    "docs/recipes.md": "docs/test_recipes_guide.py",
     "docs/serving.md": "docs/guides/test_serving_guide.py",
     "docs/tutorial_deepspeed.md": "seeds/hello_deepspeed/test_003_5.py",
     "docs/watching_a_run.md": "docs/guides/test_watching_guide.py",
@@ -83,6 +86,9 @@ def check(command: list[str]) -> None:
     for position, word in enumerate(command):
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
+            if {"--plan-only", "--dry-run-ranks"} & {*rest}:
+                read_planned(rest)
+                return
             parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
         if word == "train_on_text.py":
@@ -129,6 +135,13 @@ def check_tool(path: str, words: list[str]) -> None:
         found = [section for section in found if section.__name__.lower() == f"{words[0]}flags"]
         words = words[1:]
     (flags,) = found
+    if issubclass(flags, PlanFlags):  # it takes the trainer's flags for a plan, and not for a schedule
+        own, others = read_program(flags, words, path, "")
+        if own.devices is not None:
+            read_planned([*own.words(), *others])
+        else:
+            assert not others
+        return
     if hasattr(module, "parse_over"):  # it takes the trainer's flags too
         parse_over(flags, words, path)
         return

@@ -14,12 +14,19 @@ from tests.parity.reference import Recipe
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=2, steps=2, hidden_size=16)
 BF16 = ["--bf16"]
+# Two chunks of the network a stage, and backward passes in two halves.
+CHUNKS = ["--pipeline-schedule", "interleaved-zb", "--num-layers", "4"]
 
 
 def train(engine: Engine, config: Any, first: int, last: int) -> None:
     """Trains the steps [first, last) of the recipe."""
     for step in range(first, last):
         engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, True), RECIPE.learning_rate)
+
+
+def step_figures(loss: float, norm: float | torch.Tensor, tokens: float = 4.0) -> torch.Tensor:
+    """What a gate judges a step by, from its mean loss."""
+    return torch.tensor([float(norm), loss * tokens if tokens else loss, tokens], dtype=torch.float64)
 
 
 def stand_in_engine(optimizer: torch.optim.Optimizer, wrapper: Any = None, *, is_fp16: bool = False) -> SimpleNamespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.device import CapturedWork, GraphCapturer
 
 Result = TypeVar("Result")
+Memory = dict[int, torch.UntypedStorage]
 
 
 class Tape(TorchDispatchMode):
@@ -20,19 +22,24 @@ class Tape(TorchDispatchMode):
 
     As in a capture, nothing of the block may write to memory that was there before.
 
+    Args:
+        made: the memory that this block, and those before it that shared it, have allocated.
+
     Attributes:
         is_released: whether `release` has been called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, made: Memory) -> None:
         super().__init__()
         self.is_released = False
         self._calls: list[tuple[Any, Any, Any, dict[int, torch.Tensor]]] = []
-        self._made: dict[int, torch.UntypedStorage] = {}
+        self._made = made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs and records one operation."""
         kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and _is_waiting():
+            return func(*args, **kwargs)  # gloo copies what has arrived, and does so again when a replay waits
         before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         results = func(*args, **kwargs)
         outputs = list(_tensors(results))
@@ -51,7 +58,8 @@ class Tape(TorchDispatchMode):
             for *_, made in self._calls:
                 for tensor in made.values():
                     if tensor.is_floating_point():
-                        tensor.fill_(torch.nan)
+                        with torch.autograd._unsafe_preserve_version_counter(tensor):  # a backward pass may follow
+                            tensor.fill_(torch.nan)
 
     def replay(self) -> None:
         """Runs the operations again; each writes its results where it wrote them first."""
@@ -87,14 +95,26 @@ class TapeCapturer(GraphCapturer):
         self.warm_ups += 1
         return work()
 
-    def capture(self, work: Callable[[], Result]) -> tuple[CapturedWork, Result]:
+    def new_memory(self) -> Memory:
+        """What tapes that belong together have allocated."""
+        return {}
+
+    def capture(self, work: Callable[[], Result], memory: Memory | None = None) -> tuple[CapturedWork, Result]:
         """Records the work."""
-        tape = Tape()
+        tape = Tape({} if memory is None else memory)
         with tape:
             result = work()
         tape.spoil()
         self.tapes.append(tape)
         return tape, result
+
+
+def _is_waiting() -> bool:
+    """Whether what runs now is called by code that waits for a message."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_name in ("wait", "wait_for")
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -23,7 +23,7 @@ from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine, refusal_of_graphs
 from tests.engine.tapes import TapeCapturer
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import layout_config, layout_flags, local_batches
+from tests.parity.layouts import layout_flags, local_batches
 from tests.parity.reference import Recipe
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=2, hidden_size=16, global_batch_size=4)
@@ -34,8 +34,9 @@ REFUSALS = {
     "--attention-dropout 0.1": "fused attention draws its dropout from a generator",
     "--attention-dropout 0.1 --no-fused-attention": "",
     "--zero-stage 3": "ZeRO stage 3 fetches the weights of a layer by hooks",
-    "--fp16": "the host chooses the loss scale of float16",
+    "--fp16": "",
     "--num-experts 4": "the host reads how many tokens an expert gets",
+    "--num-experts 4 --moe-expert-capacity-factor 1.25": "",
     "--kd --load-teacher teacher": "the teacher of a distillation runs between forward and loss",
     "--reset-attention-mask": "attention with documents",
     "--attention-window 4": "attention with documents",
@@ -43,12 +44,19 @@ REFUSALS = {
     "--compile": "programs of --compile have not been captured yet",
 }
 LAYOUT_REFUSALS = {
-    "--pipeline-model-parallel-size 2": "stages of a pipeline exchange messages",
+    "--pipeline-model-parallel-size 2": "",
+    "--pipeline-model-parallel-size 2 --pipeline-engine deepspeed": "DeepSpeed's pipeline engine runs the stages",
     "--tensor-model-parallel-size 2 --distributed-backend gloo": "messages of gloo inside the blocks cannot be",
     "--tensor-model-parallel-size 2": "",
-    "--pipeline-schedule zbv --data-path none": "a schedule runs chunks of the network",
-    "--tensor-model-parallel-size 2 --sequence-parallel": "messages of sequence parallelism",
-    "--context-parallel-size 2": "ranks that share a sequence exchange messages",
+    "--pipeline-schedule zbv --pipeline-model-parallel-size 2 --num-layers 4": "",
+    "--tensor-model-parallel-size 2 --sequence-parallel": "",
+    "--num-experts 4 --moe-expert-capacity-factor 1 --expert-model-parallel-size 2 --distributed-backend gloo": (
+        "messages of gloo inside the blocks cannot be"
+    ),
+    "--context-parallel-size 2": "keys and values travel in a ring",
+    "--context-parallel-size 2 --cp-comm-type a2a": "",
+    "--ds-sequence-parallel-size 2": "",
+    "--ds-sequence-parallel-size 2 --distributed-backend gloo": "messages of gloo inside the blocks cannot be",
 }
 
 
@@ -97,6 +105,14 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "bf16 zero 1": (1, ["--bf16", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]),
     "bf16 zero 1, recomputed, frozen": (1, ["--bf16", "--checkpoint-activations", "--freeze", "embedding.*"]),
     "fp32 zero 2, smoothing and z-loss": (2, ["--z-loss-coeff", "0.01", "--label-smoothing", "0.1"]),
+    "experts with a capacity": (0, ["--num-experts", "4", "--moe-expert-capacity-factor", "1.0"]),
+}
+TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]
+CASES_OF_TWO: dict[str, tuple[int, list[str]]] = {
+    "tensor parallelism": (1, ["--bf16", *TENSOR_PARALLEL]),
+    "sequence parallelism": (0, [*TENSOR_PARALLEL, "--sequence-parallel", "--hidden-dropout", "0.1"]),
+    "ulysses": (1, ["--ds-sequence-parallel-size", "2", "--hidden-dropout", "0.1"]),
+    "ulysses, rotary": (2, ["--bf16", "--ds-sequence-parallel-size", "2", "--position-embedding-type", "rope"]),
 }
 
 
@@ -108,7 +124,10 @@ def courses(rank: int, cases: dict[str, tuple[int, list[str]]]) -> dict[str, tup
 
 def course(zero_stage: int, flags: list[str], capturer: TapeCapturer | None) -> Course:
     """Five steps of two micro-batches; in the fourth all have half the length."""
-    config = layout_config(RECIPE, (1, 1, 1), zero_stage, flags)
+    ranks = 2 if (zero_stage, flags) in CASES_OF_TWO.values() else 1
+    machine = Machine(device_type="cpu", world_size=ranks, supports_fp16=False, supports_bf16=True)
+    tokenizer = TokenizerFacts(vocab_size=RECIPE.vocab_size, eod_id=0, fingerprint="none")
+    config = resolve(parse(layout_flags(RECIPE, (1, 1, 1), zero_stage, flags)), machine, tokenizer)
     mesh = open_mesh(config.parallel)
     engine = build_engine(config, mesh)
     if capturer is not None:
@@ -134,10 +153,10 @@ def _half(batch: Batch) -> Batch:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[Course, Course]]:
-    return run_ranks(courses, 1, CASES)[0]
+    return run_ranks(courses, 1, CASES)[0] | run_ranks(courses, 2, CASES_OF_TWO)[1]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *CASES_OF_TWO])
 def test_graphs_train_as_the_same_steps_without(case: str, results: dict[str, tuple[Course, Course]]) -> None:
     eager, graphed = results[case]
     assert graphed.figures == eager.figures

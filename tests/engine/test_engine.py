@@ -96,8 +96,14 @@ def test_a_rank_with_nothing_to_train_has_a_placeholder() -> None:
 def test_an_unknown_optimizer_is_rejected() -> None:
     # The flag itself refuses it earlier.
     optim = SimpleNamespace(optimizer="lamb", lr=1.0, weight_decay=0.0, use_bnb_optimizer=False)
-    with pytest.raises(ConfigError, match="--optimizer lamb is not known. Use adam or sgd"):
+    with pytest.raises(ConfigError, match="--optimizer lamb is not known. Use one of: adam, muon, lion, sgd"):
         build_optimizer(optim, small_module(), ParallelMesh.single())
+
+
+def test_muon_does_not_work_on_the_host() -> None:
+    optim = optim_config(optimizer="muon")
+    with pytest.raises(ConfigError, match="offload_optimizer in the --deepspeed_config file.*Remove the entry"):
+        build_optimizer(optim, small_module(), ParallelMesh.single(), is_offloaded=True)
 
 
 def engine_of(layout: tuple[int, int, int], stage: int, *flags: str) -> Engine:

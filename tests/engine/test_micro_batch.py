@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -10,6 +12,7 @@ from megatron.engine.micro_batch import DeviceBatch
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.mesh import Axis
+from megatron.parallel.sequence.split import SequenceSplit
 
 TOKENS = np.arange(8, dtype=np.int64).reshape(2, 4)
 SEGMENTS = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
@@ -39,6 +42,18 @@ def test_ranks_of_a_pipeline_take_what_they_use() -> None:
     last = moved(objective, settings, with_inputs=False)
     assert (last.inputs, len(last.passed), len(last.targets)) == ((), 2, 3)
     assert first.shape == last.shape == (2, 4)
+
+
+def test_samples_that_cannot_be_divided_are_padded() -> None:
+    split = SequenceSplit(Axis.single("cp"), Axis("sp", 1, 3, (0, 1, 2)), by_document=True)
+    settings = StepSettings(mask=MaskKind.DOCUMENTS, split=split)
+    batch = moved(LanguageModelObjective(Axis.single("tp"), 100), settings)
+    assert batch.shape == (2, 2)  # the third and fourth of six places
+    assert batch.inputs[0].tolist() == [[2, 3], [6, 7]]
+    assert batch.passed[1].tolist() == [[0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 2]]
+    last = dataclasses.replace(split, ulysses=dataclasses.replace(split.ulysses, rank=2))
+    batch = moved(LanguageModelObjective(Axis.single("tp"), 100), dataclasses.replace(settings, split=last))
+    assert [part.tolist() for part in (*batch.inputs, *batch.targets[1:3])] == [[[0, 0], [0, 0]]] * 3
 
 
 def test_several_inputs_are_passed_as_a_tuple() -> None:

@@ -25,7 +25,7 @@ from megatron.engine.state import moments, part_of
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.train.start_up.engine_opening import build_engine
-from tests.engine.engine_runs import BF16, RECIPE, train
+from tests.engine.engine_runs import BF16, CHUNKS, RECIPE, train
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config
 
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], list[tuple[int, list[str]]]]] = {
     "dp2": ((1, 1, 2), [(0, []), (1, []), (2, BF16), (3, []), (3, BF16), (0, EXPERTS)]),
     "pp2": ((1, 2, 1), [(0, []), (1, BF16)]),
     "tp2pp2": ((2, 2, 1), [(0, RECOMPUTE), (1, EXPERTS)]),
-    "pp2dp2": ((1, 2, 2), [(0, []), (1, []), (1, BF16)]),
+    "pp2dp2": ((1, 2, 2), [(0, []), (1, CHUNKS), (1, BF16)]),
     "tp2dp2": ((2, 1, 2), [(0, []), (2, []), (3, BF16)]),
 }
 
@@ -79,6 +79,11 @@ def differences(rank: int, layout: tuple[int, int, int], runs: list[tuple[int, l
     return found
 
 
+def data_axes(flags: list[str]) -> list[str]:
+    """The names of the axes over which data-parallel ranks hold copies."""
+    return ["expert_gradient", "gradient"] if flags == EXPERTS else ["gradient"]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_copies_agree(name: str) -> None:
     layout, runs = LAYOUTS[name]
@@ -88,7 +93,7 @@ def test_all_copies_agree(name: str) -> None:
             assert found == [], (stage, flags)
             assert compared == sorted(
                 (axis, kind)
-                for axis, size in (("tp", tp), ("gradient", dp), ("embedding", pp))
+                for axis, size in (("tp", tp), *((name, dp) for name in data_axes(flags)), ("embedding", pp))
                 for kind in kinds_of(axis, stage)
                 if size > 1
             )

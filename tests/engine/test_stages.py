@@ -10,7 +10,8 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
-from megatron.engine.stages import blocks_per_stage, stage_bounds
+from megatron.config.layout import blocks_per_stage
+from megatron.engine.stages import stage_bounds
 from megatron.errors import ConfigError
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.layer_cost import LayerCost
@@ -112,3 +113,9 @@ def test_bounds_cover_every_layer_once() -> None:
 def test_bounds_of_too_many_stages_are_rejected() -> None:
     with pytest.raises(ConfigError, match="1 layers cannot fill 2 pipeline stages"):
         stage_bounds(layers_of([LayerKind.EMBEDDING, LayerKind.BLOCK]), 2)
+
+
+def test_stages_may_be_left_without_a_block() -> None:
+    kinds = [LayerKind.EMBEDDING, LayerKind.BLOCK, LayerKind.BLOCK, LayerKind.NORM, LayerKind.HEAD]
+    assert stage_bounds(layers_of(kinds), 4, may_be_empty=True) == [0, 2, 3, 3, 5]
+    assert stage_bounds(layers_of(kinds), 2, may_be_empty=True) == stage_bounds(layers_of(kinds), 2)

@@ -24,7 +24,8 @@ def result(loss: float, tokens: float, **metrics: list[float]) -> ObjectiveResul
 
 def step(totals: StepTotals, norm: torch.Tensor | float = 0.5) -> StepResult:
     sums = totals.over_ranks(ParallelMesh.single())
-    return StepResult(sums, SIZES, gradient_norm=norm, sample_count=8, skipped=False, loss_scale=2.0)
+    figures = torch.cat([torch.as_tensor(norm, dtype=torch.float64).reshape(1), sums])
+    return StepResult(figures, SIZES, sample_count=8, loss_scale=torch.tensor(2.0))
 
 
 def test_micro_batches_add_up() -> None:
@@ -53,14 +54,8 @@ def test_labels_may_count_less_than_one_token_together() -> None:
 def test_a_nan_loss_stays_nan(value: float) -> None:
     totals = StepTotals({}, torch.device("cpu"))
     totals.add(result(value, 4.0), {})
-    outcome = StepResult(
-        totals.over_ranks(ParallelMesh.single()),
-        {},
-        gradient_norm=value,
-        sample_count=1,
-        skipped=False,
-        loss_scale=1.0,
-    )
+    sums = totals.over_ranks(ParallelMesh.single())
+    outcome = StepResult(torch.cat([torch.tensor([value], dtype=torch.float64), sums]), {}, sample_count=1)
     assert not math.isfinite(outcome.loss)
     assert not math.isfinite(outcome.gradient_norm)
     assert (outcome.token_count, outcome.metrics) == (4, {})

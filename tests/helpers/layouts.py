@@ -17,3 +17,5 @@ class Layout:
     splits_sequence: bool = False
     ring_size: int = 1
     ulysses_size: int = 1
+    expert_model_parallel_size: int = 1
+    splits_each_expert: bool = True

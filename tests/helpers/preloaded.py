@@ -45,8 +45,6 @@ importlib.import_module("megatron.config.parse").flag_table()
 
 MAIN_PROCESS = multiprocessing.current_process()
 
-# DeepSpeed looks for a compiler on first use and tries it several times. The answer is the same for every rank.
-COMPATIBLE_OPERATIONS = importlib.import_module("deepspeed.ops").__compatible_ops__
 
 # Without this, the first garbage collection of a rank would write to all memory that it shares with the server.
 gc.collect()

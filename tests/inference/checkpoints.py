@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.checkpoint import save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.model.interface.step_state import states_of
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.record import TokenizerRecord
@@ -25,12 +26,14 @@ def make_checkpoint(
     more_tokens: Sequence[str] = (),
     positions: int = POSITIONS,
     choice: TokenizerChoice | None = None,
+    mean_ratio: float | None = None,
 ) -> Path:
     """Writes a vocabulary and a checkpoint of step 3 under a folder; returns the folder of checkpoints.
 
     Args:
         more_tokens: of the vocabulary, such as those of a chat template.
         choice: another tokenizer, which is there.
+        mean_ratio: what the means of weights in it are, times the weights; None for a checkpoint without them.
     """
     if choice is None:
         choice = write_vocabulary(folder)
@@ -50,9 +53,12 @@ def make_checkpoint(
     mesh = ParallelMesh.single()
     model = build_gpt(config.model, mesh)
     weights = dict(model.named_parameters())
-    pieces = []
+    states = {state.global_name: state for state in states_of(model)}  # type: ignore[attr-defined]
+    pieces = [(key, states[key.name]) for key, _ in filling_weights(states.values())]
     for key, _ in filling_weights(model.parameters()):
         pieces.append((key, weights[key.name].detach().view(-1)[: key.numel]))
+        if mean_ratio is not None:
+            pieces.append((key.of_kind("average"), pieces[-1][1] * mean_ratio))
     made_with = TokenizerRecord(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
     record = make_record(3, config=config.to_json(), tokenizer=made_with).to_json()
     checkpoints = folder / "checkpoints"

@@ -14,11 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, ParallelRequest
+from megatron.model.blocks.experts import Experts
 from megatron.model.interface.step_context import Recompute, StepSettings
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import SEED, build_gpt, tiny_config
+from tests.helpers.ranks import run_ranks
 
 BATCH, LENGTH = 2, 12
 FORMS: dict[str, dict[str, Any]] = {
@@ -31,10 +34,17 @@ FORMS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope", "normalization": "RMSNorm", "norm_placement": "sandwich",
         "apply_layernorm_1p": True, "attention_logit_softcap": 5.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     },
+    "experts with a capacity": {
+        "num_experts": 4, "moe_expert_capacity_factor": 0.7, "moe_min_capacity": 0, "gated_linear_unit": True,
+        "activation_function": "silu", "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    },
 }  # fmt: skip
 # On a CPU the host may look at values, which costs nothing, in lines that a GPU does not reach: the smallest and the
 # largest id, the places of the labels that count, and whether the loss was multiplied.
 READS_ON_A_CPU = {"aten._local_scalar_dense.default": 3, "aten.nonzero.default": 1}
+
+
+EXPERTS: dict[str, Any] = {**FORMS["experts with a capacity"], "moe_shared_expert_intermediate_size": 8}
 
 
 class Recorder(TorchDispatchMode):
@@ -127,3 +137,27 @@ def test_other_values_run_the_same_operations_on_the_same_memory(form: str, reco
     assert not first.constants
     for name, most in READS_ON_A_CPU.items():
         assert first.count(name) <= most
+
+
+def exchanging_passes(rank: int) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """The operations of a layer whose experts are divided over two ranks, for other tokens in the same place."""
+    mesh = open_mesh(ParallelRequest(expert_model_parallel_size=2))
+    layer = Experts(tiny_config(**EXPERTS), mesh, 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    hidden = torch.zeros(BATCH, LENGTH, layer.router.weight.shape[1], requires_grad=True)
+    passes = []
+    for seed in (1, 2, 3):
+        hidden.data.normal_(generator=torch.Generator().manual_seed(10 * seed + rank))
+        with Recorder() as recorder:
+            context = StepSettings().context(torch.arange(BATCH))
+            layer(hidden, context).square().sum().backward()
+        passes.append(recorder.operations)
+    return passes[1], passes[2]
+
+
+def test_experts_with_a_capacity_on_other_ranks_read_nothing() -> None:
+    for first, second in run_ranks(exchanging_passes, 2):
+        names = [name for name, *_ in first]
+        assert first == second and sum("alltoall" in name for name in names) == 4
+        assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & set(names)

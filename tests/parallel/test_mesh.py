@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.device import Stopwatch
 from megatron.errors import LaunchError
 from megatron.parallel import messages
-from megatron.parallel.mesh import Axis, AxisSize, ParallelMesh, build_mesh, check_layout, standard_axes
+from megatron.parallel.mesh import Axis, AxisSize, ExpertSplit, ParallelMesh, build_mesh, check_layout, standard_axes
 from tests.helpers.ranks import RankFailure, run_ranks
 
 MINUTE = timedelta(minutes=1)
@@ -24,11 +24,11 @@ MINUTE = timedelta(minutes=1)
 FULL = (
     AxisSize("pp", 3, "stage"),
     AxisSize("dp", 2, "batch"),
-    AxisSize("ep", 2, "batch"),
+    AxisSize("other", 2, "batch"),
     AxisSize("toy", 2, "sequence"),
     AxisSize("tp", 2, "tensor"),
 )
-DERIVED = ("batch", "loss", "gradient", "expert_gradient", "model", "embedding")
+DERIVED = ("batch", "loss", "gradient", "model", "ep", "expert_gradient", "expert_model", "embedding")
 
 
 def _all_groups(mesh: ParallelMesh) -> list[Axis]:
@@ -40,7 +40,7 @@ def test_ranks_are_numbered_in_deepspeed_order(rank: int) -> None:
     mesh = ParallelMesh.at(standard_axes(16, tp=2, pp=4), rank)
     assert (mesh.pp.size, mesh.dp.size, mesh.tp.size) == (4, 2, 2)
     assert (mesh.pp.rank * 2 + mesh.dp.rank) * 2 + mesh.tp.rank == rank
-    assert [axis.name for axis in mesh.axes] == ["pp", "dp", "ep", "cp", "sp", "tp"]
+    assert [axis.name for axis in mesh.axes] == ["pp", "dp", "cp", "sp", "tp"]
     assert [axis.name for axis in mesh.axes_of("stage", "tensor")] == ["pp", "tp"]
 
 
@@ -48,11 +48,10 @@ def test_neighbors_on_every_axis() -> None:
     mesh = ParallelMesh.at(standard_axes(8, tp=2, pp=2), 5)
     assert (mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks) == ((4, 5), (5, 7), (1, 5))
     assert (mesh.tp.rank, mesh.dp.rank, mesh.pp.rank) == (1, 0, 1)
-    inner = ParallelMesh.at(standard_axes(32, tp=2, pp=2, ep=2, cp=2), 0)
+    inner = ParallelMesh.at(standard_axes(32, tp=2, pp=2, cp=2), 0)
     assert [(axis.name, axis.ranks) for axis in inner.axes] == [
         ("pp", (0, 16)),
-        ("dp", (0, 8)),
-        ("ep", (0, 4)),
+        ("dp", (0, 4, 8, 12)),
         ("cp", (0, 2)),
         ("sp", (0,)),
         ("tp", (0, 1)),
@@ -63,15 +62,33 @@ def test_derived_groups_span_the_axes_of_their_roles() -> None:
     mesh = ParallelMesh.at(FULL, 0)
     assert mesh.batch.ranks == (0, 4, 8, 12)
     assert mesh.loss.ranks == mesh.gradient.ranks == (0, 2, 4, 6, 8, 10, 12, 14)
-    assert mesh.expert_gradient.ranks == (0, 2, 8, 10)
+    assert mesh.expert_gradient.ranks == mesh.gradient.ranks and mesh.ep.ranks == (0,)
     assert mesh.model.ranks == (0, 1, 16, 17, 32, 33)
     assert mesh.embedding.ranks == (0, 32)
     assert mesh.axes_of("sequence", "batch") == mesh.axes[1:4]
     assert mesh.axis("toy").ranks == (0, 2) and mesh.cp == Axis("cp", 0, 1, (0,))
 
 
-def test_all_groups_partition_the_world() -> None:
-    meshes = [ParallelMesh.at(FULL, rank) for rank in range(48)]
+def test_experts_have_a_grid_of_their_own() -> None:
+    """Ranks with different tokens, neighbours with different experts: of dp and the ring, or of these and tp."""
+    sizes = standard_axes(16, tp=2, pp=2, cp=2)
+    split = ParallelMesh.at(sizes, 2, experts=ExpertSplit(2))
+    assert (split.ep.ranks, split.expert_gradient.ranks) == ((0, 2), (2, 6)) and split.etp == split.tp
+    assert split.expert_model.ranks == (0, 1, 2, 3) and split.gradient.ranks == (0, 2, 4, 6)
+    over_both = ParallelMesh.at(sizes, 2, experts=ExpertSplit(4))
+    assert (over_both.ep.ranks, over_both.expert_gradient.ranks) == ((0, 2, 4, 6), (2,))
+    whole = ParallelMesh.at(sizes, 2, experts=ExpertSplit(4, keeps_tensor=False))
+    assert (whole.ep.ranks, whole.expert_gradient.ranks) == ((0, 1, 2, 3), (2, 6))
+    assert whole.etp.ranks == (2,) and whole.expert_model.ranks == whole.ep.ranks and whole.tp.size == 2
+    copies = ParallelMesh.at(sizes, 2, experts=ExpertSplit(1, keeps_tensor=False))
+    assert copies.expert_gradient.ranks == tuple(range(8)) and copies.ep.ranks == (2,)
+    with pytest.raises(LaunchError, match="--expert-model-parallel-size 3 does not divide the 4 ranks.* 1, 2, 4"):
+        ParallelMesh.at(sizes, 2, experts=ExpertSplit(3))
+
+
+@pytest.mark.parametrize("experts", [ExpertSplit(), ExpertSplit(2), ExpertSplit(4, keeps_tensor=False)])
+def test_all_groups_partition_the_world(experts: ExpertSplit) -> None:
+    meshes = [ParallelMesh.at(FULL, rank, experts=experts) for rank in range(48)]
     for name, *groups in zip(*[[axis.name for axis in _all_groups(meshes[0])], *map(_all_groups, meshes)], strict=True):
         for rank, group in enumerate(groups):
             assert group.ranks[group.rank] == rank and len(group.ranks) == group.size, name
@@ -97,8 +114,14 @@ def test_layout_that_does_not_fit_names_the_legal_ones(world: int, tp: int, pp: 
 
 
 def test_inner_axes_that_do_not_divide_the_replicas_are_rejected() -> None:
-    with pytest.raises(LaunchError, match=r"6 copies of the model \(12 ranks / 2 x 1.*ep 2 x cp 2 x sp 1 = 4"):
-        standard_axes(12, tp=2, ep=2, cp=2)
+    with pytest.raises(LaunchError, match=r"6 copies of the model \(12 ranks / 2 x 1.*cp 2 x sp 2 = 4"):
+        standard_axes(12, tp=2, cp=2, sp=2)
+
+
+def test_reports_say_where_a_rank_is() -> None:
+    sizes = standard_axes(16, tp=2, cp=2, sp=2)
+    assert [ParallelMesh.at(sizes, rank).place for rank in (0, 13)] == ["dp 0 cp 0 sp 0 tp 0", "dp 1 cp 1 sp 0 tp 1"]
+    assert ParallelMesh.single().place == ""
 
 
 def test_single_mesh_needs_no_process_group() -> None:
@@ -111,8 +134,7 @@ def test_a_rank_creates_only_the_groups_it_is_in(rank: int, monkeypatch: pytest.
     real, asked = dist.new_group, []
 
     def counted(ranks: list[int] | None = None, **options: Any) -> Any:
-        if options["group_desc"] != "background":
-            asked.append((tuple(ranks or ()), options["timeout"]))
+        asked.append((tuple(ranks or ()), options["timeout"]))
         return real(ranks, **options)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4096)
@@ -128,8 +150,7 @@ def test_a_rank_creates_only_the_groups_it_is_in(rank: int, monkeypatch: pytest.
     assert sorted(ranks for ranks, _ in asked) == sorted([*distinct, (rank,)])
     assert {timeout for _, timeout in asked} == {MINUTE}
     assert len({id(axis.group) for axis in _all_groups(mesh)}) == len(distinct) + 2  # and this rank alone, and WORLD
-    assert mesh.world.group is mesh.control.group is not None
-    assert mesh.background.ranks == mesh.world.ranks and mesh.background.group not in (None, mesh.world.group)
+    assert mesh.world.group is mesh.control.group is mesh.background.group is not None
     assert mesh.ep.group is mesh.sp.group is not None
 
 
@@ -148,10 +169,13 @@ def _uneven(rank: int) -> list[tuple[str, list[float]]]:
     build_mesh(standard_axes(6, pp=3, tp=2), "cpu", 0, MINUTE)
     dist.new_group([0, 1])  # torch counts it on its members only
     sizes = (AxisSize("dp", 1, "batch"), AxisSize("pp", 3, "stage"), AxisSize("toy", 2, "sequence"))
-    mesh = build_mesh(sizes, "cpu", 0, timedelta(seconds=47))
+    mesh = build_mesh(sizes, "cpu", 0, timedelta(seconds=47), experts=ExpertSplit(2))
     for axis in _all_groups(mesh):
         total = messages.all_reduce_sum(torch.tensor([float(rank)]), axis)
         assert total.item() == sum(axis.ranks), axis
+        if axis is mesh.control:
+            assert axis.tree is not None and axis.group is None
+            continue
         assert dist.get_world_size(axis.group) == axis.size and dist.get_rank(axis.group) == axis.rank
         seconds = axis.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         assert seconds == 47, axis
@@ -175,7 +199,7 @@ def _late(rank: int) -> float:
 
 
 def test_a_group_with_an_absent_rank_times_out() -> None:
-    with pytest.raises(RankFailure, match="rank 2 failed first(.|\n)*[Tt]imed out waiting 4500ms"):
+    with pytest.raises(RankFailure, match="rank 2 failed first(.|\n)*([Tt]imed out waiting 4500ms|Connect timeout)"):
         run_ranks(_late, 4)
 
 

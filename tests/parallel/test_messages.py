@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +14,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.device import Stopwatch
+from megatron.kernels.attention.partial import PartialAttention
 from megatron.parallel import messages
+from megatron.parallel.expert.exchange import RowExchange
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.sequence.ring import RingPlan
+from megatron.parallel.sequence.tiles import Visibility
+from megatron.parallel.tensor.collectives import start_gathering
+from megatron.parallel.watch.stacks import read_stacks
 from tests.helpers.layouts import Layout
 from tests.helpers.machines.message_sizes import count_messages
 from tests.helpers.ranks import run_ranks
@@ -20,12 +30,14 @@ from tests.helpers.ranks import run_ranks
 AXIS = ParallelMesh.single().control
 
 
-def exchange(rank: int) -> dict[str, Any]:
+def exchange(rank: int, folder: Path) -> dict[str, Any]:
     """Everything once, on the world of four and on the tensor axis of two."""
     mesh = open_mesh(Layout(2, 1))
     last = mesh.world.size - 1
     with count_messages() as sizes:
-        gathered = messages.gather_bytes(bytes([rank]) * rank, mesh.control, destination=last)
+        gathered = messages.gather_bytes(bytes([rank]) * rank, mesh.world)
+        in_tree = messages.gather_bytes(bytes([rank]) * rank, mesh.control)
+    assert gathered == in_tree
     return {
         "sum": messages.all_reduce_sum(torch.tensor([rank, 1]), mesh.world).tolist(),
         "max": messages.all_reduce_max(torch.tensor([rank, -rank]), mesh.tp).tolist(),
@@ -37,6 +49,7 @@ def exchange(rank: int) -> dict[str, Any]:
         "sizes": (sizes.sent_bytes, sizes.received_bytes),
         "all": messages.all_gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp),
         "swapped": swap(torch.full((3,), float(rank)), mesh.tp),
+        "waits": [is_seen_to_wait(begin, mesh.tp, folder / f"{rank // 2}-{n}") for n, begin in enumerate(BEGUN)],
         "received": pass_on(torch.tensor([[rank + 0.5]], dtype=torch.bfloat16), mesh.tp).item(),
     }
 
@@ -64,8 +77,48 @@ def pass_on(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     return messages.receive(torch.empty(2, 2, dtype=tensor.dtype), axis, 0)[1, 1]
 
 
-def test_four_ranks_exchange() -> None:
-    results = run_ranks(exchange, 4)
+def ring_message(axis: Axis) -> Callable[[], object]:
+    plan = RingPlan(axis, PartialAttention(1.0), Visibility(), (), None)
+    return plan.send_on(torch.zeros(2)).wait
+
+
+def expert_rows(axis: Axis) -> Callable[[], object]:
+    rows = RowExchange(axis)
+    rows.begin(torch.zeros(2, 1))
+    return rows.finish
+
+
+# What begins a message, and returns what waits for it.
+BEGUN: Sequence[Callable[[Axis], Callable[[], object]]] = (
+    ring_message,
+    lambda axis: start_gathering(torch.zeros(1, 2, 1), axis).wait,
+    expert_rows,
+)
+
+
+def is_seen_to_wait(begin: Callable[[Axis], Callable[[], object]], axis: Axis, was_looked_at: Path) -> bool:
+    """Whether the watcher sees that the first rank waits, until when the other one does not take part."""
+    seen: list[bool] = []
+
+    def look() -> None:
+        time.sleep(0.05)  # until the main thread is where it waits
+        deadline = time.monotonic() + 20
+        while not any(seen) and time.monotonic() < deadline:
+            seen.append(read_stacks(1000)[1])
+            time.sleep(0.01)
+        was_looked_at.touch()
+
+    while axis.rank == 1 and not was_looked_at.exists():
+        time.sleep(0.01)
+    wait = begin(axis)
+    if axis.rank == 0:
+        threading.Thread(target=look).start()
+    wait()
+    return axis.rank == 1 or any(seen)
+
+
+def test_four_ranks_exchange(tmp_path: Path) -> None:
+    results = run_ranks(exchange, 4, tmp_path)
     for rank, met in enumerate(results):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
         assert met["sum"] == [6, 4]
@@ -74,14 +127,15 @@ def test_four_ranks_exchange() -> None:
         assert met["bytes"] == b"\x00\xff\x03"
         assert met["no bytes"] == b""
         assert met["received"] == pair[0] + 0.5
+        assert met["waits"] == [True] * len(BEGUN)
         assert met["swapped"] == [pair[0] + pair[1] - rank + 0.25, pair[0] + pair[1] - rank + 0.5]
         assert met["json"] == {"rank": [pair[1], "é"]}
         assert met["all"] == [{"rank": member, "pad": "x" * member} for member in pair]
-        if rank < 3:
+        if rank:
             assert met["gathered"] is None
-            assert met["sizes"] == (8 + rank, 0)
-    assert results[3]["gathered"] == [b"", b"\x01", b"\x02\x02", b"\x03\x03\x03"]
-    assert results[3]["sizes"] == (8, 4 * 8 + 0 + 1 + 2)
+            assert met["sizes"] == (8 + rank + rank, 0)
+    assert results[0]["gathered"] == [b"", b"\x01", b"\x02\x02", b"\x03\x03\x03"]
+    assert results[0]["sizes"] == (8, 4 * 8 + 2 * (1 + 2 + 3))
 
 
 def test_an_axis_of_one_needs_no_process_group() -> None:
@@ -91,7 +145,6 @@ def test_an_axis_of_one_needs_no_process_group() -> None:
     assert messages.broadcast(tensor, AXIS) is tensor
     assert messages.broadcast_bytes(b"a", AXIS) == b"a"
     assert messages.gather_bytes(b"a", AXIS) == [b"a"]
-    assert messages.scatter_number([7], AXIS) == 7
     assert messages.broadcast_json((1, "a"), AXIS) == [1, "a"]
     assert messages.all_gather_json((1, "a"), AXIS) == [[1, "a"]]
 
@@ -102,6 +155,7 @@ def test_an_axis_of_one_needs_no_process_group() -> None:
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"), True),
         (RuntimeError("recv: Connection reset by peer"), True),
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.h:311] Connect timeout [none]"), True),
         (dist.DistNetworkError("unreachable"), True),
         (RuntimeError("size mismatch"), False),
         (ValueError("Connection closed by peer"), False),

@@ -73,7 +73,7 @@ def test_a_parameter_has_its_spec() -> None:
 def test_uneven_splits_are_rejected() -> None:
     with pytest.raises(ConfigError, match="10 heads cannot be split over 4 ranks .--tensor-model-parallel-size 4."):
         ShardSpec((Dimension("heads", 10, axis(0, 4)),))
-    with pytest.raises(ConfigError, match="7 experts cannot be split over 2 ranks .size of the ep axis: 2."):
+    with pytest.raises(ConfigError, match="7 experts cannot be split over 2 ranks .--expert-model-parallel-size 2."):
         check_divisible(7, axis(0, 2, "ep"), "experts")
     with pytest.raises(ConfigError, match=r"shape \[4, 4\] is split twice over the same axis .*tp, tp"):
         ShardSpec((Dimension("a", 4, axis(0, 2)), Dimension("b", 4, axis(0, 2))))

@@ -109,6 +109,7 @@ def train_and_resume(rank: int, corpus: TinySentences) -> None:
         "zero3": ({"zero_stage": 3}, ["--load", first, "--ckpt-step", "3"]),
         "tp2": ({"tensor_model_parallel_size": 2}, ["--load", first, "--ckpt-step", "3"]),
         "pp2": ({"pipeline_model_parallel_size": 2}, ["--load", first, "--ckpt-step", "3"]),
+        "ulysses": ({"ds_sequence_parallel_size": 2}, ["--load", first, "--ckpt-step", "3"]),
     }
     for name, (changes, more) in runs.items():
         folder = corpus.folder / name
@@ -126,7 +127,7 @@ def test_a_run_resumes_bit_for_bit_and_in_other_layouts(tmp_path: Path) -> None:
             step: (record["lm_loss"], record["order_loss"])
             for step, record in read_steps(tmp_path / name / "run").items()
         }
-        for name in ("whole", "resumed", "zero3", "tp2", "pp2")
+        for name in ("whole", "resumed", "zero3", "tp2", "pp2", "ulysses")
     }
     rest = {step: figures for step, figures in curves.pop("whole").items() if step > 3}
     assert sorted(rest) == [4, 5, 6]

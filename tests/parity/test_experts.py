@@ -12,7 +12,7 @@ from megatron.config import RunConfig
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, expert_tokens
-from megatron.observe.metrics import routing_figures
+from megatron.observe.routing import routing_figures
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks

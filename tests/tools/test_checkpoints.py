@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import CheckpointLock, verify
-from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage import DISK, Storage, write_file
 from megatron.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
 from tests.checkpoint.analysis.stored import save_checkpoint
@@ -164,6 +164,18 @@ def test_a_checkpoint_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (target / "iter_0000003" / "manifest.json").read_bytes() == (
         source / "iter_0000003" / "manifest.json"
     ).read_bytes()
+
+
+def test_a_copy_to_a_store_locks_no_local_folder_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    source, address = save_step(tmp_path / "run", 3), "memory://copies-by-hand/run"
+    monkeypatch.chdir(tmp_path)
+    write_file(DISK, Path(address) / "iter_0000003" / "pieces_00000.safetensors", b"of a copy that died")
+    assert checkpoints.main(["copy", str(source), address]) == 0
+    assert verify(Path(address) / "iter_0000003").step == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_copy_replaces_and_mixes_nothing(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
+from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
 from megatron.device import Elapsed
 from megatron.errors import DataError, ExitCode, NumericsError
@@ -49,6 +50,7 @@ class FakeRun:
             optim=optim_config(train_iters=train_iters, lr=1.0, lr_decay_style="constant"),
             data=SimpleNamespace(seq_length=10),
             safety=SafetyConfig(),
+            precision=PrecisionConfig(fp16=True),
         )
         self.progress = Progress()
         self.epoch_ends: set[int] = set()
@@ -253,7 +255,7 @@ def test_a_run_of_empty_steps_ends_unsaved_with_an_error() -> None:
 
 
 def test_a_skipped_step_is_counted_and_consumes_its_samples() -> None:
-    run = FakeRun(outcome=Outcome(skipped=True))
+    run = FakeRun(outcome=Outcome(skipped=True, loss_scale=2.0))
     run_to_end(run)
     assert run.progress == Progress(3, 24, 240, skipped_steps=3)
 

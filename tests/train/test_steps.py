@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
+from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import DataError, ExitCode, NumericsError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
@@ -66,6 +67,25 @@ def test_empty_steps_are_counted_and_reported_once(capsys: pytest.CaptureFixture
     run.engine.update_count = 0
     steps.add(TrainedStep(AFTER, Outcome(), 0.1, 1.0, 0.1, None))
     steps.check_trained()
+
+
+def test_overflows_with_the_least_loss_scale_end_a_run() -> None:
+    run = run_with()
+    run.config.precision = PrecisionConfig(fp16=True, hysteresis=2, min_loss_scale=1.0)
+    run.report = SimpleNamespace(step=lambda *told: None)
+    steps = StepReports(run, 0)
+
+    def add(skipped: bool, loss_scale: float) -> None:
+        steps.add(TrainedStep(AFTER, Outcome(skipped=skipped, loss_scale=loss_scale), 0.1, 1.0, 0.1, None))
+
+    for skipped, loss_scale in ((True, 2.0), (True, 1.0), (True, 1.0), (False, 1.0), (True, 1.0), (True, 1.0)):
+        add(skipped, loss_scale)
+    with pytest.raises(NumericsError, match=r"the least loss scale, 1 \(--min-loss-scale\), 3 times in a row"):
+        add(True, 1.0)
+    run.config.precision, steps = PrecisionConfig(fp16=True, loss_scale=1.0), StepReports(run, 0)  # it does not fall
+    for _ in range(4):
+        add(True, 1.0)
+    assert run.progress.skipped_steps == 10
 
 
 def test_allowed_bad_steps_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:

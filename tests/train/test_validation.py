@@ -29,7 +29,9 @@ class FakeRun:
         self.asked: list[tuple[int, int, int]] = []
         self.reported: list[tuple[Any, ...]] = []
         self.progress = Progress(5, 20, 200)
-        self.engine = SimpleNamespace(evaluate=lambda batches: next(self._answers))
+        self.engine = SimpleNamespace(
+            evaluate=lambda batches: next(self._answers), using_averages=contextlib.nullcontext
+        )
         report = self.reported.append
         self.report = SimpleNamespace(evaluation=lambda *told: report(told), task=lambda *told: report(told))
         self.open_loaders = 0

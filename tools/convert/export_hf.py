@@ -55,6 +55,9 @@ class ExportFlags(ConfigSection):
         "chat template to write: a name or a file; the one the model was tuned with if unset",
         path=PathUse.PLACE,
     )
+    averaged_weights: bool = flag(
+        False, "export the means of the weights, which a run with --ema-decay keeps, instead of the weights"
+    )
     proof_layers: int | None = flag(
         None, "layers whose logits are compared, the first ones with embedding and head; all if unset", at_least=1
     )
@@ -109,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags.model_type,
             flags.proof_layers,
             origin=record.first_family,
+            kind="average" if flags.averaged_weights else "weight",
             chat_template=tuned_template(flags.chat_template or config.finetuning.chat_template, config.data, choice),
         )
     )

@@ -1,11 +1,13 @@
-"""Compares pipeline schedules before a run: how long ranks would be idle, and what they hold. Draws one of them.
+"""Plans a run: which layout of a network on so many devices is the fastest that fits. Or compares pipeline schedules.
 
+    python tools/runs/plan.py --model-preset llama-3-70b --devices 512 --device h100 --global-batch-size 1024
     python tools/runs/plan.py --pipeline-model-parallel-size 4 --micro-batches 8
     python tools/runs/plan.py --pipeline-schedule zbv --draw zbv.svg
     python tools/runs/plan.py --pipeline-schedule mine.csv
 
-Without a schedule all are listed. Times are those of forward passes and halves of backward passes that take equally
-long, and of messages that take none.
+A plan takes any of the trainer's flags; those of the layout are kept as given. Without --devices, schedules are listed.
+Their times are those of forward passes and halves of backward passes that take equally long, and of messages that take
+none.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.config import ConfigSection, PathUse, flag, parse_flags
+from megatron.config import PathUse, flag
+from megatron.config.program_flags import ProgramFlags, read_program, words_of
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 
 
 @dataclass(frozen=True)
-class PlanFlags(ConfigSection):
+class PlanFlags(ProgramFlags):
     """Flags of this program."""
 
     pipeline_model_parallel_size: int = flag(4, "stages the layers are spread over", at_least=1, at_most=1024)
@@ -37,6 +40,13 @@ class PlanFlags(ConfigSection):
     pipeline_schedule: str | None = flag(None, f"{', '.join(SCHEDULE_CHUNKS)} or FILE.csv")
     draw: str | None = flag(None, "SVG file to draw the schedule in", path=PathUse.NEW_FILE)
     csv: str | None = flag(None, "CSV file to write the schedule to, for --pipeline-schedule", path=PathUse.NEW_FILE)
+    devices: int | None = flag(None, "devices to plan a run for", at_least=1, at_most=1_048_576)
+
+    def words(self) -> list[str]:
+        """The flags of a plan that the trainer has as well."""
+        names = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_schedule")
+        given = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names if name in self.given}
+        return words_of({**given, "--planned-devices": self.devices})
 
     def problems(self) -> Iterator[str]:
         for name, path in (("--draw", self.draw), ("--csv", self.csv)):
@@ -45,9 +55,22 @@ class PlanFlags(ConfigSection):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table, or the drawing of one schedule, and writes the files that are asked for."""
+    """Prints a plan, the table of schedules, or the drawing of one of them, and writes the files that are asked for."""
     words = sys.argv[1:] if argv is None else argv
-    flags = parse_flags(PlanFlags, words, prog="plan.py", description=__doc__ or "")
+    flags, others = read_program(PlanFlags, words, prog="plan.py", description=__doc__ or "")
+    if flags.devices is None:
+        return show_schedules(flags)
+    from megatron.planning.requests import request_lines
+
+    precision = [] if {"--fp16", "--bf16", "--no-bf16"} & {*others} else ["--bf16"]
+    trainer = [*precision, *flags.words(), *others]
+    for line in request_lines(trainer, ["pretrain_gpt.py", *precision, *others]):
+        print(line)
+    return 0
+
+
+def show_schedules(flags: PlanFlags) -> int:
+    """Prints the table of schedules, or one of them, and writes it."""
     from megatron.files.replacing import write_atomically
     from megatron.parallel.schedule.comparison import held_text, schedule_with_sizes, table_lines
     from megatron.parallel.schedule.drawing import svg, text_lines

@@ -1,7 +1,8 @@
 // Layer norm and RMS norm on a GPU.
 //
-// A row is held in registers by a warp, or by the warps of a block of up to 512 threads, in packets of 16 bytes. Rows that
-// are too long for that, or not aligned, are streamed: read again for each of their sums.
+// A row is held in registers by a warp, or by the warps of a block of up to 512 threads. Where all rows begin at 16-byte
+// boundaries, a thread has packets of 16 bytes; elsewhere its elements lie between those of the other threads, so that a
+// warp reads neighbours at once. Rows that are too long for that are streamed: read again for each of their sums.
 #include "norm/norm.h"
 
 #include "base/device.h"
@@ -17,6 +18,7 @@ constexpr int kMostWarps = kMostThreads / kWarp;
 struct Layout {
   dim3 block;
   int packets;  // per thread; 0 if rows are streamed
+  bool packed;  // whether a packet's elements lie together
 };
 
 struct Pair {
@@ -79,6 +81,59 @@ __device__ __forceinline__ void store_values(T* to, const float* values) {
   store_packet(to, packet);
 }
 
+// The elements of a row that a thread has: `k` counts its packets, whose elements are `kStride` columns apart. `columns` is
+// 0 for threads without a row, which only keep the barriers company.
+template <typename T, bool kPacked>
+struct Own {
+  static constexpr int kSize = Packet<T>::kSize, kStride = kPacked ? 1 : kWarp;
+
+  int columns;
+
+  // The first column of a packet: a warp has kWarp packets that lie together.
+  __device__ __forceinline__ int first(int k) const {
+    const int thread = threadIdx.x + k * blockDim.x, lane = threadIdx.x % kWarp;
+    return kPacked ? thread * kSize : (thread - lane) * kSize + lane;
+  }
+  // How many columns lie from the first of a packet to the end of the row; 0 or less beyond it.
+  __device__ __forceinline__ int left(int k) const { return columns - first(k); }
+  __device__ __forceinline__ bool has(int k) const { return left(k) > 0; }
+  // Whether the row has an element of a packet. A packet whose elements lie together ends with the row or before.
+  __device__ __forceinline__ static bool is_in(int left, int i) { return left > (kPacked ? 0 : i * kStride); }
+
+  // Elements beyond the row are 0.
+  __device__ __forceinline__ Packet<T> packet(const T* row, int k) const {
+    const T* from = row + first(k);
+    if (kPacked) return load_packet(from);
+    Packet<T> packet;
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) packet.values[i] = is_in(left(k), i) ? from[i * kStride] : from_float<T>(0.0f);
+    return packet;
+  }
+  __device__ __forceinline__ void load(float* values, const T* row, int k) const {
+    const Packet<T> own = packet(row, k);
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) values[i] = to_float(own.values[i]);
+  }
+  __device__ __forceinline__ void load(float* values, const Vector<T>& vector, int k) const {
+    if (kPacked) return vector.load(values, first(k));
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) values[i] = is_in(left(k), i) ? vector.at(first(k) + i * kStride) : 0.0f;
+  }
+  template <typename U>
+  __device__ __forceinline__ void store(U* row, const float* values, int k) const {
+    U* to = row + first(k);
+    if (kPacked) {
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; i += Packet<U>::kSize) store_values(to + i, values + i);
+      return;
+    }
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      if (is_in(left(k), i)) to[i * kStride] = from_float<U>(values[i]);
+    }
+  }
+};
+
 template <typename T>
 struct Forward {
   T *y, *total;
@@ -104,7 +159,7 @@ __device__ __forceinline__ void write_statistics(const Forward<T>& of, int64_t r
   if (of.mean != nullptr) of.mean[row] = mean;
 }
 
-template <typename T, int kPackets>
+template <typename T, int kPackets, bool kPacked>
 __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of) {
   constexpr int kSize = Packet<T>::kSize;
   __shared__ Pair parts[2 * kMostWarps];
@@ -112,20 +167,19 @@ __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < of.rows; first += step) {
     const int64_t row = first + threadIdx.y, begin = row * of.columns;
-    const int64_t columns = row < of.rows ? of.columns : 0;  // threads without a row only keep the barriers company
+    const Own<T, kPacked> own{row < of.rows ? static_cast<int>(of.columns) : 0};
     float x[kPackets][kSize];
     float sum = 0.0f;
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
-      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
-      if (j >= columns) continue;
-      load_values<T>(x[k], of.x + begin + j);
+      if (!own.has(k)) continue;
+      own.load(x[k], of.x + begin, k);
       if (of.residual != nullptr) {
         float residual[kSize];
-        load_values<T>(residual, of.residual + begin + j);
+        own.load(residual, of.residual + begin, k);
         MEGATRON_UNROLL
         for (int i = 0; i < kSize; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + residual[i]));
-        store_values(of.total + begin + j, x[k]);
+        own.store(of.total + begin, x[k], k);
       }
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) sum += x[k][i];
@@ -135,25 +189,25 @@ __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of
     float squares = 0.0f;
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
-      if ((threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize >= columns) continue;
       MEGATRON_UNROLL
-      for (int i = 0; i < kSize; ++i) squares += (x[k][i] - mean) * (x[k][i] - mean);
+      for (int i = 0; i < kSize; ++i) {
+        if (own.is_in(own.left(k), i)) squares += (x[k][i] - mean) * (x[k][i] - mean);
+      }
     }
     const float inverse =
         megatron::inverse_deviation(row_sums({squares, 0.0f}, meeting).first, of.columns, of.eps);
-    write_statistics(of, row, columns, mean, inverse);
+    write_statistics(of, row, own.columns, mean, inverse);
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
-      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
-      if (j >= columns) continue;
+      if (!own.has(k)) continue;
       float weight[kSize], bias[kSize] = {};
-      of.weight.load(weight, j);
-      if (of.bias.data != nullptr) of.bias.load(bias, j);
+      own.load(weight, of.weight, k);
+      if (of.bias.data != nullptr) own.load(bias, of.bias, k);
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) {
         x[k][i] = scaled(of, megatron::normalized(x[k][i], mean, inverse), weight[i], bias[i]);
       }
-      store_values(of.y + begin + j, x[k]);
+      own.store(of.y + begin, x[k], k);
     }
   }
 }
@@ -178,15 +232,19 @@ __device__ __forceinline__ GradientMeans<float> gradient_means(const Backward<T>
 
 // The sums of a thread block over its rows, to the partial sums: the rows at work at the same time are added in order.
 // `sums` are those of a thread's columns; `shared` holds a row for each row at work.
-template <typename T, int kPackets>
+template <typename T, int kPackets, bool kPacked>
 __device__ __forceinline__ void write_partials(float* to, const float (*sums)[Packet<T>::kSize], float* shared,
                                                int64_t columns) {
   constexpr int kSize = Packet<T>::kSize;
+  const Own<T, kPacked> own{static_cast<int>(columns)};
   if (blockDim.y > 1) {
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
-      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
-      for (int i = 0; i < kSize && j < columns; ++i) shared[threadIdx.y * columns + j + i] = sums[k][i];
+      float* row = shared + threadIdx.y * columns + own.first(k);
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        if (own.is_in(own.left(k), i)) row[i * own.kStride] = sums[k][i];
+      }
     }
     __syncthreads();
     const int threads = blockDim.x * blockDim.y;
@@ -200,16 +258,13 @@ __device__ __forceinline__ void write_partials(float* to, const float (*sums)[Pa
   }
   MEGATRON_UNROLL
   for (int k = 0; k < kPackets; ++k) {
-    const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
-    if (j >= columns) continue;
-    MEGATRON_UNROLL
-    for (int i = 0; i < kSize; i += Packet<float>::kSize) store_values(to + j + i, sums[k] + i);
+    if (own.has(k)) own.store(to, sums[k], k);
   }
 }
 
 // The gradient of x for one block of rows, and that block's sums for weight and bias, in registers until the end.
-template <typename T, int kPackets>
-__global__ void __launch_bounds__(kMostThreads, kPackets == 1 ? 2 : 1) backward_held(const Backward<T> of) {
+template <typename T, int kPackets, bool kPacked>
+__global__ void __launch_bounds__(kMostThreads, kPackets == 1 && kPacked ? 2 : 1) backward_held(const Backward<T> of) {
   constexpr int kSize = Packet<T>::kSize;
   __shared__ Pair parts[2 * kMostWarps];
   MEGATRON_DYNAMIC_SHARED(float, shared);
@@ -219,19 +274,18 @@ __global__ void __launch_bounds__(kMostThreads, kPackets == 1 ? 2 : 1) backward_
   const int64_t end = start + of.rows_per_block < of.rows ? start + of.rows_per_block : of.rows;
   for (int64_t first = start; first < end; first += blockDim.y) {
     const int64_t row = first + threadIdx.y, begin = row * of.columns;
-    const int64_t columns = row < end ? of.columns : 0;  // threads without a row only keep the barriers company
-    const float mean = columns > 0 && of.mean != nullptr ? of.mean[row] : 0.0f;
-    const float inverse = columns > 0 ? of.inverse[row] : 0.0f;
+    const Own<T, kPacked> own{row < end ? static_cast<int>(of.columns) : 0};
+    const float mean = own.columns > 0 && of.mean != nullptr ? of.mean[row] : 0.0f;
+    const float inverse = own.columns > 0 ? of.inverse[row] : 0.0f;
     Packet<T> x[kPackets], dy[kPackets];  // packed: the sums of weight and bias need the registers
     Pair sums{0.0f, 0.0f};
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
-      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
-      if (j >= columns) continue;
-      x[k] = load_packet(of.x + begin + j);
-      dy[k] = load_packet(of.dy + begin + j);
+      if (!own.has(k)) continue;
+      x[k] = own.packet(of.x + begin, k);
+      dy[k] = own.packet(of.dy + begin, k);
       float weight[kSize];
-      of.weight.load(weight, j);
+      own.load(weight, of.weight, k);
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) {
         const float normal = megatron::normalized(to_float(x[k].values[i]), mean, inverse);
@@ -245,23 +299,22 @@ __global__ void __launch_bounds__(kMostThreads, kPackets == 1 ? 2 : 1) backward_
     const GradientMeans<float> means = gradient_means(of, row_sums(sums, meeting));
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
-      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
-      if (j >= columns) continue;
+      if (!own.has(k)) continue;
       float weight[kSize], dx[kSize] = {};
-      of.weight.load(weight, j);
-      if (of.total_gradient != nullptr) load_values<T>(dx, of.total_gradient + begin + j);
+      own.load(weight, of.weight, k);
+      if (of.total_gradient != nullptr) own.load(dx, of.total_gradient + begin, k);
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) {
         const float normal = megatron::normalized(to_float(x[k].values[i]), mean, inverse);
         const float scaled_gradient = to_float(dy[k].values[i]) * (weight[i] + of.weight_offset);
         dx[i] += megatron::input_gradient(scaled_gradient, normal, inverse, means);
       }
-      store_values(of.dx + begin + j, dx);
+      own.store(of.dx + begin, dx, k);
     }
   }
   float* to = of.partials + static_cast<int64_t>(blockIdx.x) * of.columns;
-  write_partials<T, kPackets>(to, of_weight, shared, of.columns);
-  if (of.has_bias) write_partials<T, kPackets>(to + gridDim.x * of.columns, of_bias, shared, of.columns);
+  write_partials<T, kPackets, kPacked>(to, of_weight, shared, of.columns);
+  if (of.has_bias) write_partials<T, kPackets, kPacked>(to + gridDim.x * of.columns, of_bias, shared, of.columns);
 }
 
 template <typename T>
@@ -390,9 +443,10 @@ unsigned threads_for(int64_t count) {
 
 // The layout for rows of so many columns, in blocks of about `threads` threads.
 Layout layout_for(int64_t columns, int64_t packet_size, bool is_aligned, unsigned threads) {
-  const int64_t packets = columns / packet_size;
-  const bool is_held = is_aligned && packets * packet_size == columns && packets <= 4 * kMostThreads;
+  const int64_t packets = blocks_for(columns, packet_size);
   Layout layout;
+  layout.packed = is_aligned && columns % packet_size == 0;
+  const bool is_held = packets <= (layout.packed ? 4 : 2) * kMostThreads;  // with more, registers do not suffice
   layout.packets = !is_held ? 0 : packets <= kMostThreads ? 1 : packets <= 2 * kMostThreads ? 2 : 4;
   // A streamed row has about four columns to a thread.
   const unsigned of_row = threads_for(is_held ? blocks_for(packets, layout.packets) : blocks_for(columns, 4));
@@ -417,10 +471,12 @@ int forward(const Forward<T>& of, void* stream) {
                        is_aligned(of.weight.data) && is_aligned(of.bias.data);
   const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, 256);
   const unsigned grid = row_grid(of.rows, layout.block);
-  switch (layout.packets) {
-    case 1: MEGATRON_LAUNCH((forward_held<T, 1>), grid, layout.block, 0, stream, of); break;
-    case 2: MEGATRON_LAUNCH((forward_held<T, 2>), grid, layout.block, 0, stream, of); break;
-    case 4: MEGATRON_LAUNCH((forward_held<T, 4>), grid, layout.block, 0, stream, of); break;
+  switch (layout.packets * (layout.packed ? 1 : -1)) {
+    case 1: MEGATRON_LAUNCH((forward_held<T, 1, true>), grid, layout.block, 0, stream, of); break;
+    case 2: MEGATRON_LAUNCH((forward_held<T, 2, true>), grid, layout.block, 0, stream, of); break;
+    case 4: MEGATRON_LAUNCH((forward_held<T, 4, true>), grid, layout.block, 0, stream, of); break;
+    case -1: MEGATRON_LAUNCH((forward_held<T, 1, false>), grid, layout.block, 0, stream, of); break;
+    case -2: MEGATRON_LAUNCH((forward_held<T, 2, false>), grid, layout.block, 0, stream, of); break;
     default: MEGATRON_LAUNCH((forward_streamed<T>), grid, layout.block, 0, stream, of);
   }
   return static_cast<int>(cudaGetLastError());
@@ -435,10 +491,12 @@ int backward(const Backward<T>& of, void* dweight, void* dbias, void* stream) {
   const unsigned column_blocks = static_cast<unsigned>(blocks_for(of.columns, kWarp));
   const size_t shared = layout.block.y > 1 ? layout.block.y * of.columns * sizeof(float) : 0;
   const dim3 column_block(kWarp, kColumnRows);
-  switch (layout.packets) {
-    case 1: MEGATRON_LAUNCH((backward_held<T, 1>), row_blocks, layout.block, shared, stream, of); break;
-    case 2: MEGATRON_LAUNCH((backward_held<T, 2>), row_blocks, layout.block, 0, stream, of); break;
-    case 4: MEGATRON_LAUNCH((backward_held<T, 4>), row_blocks, layout.block, 0, stream, of); break;
+  switch (layout.packets * (layout.packed ? 1 : -1)) {
+    case 1: MEGATRON_LAUNCH((backward_held<T, 1, true>), row_blocks, layout.block, shared, stream, of); break;
+    case 2: MEGATRON_LAUNCH((backward_held<T, 2, true>), row_blocks, layout.block, 0, stream, of); break;
+    case 4: MEGATRON_LAUNCH((backward_held<T, 4, true>), row_blocks, layout.block, 0, stream, of); break;
+    case -1: MEGATRON_LAUNCH((backward_held<T, 1, false>), row_blocks, layout.block, shared, stream, of); break;
+    case -2: MEGATRON_LAUNCH((backward_held<T, 2, false>), row_blocks, layout.block, 0, stream, of); break;
     default:
       MEGATRON_LAUNCH((backward_streamed<T>), row_grid(of.rows, layout.block), layout.block, 0, stream, of);
       MEGATRON_LAUNCH((sum_columns<T>), dim3(column_blocks, row_blocks), column_block, 0, stream, of);

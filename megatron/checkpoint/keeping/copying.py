@@ -22,6 +22,7 @@ from megatron.checkpoint.manifests.version_2 import read_index
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
 from megatron.checkpoint.reader import check_files, verified_chunks
 from megatron.checkpoint.storage import DISK, Storage, append, cannot_write, write_file, writing
+from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -56,7 +57,7 @@ def copy_checkpoint(
     """
     manifest = run_on_all(mesh, lambda: read_manifest(source, storage))
     run = run_on_first(mesh, lambda: secrets.token_hex(8))
-    copy = _Copy(source, directory, manifest, run, flag, storage, beat)
+    copy = CopyInProgress(source, directory, manifest, run, flag, storage, beat)
     if run_on_first(mesh, lambda: copy.is_there(replaces)):
         return None
     run_on_first(mesh, lambda: open_temporary(copy.temporary, copy.size_bytes, storage, flag))
@@ -64,6 +65,7 @@ def copy_checkpoint(
         count, ranks, rank = len(manifest.files), mesh.control.size, mesh.control.rank
         run_on_all(mesh, lambda: copy.copy_files(range(count * rank // ranks, count * (rank + 1) // ranks)))
         run_on_first(mesh, copy.commit)
+        run_on_first(mesh, lambda: point_to_newest(directory, run, storage))
     except Exception:
         if mesh.control.rank == 0:
             discard(copy.temporary, storage)
@@ -72,7 +74,7 @@ def copy_checkpoint(
 
 
 @dataclass(frozen=True)
-class _Copy:
+class CopyInProgress:
     """One copy of a checkpoint, on one rank."""
 
     source: Path
@@ -85,14 +87,17 @@ class _Copy:
 
     @property
     def final(self) -> Path:
+        """Where the copy appears."""
         return self.directory / folder_name(self.manifest.step)
 
     @property
     def temporary(self) -> Path:
+        """Where it is written."""
         return temporary_folder(self.directory, self.manifest.step, self.run)
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all files of the checkpoint."""
         return sum(file.size_bytes for file in self.manifest.files)
 
     def is_there(self, replaces: bool) -> bool:
@@ -105,6 +110,8 @@ class _Copy:
         """
         final, storage = self.final, self.storage
         try:
+            if is_address(final) and not storage.exists(final / MANIFEST_NAME):
+                storage.remove_tree(final)  # of a copy that died: what it had moved aside can come back
             if storage.exists(final.parent):
                 sweep(final.parent, storage)  # may put another checkpoint of the step back in its place
         except OSError as failure:
@@ -153,7 +160,6 @@ class _Copy:
             publish(self.temporary, self.final, self.run, self.storage)
         except OSError as failure:
             raise cannot_write(self.storage, target, self.size_bytes, failure, self.flag) from failure
-        point_to_newest(self.directory, self.run, self.storage)
 
     def _manifest_text(self) -> bytes:
         text = read_whole(self.storage, self.source / MANIFEST_NAME)

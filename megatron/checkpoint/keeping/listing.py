@@ -23,6 +23,7 @@ from megatron.checkpoint.publish import ASIDE_PREFIX
 from megatron.checkpoint.reader import check_files
 from megatron.checkpoint.record import run_id_of
 from megatron.checkpoint.storage import Storage, opened, unreadable
+from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, DamagedError, StorageError
 
 COMPLETE, DAMAGED, UNREADABLE, LINK = "complete", "damaged", "unreadable", "link"
@@ -116,9 +117,8 @@ def steps_in(directory: Path, storage: Storage) -> dict[int, Path]:
         for name in storage.names(directory)
         if not name.startswith(ASIDE_PREFIX) and (step := folder_step(name)) is not None
     }
-    return {
-        step: path for step, path in sorted(folders.items(), reverse=True) if path.is_dir() and not path.is_symlink()
-    }
+    newest_first = sorted(folders.items(), reverse=True)
+    return {step: path for step, path in newest_first if is_address(path) or (path.is_dir() and not path.is_symlink())}
 
 
 def other_files(summary: ManifestSummary, storage: Storage) -> list[str]:

@@ -12,6 +12,8 @@ from megatron.config.flags.fields import flag, network_flag
 from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
+# What the denominator of the softmax has besides its keys: nothing, a logit of 0, a learned logit per head.
+VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"
 _LARGEST_POWER = 6
 
 
@@ -87,6 +89,11 @@ class AttentionFields(ConfigSection):
     attention_logit_softcap: float | None = network_flag(
         None, "scores are kept below this by c * tanh(score / c)", above=0
     )
+    softmax_type: str = network_flag(
+        VANILLA,
+        "what the softmax's denominator has besides the keys: nothing, 1, or a learned sink per head",
+        choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
+    )
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
 
     def window_of(self, layer: int) -> int | None:
@@ -104,5 +111,10 @@ class AttentionFields(ConfigSection):
                 f"a multiple of the groups."
             )
         yield from dropout_problems("--attention-dropout", self.attention_dropout)
+        if self.softmax_type != VANILLA and self.attention_dropout > 0:
+            yield (
+                f"--attention-dropout {self.attention_dropout:g} does not go with --softmax-type {self.softmax_type}, "
+                "whose attention has no dropout. Use --attention-dropout 0."
+            )
         if self.attention_window_pattern and self.attention_window is None:
             yield "--attention-window-pattern needs --attention-window, the number of tokens."

@@ -9,6 +9,8 @@ from megatron.config.architecture.attention import AttentionFields
 from megatron.config.architecture.dropout import dropout_problems
 from megatron.config.flags.fields import flag, network_flag
 
+MICRO_BATCH, SAMPLE, GLOBAL = "micro_batch", "sample", "global"
+BY_PROBABILITY, BY_POSITION = "probs", "position"
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "elu", "linear")
 
 
@@ -92,8 +94,44 @@ class ExpertFields(FeedForwardFields):
         False, "weights are the scores over all experts; off: over the chosen ones only, so they sum to 1"
     )
     moe_router_topk_scaling_factor: float = network_flag(1.0, "factor of the experts' weights", above=0)
+    moe_router_num_groups: int | None = network_flag(
+        None, "groups of consecutive experts, such as those of a node; a token goes to a few groups only", at_least=1
+    )
+    moe_router_group_topk: int | None = network_flag(None, "groups that the experts of a token lie in", at_least=1)
+    moe_router_enable_expert_bias: bool = network_flag(
+        False, "add a bias to the scores that experts are chosen by, which follows their load instead of a loss"
+    )
+    moe_router_bias_update_rate: float = flag(1.0e-3, "change of that bias in a step", at_least=0, at_most=1)
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "tokens that an expert takes of a micro-batch, relative to an even load; the others are dropped. No token is "
+        "dropped if unset",
+        above=0,
+        at_most=2**16,
+        spelled=("--moe-train-capacity-factor",),
+        remedy="Use 1.0 for as many as an even load needs, or drop the flag to drop no token.",
+    )
+    moe_eval_capacity_factor: float | None = flag(
+        None, "the same in evaluation; as in training if unset", above=0, at_most=2**16
+    )
+    moe_min_capacity: int = flag(4, "least number of tokens that an expert with a capacity takes", at_least=0)
+    moe_token_drop_policy: str = flag(
+        BY_PROBABILITY,
+        "which tokens an expert with a capacity prefers: those with the largest weights, or the first ones",
+        choices=(BY_PROBABILITY, BY_POSITION),
+    )
+    disable_moe_token_dropping: bool = flag(False, "drop no token, whatever capacity is given")
     moe_aux_loss_coeff: float = flag(
-        0.01, "coefficient of the load-balancing loss", at_least=0, spelled=("--moe-loss-coeff",)
+        help="coefficient of the load-balancing loss; 0.01 if unset, 0 with --moe-router-enable-expert-bias",
+        computed=lambda model: 0.0 if model.moe_router_enable_expert_bias else 0.01,
+        at_least=0,
+        spelled=("--moe-loss-coeff",),
+    )
+    moe_aux_loss_scope: str = flag(
+        MICRO_BATCH,
+        "tokens over which the load is to be even: of a micro-batch, of each sample, or of the global batch, whose "
+        "loss does not depend on --micro-batch-size",
+        choices=(MICRO_BATCH, SAMPLE, GLOBAL),
     )
     moe_z_loss_coeff: float = flag(0.0, "coefficient of the router's z-loss", at_least=0)
 
@@ -116,9 +154,25 @@ class ExpertFields(FeedForwardFields):
         place = sum(self._may_have_experts(before) for before in range(layer))
         return self.moe_expert_counts[place]
 
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """The numbers of experts of the layers that have some."""
+        counts = (self.moe_expert_counts or (self.num_experts,)) if self.num_experts > 1 else ()
+        return tuple(count for count in counts if count > 1)
+
     def has_experts(self, layer: int) -> bool:
         """Whether block `layer` routes tokens to experts."""
         return self.experts_of(layer) > 1
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether an expert takes only so many tokens."""
+        return self.moe_expert_capacity_factor is not None and not self.disable_moe_token_dropping
+
+    @property
+    def balances_global_batch(self) -> bool:
+        """Whether there is a load-balancing loss for the global batch."""
+        return self.moe_aux_loss_scope == GLOBAL and self.moe_aux_loss_coeff > 0
 
     def _may_have_experts(self, layer: int) -> bool:
         pattern = self.moe_layer_pattern
@@ -145,11 +199,44 @@ class ExpertFields(FeedForwardFields):
                 f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {fewest}. A token "
                 f"cannot go to more experts than there are."
             )
+        if self.num_experts > 1:
+            yield from self._group_problems()
         if self.num_experts > 1 and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             yield (
                 f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The "
                 "weights of the chosen experts sum to 1, so the weight of a single one is constant and the router "
                 "would learn nothing."
+            )
+
+    def _group_problems(self) -> Iterator[str]:
+        """Groups of equal size, of which a token takes as many as it has experts at most."""
+        groups, chosen, top_k = self.moe_router_num_groups, self.moe_router_group_topk, self.moe_router_topk
+        if (groups is None and chosen is None) or groups == 0:
+            return
+        if groups is None or chosen is None:
+            given, other = ("group-topk", "num-groups") if groups is None else ("num-groups", "group-topk")
+            yield (
+                f"--moe-router-{given} {chosen if groups is None else groups} needs --moe-router-{other}. Give both, "
+                "or drop it."
+            )
+            return
+        counts = sorted({count for count in self.moe_expert_counts if count > 1} or {self.num_experts})
+        uneven = next((count for count in counts if count % groups), None)
+        if uneven is not None:
+            sizes = (size for size in range(1, counts[0] + 1) if not any(count % size for count in counts))
+            nearest = min(sizes, key=lambda size: abs(size - groups))
+            yield (
+                f"--num-experts {uneven} cannot be divided into --moe-router-num-groups {groups} of equal size. Use "
+                f"--moe-router-num-groups {nearest}."
+            )
+            return
+        within = min(counts) // groups
+        least, most = -(-top_k // within), min(groups, top_k)
+        if not least <= chosen <= most:
+            yield (
+                f"--moe-router-group-topk {chosen} does not go with --moe-router-topk {top_k} and "
+                f"--moe-router-num-groups {groups} of {within} experts: a token's experts lie in {least} to {most} "
+                f"groups. Use --moe-router-group-topk {min(max(chosen, least), most)}."
             )
 
     def _count_problems(self) -> Iterator[str]:

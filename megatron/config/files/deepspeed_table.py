@@ -243,7 +243,7 @@ _ZERO = (
     _ignored("pipeline_loading_checkpoint", _CHECKPOINTS),
     _ignored("gather_fp16_weights_on_model_save", _CHECKPOINTS),
     _ignored("stage3_gather_fp16_weights_on_model_save", _CHECKPOINTS),
-    _ignored("save_muon_momentum_buffer_in_memory", "Muon is not among the optimizers"),
+    _ignored("save_muon_momentum_buffer_in_memory", "Muon is ours, and keeps its momentum with the weights"),
     _supported("offload_param", dict),
     _supported("offload_param.device", ("none", "cpu")),
     _supported("offload_param.pin_memory", bool),

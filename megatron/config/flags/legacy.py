@@ -105,10 +105,6 @@ _REFUSED_ROWS: tuple[Row, ...] = (
         ("grad_reduce_in_bf16",),
     ),
     ("all weights have one dtype. Drop the flag.", ("embedding_weights_in_fp32",)),
-    (
-        "no token is dropped, so an expert has no capacity to fill. Drop the flag.",
-        ("moe_pad_expert_input_to_capacity",),
-    ),
     # memory
     (
         "every block of every stage is recomputed. Use --recompute-method uniform, or --recompute-granularity "
@@ -282,19 +278,12 @@ _IGNORED_ROWS: tuple[Row, ...] = (
     ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
     # experts
     (
-        "no token is dropped: an expert takes all tokens that are routed to it.",
-        (
-            "disable_moe_token_dropping",
-            Known("moe_train_capacity_factor", float, 1.0),
-            Known("moe_eval_capacity_factor", float, 1.0),
-            Known("moe_min_capacity", int, 4),
-            Known("moe_expert_capacity_factor", float),
-            Known("moe_token_drop_policy", str, "probs"),
-        ),
+        "experts with a capacity always compute on inputs of that length; without one there is no length.",
+        ("moe_pad_expert_input_to_capacity",),
     ),
     (
         "every expert is split over the tensor-parallel ranks, as all matrices are.",
-        (Known("expert_tensor_parallel_size", int, 1), "enable_expert_tensor_parallelism"),
+        ("enable_expert_tensor_parallelism",),
     ),
     ("experts are chosen by their scores alone, without sampling.", ("disable_moe_top2_2nd_expert_sampling",)),
     (

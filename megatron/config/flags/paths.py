@@ -51,9 +51,14 @@ _DESCRIPTORS = ("/dev/std", "/dev/fd/")
 _SUFFIXES = (".idx", ".bin")
 
 
+def is_address(path: PurePath | str) -> bool:
+    """Whether a path names a place in an object store, such as s3://bucket/run; `Path` takes one of the slashes."""
+    return re.match(r"[A-Za-z][\w+.-]*:/", str(path)) is not None
+
+
 def address_problems(option: str, folder: str | None) -> Iterator[str]:
     """Refuses an address where a folder is expected: it would be taken as the name of a local folder."""
-    if folder is not None and re.match(r"[A-Za-z][\w+.-]*:/", folder):
+    if folder is not None and is_address(folder):
         yield (
             f"{option} {folder} is an address, and a folder is needed. Mount the storage and give the path of the "
             "folder there."

@@ -258,10 +258,25 @@ def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False,
     return meaning
 
 
+# The values of Megatron-LM's flag, each with the scope of the load-balancing loss here.
+_BALANCING: Mapping[str, str] = types.MappingProxyType(
+    {"aux_loss": "micro_batch", "seq_aux_loss": "sample", "global_aux_loss": "global"}
+)
+
+
 def _load_balancing(value: str, known: Values) -> Meaning:
-    if value not in ("aux_loss", "none"):
-        raise ConfigError(f"--moe-router-load-balancing-type {value} is unknown. Use one of: aux_loss, none.")
-    return Meaning({"moe_aux_loss_coeff": 0.0} if value == "none" else {})
+    if value == "none":
+        return Meaning({"moe_aux_loss_coeff": 0.0})
+    if value in ("sinkhorn", "quantile_balancing"):
+        raise ConfigError(
+            f"--moe-router-load-balancing-type {value} is refused: it chooses experts for a whole micro-batch at once, "
+            "which generation cannot repeat token by token. Use aux_loss, or none with --moe-router-enable-expert-bias."
+        )
+    if value not in _BALANCING:
+        raise ConfigError(
+            f"--moe-router-load-balancing-type {value} is unknown. Use one of: {', '.join(_BALANCING)}, none."
+        )
+    return Meaning({"moe_aux_loss_scope": _BALANCING[value]})
 
 
 def _topk(value: int, known: Values) -> Meaning:
@@ -371,6 +386,11 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
     Shorthand(_flag("topk", int, "--moe-router-topk; 1 with --moe-router-pre-softmax"), _topk),
     Shorthand(_flag("mlp_type", str, "standard, or residual for --moe-residual with --moe-router-topk 1"), _mlp_type),
     Shorthand(
-        _flag("moe_router_load_balancing_type", str, "aux_loss, or none for --moe-aux-loss-coeff 0"), _load_balancing
+        _flag(
+            "moe_router_load_balancing_type",
+            str,
+            "aux_loss, seq_aux_loss or global_aux_loss for a --moe-aux-loss-scope, or none for --moe-aux-loss-coeff 0",
+        ),
+        _load_balancing,
     ),
 )

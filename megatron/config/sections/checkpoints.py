@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
-from megatron.config.flags.paths import PathUse, address_problems
+from megatron.config.flags.paths import PathUse, address_problems, is_address
 from megatron.config.flags.section import ConfigSection
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
@@ -17,7 +17,7 @@ _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
 class LoadingConfig(ConfigSection):
     """The checkpoint to start from."""
 
-    load: str | None = flag(None, "folder to resume from", path=PathUse.FOLDER)
+    load: str | None = flag(None, "folder to resume from, or an address such as s3://bucket/run", path=PathUse.FOLDER)
     ckpt_step: int | None = flag(None, "step of the checkpoint in --load; the newest if unset", at_least=0)
     load_tag: str | None = flag(None, "the same as a name, such as iter_0000500 or global_step500")
     no_load_optim: bool = flag(False, "take the weights of a checkpoint but not its optimizer state")
@@ -48,7 +48,6 @@ class LoadingConfig(ConfigSection):
             yield f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} name two steps. Drop one of them."
         if self.load_step is not None and self.load is None:
             yield f"--ckpt-step {self.load_step} needs --load, the folder that holds that checkpoint."
-        yield from address_problems("--load", self.load)
         if self.from_scratch and self.finetune:
             yield "--from-scratch and --finetune contradict each other: the first loads nothing. Drop one of them."
         if self.exit_on_missing_checkpoint and self.load is None:
@@ -76,8 +75,14 @@ class SavingConfig(ConfigSection):
     keep_best: bool = flag(False, "with --keep-last: the checkpoint with the lowest validation loss is not deleted")
     save_secondary: str | None = flag(
         None,
-        "folder that receives a verified copy of each checkpoint, and is loaded from if --load has none",
+        "folder, or address such as s3://bucket/run, that receives a verified copy of each checkpoint, and is loaded "
+        "from if --load has none",
         path=PathUse.FOLDER,
+    )
+    save_secondary_per_node: bool = flag(
+        False,
+        "--save-secondary is a folder on a disk of each node's own: a node gets the files of its ranks and of one "
+        "other node, and a resume puts together what is left",
     )
 
     max_failed_saves: int = flag(
@@ -102,6 +107,11 @@ class SavingConfig(ConfigSection):
 
     def problems(self) -> Iterator[str]:
         yield from address_problems("--save", self.save)
+        if self.save_secondary_per_node and (self.save_secondary is None or is_address(self.save_secondary)):
+            yield (
+                f"--save-secondary-per-node needs --save-secondary, a folder on the disk of each node, not "
+                f"{self.save_secondary}. Give one, for example --save-secondary /local/checkpoints."
+            )
         if self.save is not None and self.save_interval is None:
             yield (
                 f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "
@@ -112,7 +122,6 @@ class SavingConfig(ConfigSection):
                 f"--checkpoint-link {self.checkpoint_link} cannot be the name of every checkpoint. Write letters, "
                 "digits and -_. around {step}, with {epoch} if wanted, such as 'epoch{epoch}-step{step}'."
             )
-        yield from address_problems("--save-secondary", self.save_secondary)
         if self.keep_last is None:
             for name, is_set in (("--keep-every", self.keep_every is not None), ("--keep-best", self.keep_best)):
                 if is_set:

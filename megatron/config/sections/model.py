@@ -61,6 +61,11 @@ def idle_fields(model: ModelRequest) -> dict[str, str]:
         idle.setdefault("rotary_base_windowed", "--attention-window")
     if not model.qk_layernorm:
         idle["qk_layernorm_scope"] = "--qk-layernorm"
+    if not model.drops_tokens:
+        capacity = ("moe_eval_capacity_factor", "moe_min_capacity", "moe_token_drop_policy")
+        idle.update(dict.fromkeys(capacity, "--moe-expert-capacity-factor"))
+    if not model.moe_router_enable_expert_bias:
+        idle["moe_router_bias_update_rate"] = "--moe-router-enable-expert-bias"
     if model.num_experts == 1:
         idle.update({name: "--num-experts" for name in names if name.startswith("moe_")})
     if not model.activation_function.startswith("gelu"):

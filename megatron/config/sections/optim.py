@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import RUN_MUST_MATCH, SMALLEST_FLOAT32, derived, flag
+from megatron.config.flags.fields import derived, flag
 from megatron.config.sections.curriculum import CurriculumFields
+from megatron.config.sections.optimizers import OptimizerFields
 
 _MOST_RAMP_UP_STEPS = 1_000_000  # each is counted where the length of a run is planned
 
 
 @dataclass(frozen=True)
-class OptimRequest(CurriculumFields):
+class OptimRequest(OptimizerFields, CurriculumFields):
     """Optimizer, schedule, batch sizes, curriculum and the length of training, as they were asked for."""
 
     micro_batch_size: int | None = flag(
@@ -38,15 +39,21 @@ class OptimRequest(CurriculumFields):
         "tokens to train; the run ends at the step that reaches them, or earlier if another limit does",
         at_least=1,
     )
-    optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
-    use_bnb_optimizer: bool = flag(
-        False, "AdamW of bitsandbytes: 8-bit moments, 32-bit ones for embeddings and small tensors"
-    )
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
     lr_decay_style: str = flag(
-        "linear", "shape of the schedule after warm-up", choices=("constant", "linear", "cosine")
+        "linear",
+        "shape of the schedule after warm-up; WSD stays at the peak and decays at the end, exponential halves the rate "
+        "(GPT-NeoX)",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "exponential", "WSD"),
+        synonyms={"wsd": "WSD", "inverse_square_root": "inverse-square-root"},
     )
+    lr_wsd_decay_style: str = flag(
+        "exponential", "shape of the decay at the end of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "length of that decay in steps", at_least=1)
+    lr_wsd_decay_samples: int | None = flag(None, "length of that decay in samples", at_least=1)
+    lr_warmup_init: float = flag(0.0, "learning rate at which the warm-up begins", at_least=0)
     lr_decay_iters: int | None = flag(None, "length of the decay in steps; --train-iters if unset", at_least=1)
     lr_decay_samples: int | None = flag(None, "length of the decay in samples; --train-samples if unset", at_least=1)
     lr_decay_tokens: int | None = flag(None, "length of the decay in tokens; --train-tokens if unset", at_least=1)
@@ -72,10 +79,6 @@ class OptimRequest(CurriculumFields):
         "how the weight decay goes from --start-weight-decay to --end-weight-decay over the run",
         choices=("constant", "linear", "cosine"),
     )
-    adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
-    adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
-    adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=SMALLEST_FLOAT32)
-    sgd_momentum: float = flag(0.9, "momentum of SGD", at_least=0, below=1)
     clip_grad: float = flag(1.0, "global gradient norm is clipped to this; 0 clips nothing", at_least=0)
 
     def problems(self) -> Iterator[str]:
@@ -98,7 +101,13 @@ class OptimRequest(CurriculumFields):
                 f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. "
                 f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
             )
+        if self.lr is not None and self.lr_warmup_init > self.lr:
+            yield (
+                f"--lr-warmup-init {self.lr_warmup_init} is more than --lr {self.lr}, to which the warm-up rises. "
+                "Lower it."
+            )
         yield from self._weight_decay_problems()
+        yield from self._annealing_problems()
         yield from self._rampup_problems()
         yield from self._schedule_problems()
         yield from self.curriculum_problems()
@@ -114,6 +123,31 @@ class OptimRequest(CurriculumFields):
                     f"{name} {value} cannot be combined with {style}. Use --weight-decay, or --weight-decay-incr-style "
                     "linear or cosine."
                 )
+
+    def _annealing_problems(self) -> Iterator[str]:
+        unit, other = ("samples", "iters") if self.is_counted_in_samples else ("iters", "samples")
+        is_of_epochs = self.train_iters is None and self.train_samples is None and self.train_tokens is None
+        if is_of_epochs:
+            unit, other = "samples", "iters"
+        lengths = {"iters": self.lr_wsd_decay_iters, "samples": self.lr_wsd_decay_samples}
+        if self.lr_decay_style != "WSD":
+            for name, value in lengths.items():
+                if value is not None:
+                    yield (
+                        f"--lr-wsd-decay-{name} {value} needs --lr-decay-style WSD, and it is {self.lr_decay_style}. "
+                        "Change the style, or drop the length."
+                    )
+            return
+        if lengths[other] is not None:
+            yield (
+                f"--lr-wsd-decay-{other} {lengths[other]} cannot be combined with a run that is counted in {unit}. Use "
+                f"--lr-wsd-decay-{unit}."
+            )
+        elif lengths[unit] is None:
+            yield (
+                f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the decay at the end. A tenth of the "
+                "run is usual."
+            )
 
     def _rampup_problems(self) -> Iterator[str]:
         if self.rampup_batch_size is None:

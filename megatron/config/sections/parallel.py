@@ -34,9 +34,15 @@ class ParallelRequest(ConfigSection):
     )
     expert_model_parallel_size: int = flag(
         1,
-        "ranks that the experts of a layer are divided over; if tensor parallelism does not divide them as far, ZeRO "
-        "stage 3 does, with all other weights",
+        "ranks that the experts of a layer are divided over; they exchange tokens. Neighbours among the data-parallel "
+        "and context-parallel ranks",
         spelled=("--moe-expert-parallel-size", "--ep-world-size"),
+        at_least=1,
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        "ranks that each expert is split over: those of --tensor-model-parallel-size if unset, or 1, and then whole "
+        "experts are divided over the tensor-parallel ranks too",
         at_least=1,
     )
     context_parallel_size: int = flag(
@@ -114,6 +120,11 @@ class ParallelRequest(ConfigSection):
     def splits_sequence(self) -> bool:
         """Whether the tokens of a sample are split over the tensor-parallel ranks."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
+
+    @property
+    def splits_each_expert(self) -> bool:
+        """Whether every expert is split over the tensor-parallel ranks."""
+        return self.expert_tensor_parallel_size in (None, self.tensor_model_parallel_size)
 
     @property
     def model_parallel_size(self) -> int:
@@ -208,6 +219,7 @@ _Layout = TypeVar("_Layout", bound=ParallelRequest)
 _OF_TRAINING = (
     "sequence_parallel",
     "zero_stage",
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size"),
     *("pipeline_schedule", "pipeline_engine", "enable_zbh1_pipeline"),
     *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),

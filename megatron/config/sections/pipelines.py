@@ -21,6 +21,10 @@ SCHEDULE_CHUNKS: Mapping[str, tuple[int, int | None]] = types.MappingProxyType(
         "v-1f1b": (2, 2),
     }
 )
+# Those that compute the gradients of weights apart from those of inputs, each with the nearest that does not.
+SPLIT_SCHEDULES: Mapping[str, str] = types.MappingProxyType(
+    {"zb-h1": "1f1b", "interleaved-zb": "interleaved", "zbv": "v-1f1b", "v-half": "v-1f1b"}
+)
 SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
 
 

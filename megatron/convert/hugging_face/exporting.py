@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ from megatron.convert.hugging_face.model_tokenizer import (
 from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_for
-from megatron.convert.hugging_face.streaming import CheckpointSource, exported_values, network_shapes
+from megatron.convert.hugging_face.streaming import CheckpointSource, exported_values, network_shapes, optional_states
 from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
 from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 from megatron.data.build import data_prefixes
 from megatron.data.datasets.examples.example_files import names_example_files
-from megatron.errors import ConversionError
+from megatron.errors import CheckpointError, ConversionError
+from megatron.parallel.pieces import Kind
 from megatron.tokenizers.chat import ChatTemplate, load_chat_template, tokenizer_folder
 from megatron.tokenizers.record import NO_TOKENIZER, TokenizerRecord
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
@@ -60,6 +61,7 @@ class ExportRequest:
         origin: the family that the weights were imported from; empty if they were not.
         chat_template: the chat template that the model was tuned with; None if it was not.
         proof_layers: how many layers the proof compares; None for all.
+        kind: what is exported: the weights, or the means of them that --ema-decay keeps.
     """
 
     checkpoint: Path
@@ -73,6 +75,7 @@ class ExportRequest:
     proof_layers: int | None = None
     origin: str = ""
     chat_template: ChatTemplate | None = None
+    kind: Kind = "weight"
 
 
 def export_model(request: ExportRequest) -> Path:
@@ -90,9 +93,15 @@ def export_model(request: ExportRequest) -> Path:
     family = family_for(model, request.model_type, request.origin)
     config = family.write_config(model)
     manifest = read_manifest(request.checkpoint)
-    source = CheckpointSource(request.checkpoint, manifest)
+    catalogue = manifest.catalogue
+    if request.kind == "average" and not any("average" in catalogue.kinds(name) for name in catalogue.names()):
+        raise CheckpointError(
+            f"{request.checkpoint} holds no means of weights (--averaged-weights): its run was trained without "
+            "--ema-decay. Drop --averaged-weights."
+        )
+    source = CheckpointSource(request.checkpoint, manifest, request.kind)
     shapes = network_shapes(model)
-    _check_names(manifest.catalogue.names(), shapes, request.checkpoint)
+    _check_names(catalogue.names(), {*shapes, *optional_states(model)}, request.checkpoint)
     tensors = bind(family.tensors, shapes)
     parts = parts_by_tensor(tensors)
     dtypes = {name: _dtype_of(source, parts[name], request.dtype) for name in parts}
@@ -119,7 +128,7 @@ def export_model(request: ExportRequest) -> Path:
         write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
         rounded: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
         expected = expected_logits(Side(family, temporary, model, tokenizer, request.proof_layers))
-        proof = prove(expected, request.checkpoint, manifest, rounded)
+        proof = prove(expected, request.checkpoint, manifest, rounded, request.kind)
         write_text(temporary / PROOF_NAME, proof_text(proof))
     return request.target
 
@@ -139,9 +148,9 @@ def tuned_template(name: str | None, data: DataConfig, tokenizer: TokenizerChoic
     return load_chat_template(name, tokenizer_folder(tokenizer))
 
 
-def _check_names(stored: list[str], shapes: Mapping[str, tuple[int, ...]], checkpoint: Path) -> None:
+def _check_names(stored: list[str], known: Set[str], checkpoint: Path) -> None:
     """Checks that the checkpoint holds nothing that the network does not have; what is missing is noticed later."""
-    left = sorted(set(stored) - set(shapes))
+    left = sorted(set(stored) - known)
     if left:
         raise ConversionError(
             f"{checkpoint} holds {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which the network of its "

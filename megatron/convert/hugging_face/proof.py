@@ -28,7 +28,7 @@ from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.pieces import PieceKey, filling
+from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -107,18 +107,23 @@ def expected_logits(side: Side, attention: str | None = None) -> Expected:
 
 
 def prove(
-    expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None = None
+    expected: Expected,
+    checkpoint: Path,
+    manifest: Manifest,
+    rounded_to: torch.dtype | None = None,
+    kind: Kind = "weight",
 ) -> dict[str, Any]:
     """Compares the logits of a checkpoint folder of ours and returns the contents of `proof.json`.
 
     Args:
         rounded_to: the element type that our weights are rounded to first; None where both hold the same values.
+        kind: which values are ours: the weights or the means of them.
 
     Raises:
         ConversionError: the logits differ.
     """
     side, model = expected.side, expected.side.shortened
-    ours = _our_logits(expected, checkpoint, manifest, rounded_to)
+    ours = _our_logits(expected, checkpoint, manifest, rounded_to, kind)
     difference, largest = _difference(ours, expected.logits.values), expected.largest
     allowed, floor = TOLERANCE * largest, None
     if not difference <= allowed and expected.logits.attention == "sdpa":
@@ -171,13 +176,13 @@ def _shortened_config(side: Side) -> dict[str, Any]:
 
 
 def _our_logits(
-    expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None
+    expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None, kind: Kind
 ) -> list[torch.Tensor]:
     """What `ReferenceLogits` holds, of the checkpoint in float32."""
     model = expected.side.shortened
     stack = LayerStack(network_layers(model, ParallelMesh.single())).eval()
     targets = (
-        (PieceKey.of(shard_spec_of(parameter), name, "weight"), parameter.detach().view(-1))
+        (PieceKey.of(shard_spec_of(parameter), name, kind), parameter.detach().view(-1))
         for name, parameter in stack.named_parameters()
     )
     reader = CheckpointReader(checkpoint, manifest, filling(targets))

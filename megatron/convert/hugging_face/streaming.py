@@ -25,9 +25,10 @@ from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, 
 from megatron.convert.hugging_face.weight_files import FLOATING, FileTensor
 from megatron.errors import CheckpointError, ConversionError
 from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_state import states_of
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.pieces import PieceKey
+from megatron.parallel.pieces import Kind, PieceKey
 from megatron.parallel.shard_spec import shard_spec_of
 
 SLICE_BYTES = 64 * 2**20  # of a tensor in memory at a time
@@ -151,10 +152,11 @@ def without_copies(family: Family, stored: Mapping[str, FileTensor], *, is_tied:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The weights of one checkpoint, of whatever layout, by the slice."""
+    """The weights of one checkpoint, of whatever layout, by the slice; or the means of them, by `kind`."""
 
     folder: Path
     manifest: Manifest
+    kind: Kind = "weight"
 
     @property
     def catalogue(self) -> Catalogue:
@@ -167,7 +169,7 @@ class CheckpointSource:
         Raises:
             CheckpointError: the checkpoint has no weights of it.
         """
-        kind = self.catalogue.served_kind(name, "weight")
+        kind = self.catalogue.served_kind(name, self.kind)
         if kind is None:
             raise CheckpointError(
                 f"tensor {name} is not in {self.folder}, which holds {len(self.catalogue.names())} tensors. The "
@@ -183,7 +185,7 @@ class CheckpointSource:
         """
         start, stop = box
         size = tuple(high - low for low, high in zip(start, stop, strict=True))
-        key = PieceKey(name, "weight", shape, start, stop, 0, math.prod(size))
+        key = PieceKey(name, self.kind, shape, start, stop, 0, math.prod(size))
         return read_pieces(self.folder, self.manifest, [key])[0].view(size)
 
 
@@ -213,6 +215,12 @@ def network_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the network in the order of its layers, with its logical shape; allocates nothing."""
     stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
     return {name: shard_spec_of(parameter).shape for name, parameter in stack.named_parameters()}
+
+
+def optional_states(config: ModelConfig) -> set[str]:
+    """The names of the states that steer training only: a network without them computes the same."""
+    stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
+    return {state.global_name for state in states_of(stack) if state.is_optional}  # type: ignore[attr-defined]
 
 
 def slices(

@@ -91,8 +91,9 @@ _REFUSED: Mapping[str, Any] = {
     "bert_binary_head_only": False,
     "use_mup": False,
     "sandwich_norm": False,
+    "softmax_type": "vanilla",
 }
-_DECAYS = ("constant", "linear", "cosine")
+_DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
 _OPTIMIZERS = ("adam", "sgd")
 
 

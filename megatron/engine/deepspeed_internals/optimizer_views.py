@@ -16,7 +16,7 @@ divides, keeps the loss scale and gathers the updated weights.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +25,8 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
+from megatron.engine.deepspeed_internals.experts import is_expert
+from megatron.engine.deepspeed_internals.loss_scaler import counters_of, loss_scale_of, restore_counters
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
@@ -35,10 +37,7 @@ from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.tensor_parts import MasterSlice, tensors_in
 from megatron.kernels.optimizer import can_skip
-from megatron.parallel.mesh import Axis
-
-# Attributes of the dynamic loss scaler that change from step to step (`runtime/fp16/loss_scaler.py`).
-_SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+from megatron.parallel.mesh import ParallelMesh
 
 
 class OptimizerView(ABC):
@@ -92,20 +91,17 @@ class OptimizerView(ABC):
         norm = getattr(self._wrapper, "_global_grad_norm", None)
         return float("nan") if norm is None else norm
 
-    def loss_scale(self) -> float:
-        """The loss scale, in fp16."""
+    def loss_scale(self) -> float | torch.Tensor:
+        """The loss scale, in fp16; a tensor is always the same one. Shapes: `[]`."""
         return float(self._wrapper.cur_scale)
 
     def loss_scale_state(self) -> dict[str, float]:
         """What changes of the loss scaler from step to step, in fp16."""
-        scaler = self._wrapper.loss_scaler
-        return {name: getattr(scaler, name) for name in _SCALER_COUNTERS if hasattr(scaler, name)}
+        return counters_of(self._wrapper.loss_scaler)
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
         """Sets what `loss_scale_state` returned, and nothing else that a record may name."""
-        for name in _SCALER_COUNTERS:
-            if name in state:
-                setattr(self._wrapper.loss_scaler, name, state[name])
+        restore_counters(self._wrapper.loss_scaler, state)
 
     @abstractmethod
     def guard(self, gate: UpdateGate) -> None:
@@ -116,18 +112,24 @@ class OwningView(GradientOwner, OptimizerView):
     """An optimizer of ZeRO 0, 1 or 2: DeepSpeed neither adds gradients up nor averages, measures or clips them.
 
     Args:
-        group: the ranks that share a parameter.
+        mesh: says which ranks share a parameter.
         clipping: how gradients are measured and limited.
     """
 
-    def __init__(self, engine: Any, group: Axis, clipping: Clipping) -> None:
+    def __init__(self, engine: Any, mesh: ParallelMesh, clipping: Clipping) -> None:
         OptimizerView.__init__(self, engine)
         self._device, self._implementation = clipping.device, clipping.implementation
-        self._is_scaled: bool = engine.fp16_enabled()
+        self._scale = loss_scale_of(self._wrapper.loss_scaler, clipping.device) if engine.fp16_enabled() else None
+        self._tells_scaler = engine.pipeline_parallelism
+        # the network's own weights, unless each rank updates a part of them, and all are gathered afterwards
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
         trained = [parameter for group in self.groups() for parameter in group]
         factor = engine.gradient_predivide_factor() if engine.postscale_gradients() else 1.0
-        averaging = Averaging(group, engine.communication_data_type, None if factor == 1.0 else factor)
+        how = (engine.communication_data_type, None if factor == 1.0 else factor)
+        averaging = Averaging(mesh.gradient, *how)
+        if any(map(is_expert, trained)):
+            experts = Averaging(mesh.expert_gradient, *how, copies=mesh.gradient.size)
+            averaging = dataclasses.replace(averaging, experts=experts, is_expert=is_expert)
         GradientOwner.__init__(self, self._new_sum(trained, averaging), clipping, trained)
         engine.clip_fp32_gradients = lambda: None
         if engine.pipeline_parallelism:
@@ -154,28 +156,38 @@ class OwningView(GradientOwner, OptimizerView):
         yield from tensors_in([master.grad for master in self.masters()])
 
     def guard(self, gate: UpdateGate) -> None:
-        """Leaves every update to a gate, which clips as well; the loss scaler is told of overflows in fp16."""
+        """Leaves every update to a gate, which clips as well and tells the loss scale of overflows in fp16."""
 
         def step(*_: Any, **__: Any) -> None:
-            scale = self.loss_scale() if self._is_scaled else 1.0
-            norm = self.measure(scale)
+            norm = self.measure(self._scale)
             self._wrapper._global_grad_norm = norm
-            if self._is_scaled and self._overflows(norm):
-                gate.is_left_behind()
-            elif self.update(self.optimizer, gate, norm, scale, self._copies) and not self._copies:
+            if self.update(self.optimizer, gate, norm, self._copies, self._scale) and not self._copies:
                 self.refresh_weights()
+            self._tell_scaler()
             self._sum.clear()
 
         if self.takes_by_hooks and isinstance(self._sum, PartitionGradients):
             self._sum.add_during_backward()
         self._wrapper.step = step
 
-    def _overflows(self, norm: torch.Tensor) -> bool:
-        """Whether the scaled gradients overflowed on some rank, which the scaler learns; waits for the device."""
-        overflow = not math.isfinite(norm)
-        self._wrapper.overflow = overflow
-        self._wrapper.loss_scaler.update_scale(overflow)
-        return overflow
+    def loss_scale(self) -> float | torch.Tensor:
+        """That of the step; 1 outside fp16."""
+        return 1.0 if self._scale is None else self._scale.value
+
+    def loss_scale_state(self) -> dict[str, float]:
+        """That of the step's own scale, by DeepSpeed's names."""
+        return {} if self._scale is None else self._scale.counters()
+
+    def restore_loss_scale(self, state: Mapping[str, float]) -> None:
+        """Sets what `loss_scale_state` returned."""
+        if self._scale is not None:
+            self._scale.restore(state)
+            self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
+        """Tells DeepSpeed's pipeline engine the scale, since it scales the loss itself."""
+        if self._scale is not None and self._tells_scaler:
+            self._wrapper.loss_scaler.cur_scale = float(self._scale.value)
 
 
 class DirectView(OwningView):
@@ -215,12 +227,15 @@ class PartitionedView(OwningView):
 
     def _new_flat_sum(self, groups: Sequence[FlatGroup], averaging: Averaging) -> GradientSum:
         wrapper, masters, device = self._wrapper, self.masters(), self._device
-        dtype = wrapper.gradient_accumulation_dtype
+        dtype, is_alone = wrapper.gradient_accumulation_dtype, averaging.axis.size == 1 and averaging.experts is None
+        is_whole = is_alone and masters[0].device == device
+        if is_whole:
+            self._copies = list(wrapper.parallel_partitioned_bit16_groups)
         if not wrapper.partition_gradients:
             buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
             return MainGradients(buffers, groups, is_measured, averaging, self._implementation)
         parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
-        if averaging.axis.size == 1 and masters[0].device == device:
+        if is_whole:
             return MainGradients(parts, groups, is_measured, averaging, self._implementation)
         self.takes_by_hooks = sum(group.length for group in groups) > wrapper.reduce_bucket_size
         return PartitionGradients(parts, groups, is_measured, averaging, wrapper.reduce_bucket_size)
@@ -257,7 +272,8 @@ class AccumulatedView(PartitionedView):
         wrapper.clear_hp_grads = lambda: None
         self.takes_by_hooks = bool(wrapper.immediate_grad_update)
         # the network's own weights, unless each rank updates a part of them, and all are gathered afterwards
-        self._copies = list(wrapper.bf16_partitioned_groups) if averaging.axis.size == 1 else ()
+        is_alone = averaging.axis.size == 1 and averaging.experts is None
+        self._copies = list(wrapper.bf16_partitioned_groups) if is_alone else ()
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
@@ -265,18 +281,13 @@ class AccumulatedView(PartitionedView):
 
 
 class SubGroupView(OptimizerView):
-    """ZeRO 3 (`runtime/zero/stage3.py`): parameters are split into equal, padded parts; sub-groups hold the fp32 parts.
+    """ZeRO 3 (`runtime/zero/stage3.py`): parameters are split into equal, padded parts.
 
-    Args:
-        rank: position among the ranks that share a parameter.
+    Sub-groups hold these in fp32.
     """
 
     takes_by_hooks = True
     _GROUPS = "fp16_groups"
-
-    def __init__(self, engine: Any, rank: int) -> None:
-        super().__init__(engine)
-        self._rank = rank
 
     def masters(self) -> Sequence[torch.Tensor]:
         """The flat tensor of each sub-group; they are in the torch optimizer only while it updates them."""
@@ -286,7 +297,7 @@ class SubGroupView(OptimizerView):
         """This rank's part, without its padding."""
         group, offset, length = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
         flat = self.masters()[group]
-        first = self._rank * length
+        first = parameter.ds_zero_partition_rank * length  # type: ignore[attr-defined]
         held = max(0, min(length, whole_numel(parameter) - first))
         return MasterSlice(first, flat.data.narrow(0, offset, held), flat, offset) if held else None
 
@@ -332,12 +343,12 @@ class SubGroupView(OptimizerView):
             persistent[0].all_gather(persistent)
 
 
-def view_of(engine: Any, zero_stage: int, group: Axis, clipping: Clipping) -> OptimizerView:
+def view_of(engine: Any, zero_stage: int, mesh: ParallelMesh, clipping: Clipping) -> OptimizerView:
     """The view of a DeepSpeed engine's optimizer; see its classes for the arguments."""
     if zero_stage == 0:
-        return DirectView(engine, group, clipping)
+        return DirectView(engine, mesh, clipping)
     if zero_stage == 3:
-        return SubGroupView(engine, group.rank)
+        return SubGroupView(engine)
     if isinstance(engine.optimizer, BF16_Optimizer):
-        return AccumulatedView(engine, group, clipping)
-    return PartitionedView(engine, group, clipping)
+        return AccumulatedView(engine, mesh, clipping)
+    return PartitionedView(engine, mesh, clipping)

@@ -13,8 +13,11 @@ from megatron.engine.ds_config import sub_groups_to_keep
 
 
 def skip_shared_memory_build() -> None:
-    """Keeps DeepSpeed from compiling CPU collectives as it joins: half a minute, and an error without a compiler."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Keeps DeepSpeed from compiling CPU collectives as it joins: half a minute, and an error without a compiler.
+
+    The table that says so replaces DeepSpeed's own, which tries a compiler for every operation when it is first read.
+    """
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
 
 def skip_optimizer_check() -> None:

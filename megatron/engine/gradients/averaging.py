@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_sum, reduce_scatter_sum
@@ -21,18 +23,29 @@ class Averaging:
         axis: the ranks.
         dtype: in which gradients are sent (`communication_data_type`).
         predivide_factor: what they are divided by before they are sent; None for the number of ranks.
+        copies: over how many ranks the mean is taken, if not those of the axis: each of them may have the gradients of
+            the tokens of several ranks.
+        experts: how parameters of experts are averaged, if not like the others.
+        is_expert: which parameters these are.
     """
 
     axis: Axis
     dtype: torch.dtype
     predivide_factor: float | None = None
+    copies: int | None = None
+    experts: Averaging | None = None
+    is_expert: Callable[[nn.Parameter], bool] = lambda _: False
+
+    def of(self, parameter: nn.Parameter) -> Averaging:
+        """How a parameter is averaged."""
+        return self.experts if self.experts is not None and self.is_expert(parameter) else self
 
     def average(self, gradients: torch.Tensor) -> torch.Tensor:
         """The mean over ranks, in the dtype in which it was sent; overwrites the gradients, or not; collective.
 
         Shapes: `[n]`, also the result.
         """
-        if self.axis.size == 1:
+        if self._is_alone:
             return gradients
         return self._received(all_reduce_sum(self._to_send(gradients), self.axis))
 
@@ -43,14 +56,22 @@ class Averaging:
 
         Shapes: `[n]` with `n` a multiple of the ranks.
         """
-        if self.axis.size > 1:
+        if not self._is_alone:
             part = self._received(reduce_scatter_sum(self._to_send(gradients), self.axis))
             if part.dtype != gradients.dtype:
                 gradients.narrow(0, self.axis.rank * len(part), len(part)).copy_(part)
 
+    @property
+    def _is_alone(self) -> bool:
+        return self.axis.size == self._count == 1
+
+    @property
+    def _count(self) -> int:
+        return self.axis.size if self.copies is None else self.copies
+
     def _to_send(self, gradients: torch.Tensor) -> torch.Tensor:
-        divisor = self.axis.size if self.predivide_factor is None else self.predivide_factor
+        divisor = self._count if self.predivide_factor is None else self.predivide_factor
         return gradients.to(self.dtype).div_(divisor)
 
     def _received(self, gradients: torch.Tensor) -> torch.Tensor:
-        return gradients if self.predivide_factor is None else gradients.mul_(self.predivide_factor / self.axis.size)
+        return gradients if self.predivide_factor is None else gradients.mul_(self.predivide_factor / self._count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -31,6 +32,14 @@ class Clipping:
     device: torch.device
     implementation: Implementation = Implementation.TORCH
 
+    @cached_property
+    def _limit(self) -> torch.Tensor:
+        return torch.full((), self.limit, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def _one(self) -> torch.Tensor:
+        return torch.ones((), dtype=torch.float64, device=self.device)
+
     def norm(self, gradients: Sequence[torch.Tensor], divided_over: Axis | None = None) -> torch.Tensor:
         """The global 2-norm; collective over the ranks of a copy, and of `divided_over`.
 
@@ -52,6 +61,10 @@ class Clipping:
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
         """What the gradients are multiplied by, at most 1; None without a limit.
 
+        It is finite also if the norm is not, so that zeros between gradients, such as padding, stay zero.
+
         Shapes: result `[]` float32.
         """
-        return (self.limit / (norm + _EPSILON)).clamp(max=1.0).to(torch.float32) if self.limit > 0.0 else None
+        if self.limit <= 0.0:
+            return None
+        return torch.fmin(self._limit / (norm + _EPSILON), self._one).to(torch.float32)

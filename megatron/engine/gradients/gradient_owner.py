@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_sum import GradientSum, Partial, Tied
+from megatron.engine.gradients.loss_scale import LossScale
 from megatron.engine.gradients.update_gate import UpdateGate
 
 
@@ -79,24 +80,21 @@ class GradientOwner:
             self._sum.sum_over(axis, parameters)
         self._sum.reduce(tied)
 
-    def measure(self, scale: float) -> torch.Tensor:
-        """The global norm of what was reduced; collective.
-
-        Args:
-            scale: that of the loss.
+    def measure(self, loss_scale: LossScale | None = None) -> torch.Tensor:
+        """The global norm of what was reduced, without the loss scale; collective.
 
         Shapes: result `[]` float64.
         """
         norm = self._clipping.norm(self._sum.counted, self._sum.divided_over)
-        return norm if scale == 1.0 else norm / scale
+        return norm if loss_scale is None else norm / loss_scale.value
 
     def update(
         self,
         optimizer: torch.optim.Optimizer,
         gate: UpdateGate,
         norm: torch.Tensor,
-        scale: float,
         copies: Sequence[Sequence[torch.Tensor]],
+        loss_scale: LossScale | None = None,
     ) -> bool:
         """Clips and has the optimizer update through a gate, see `UpdateGate.update`; collective.
 
@@ -109,9 +107,9 @@ class GradientOwner:
             elif master.grad is not part:
                 master.grad.copy_(part)
         factor = self._clipping.factor(norm)
-        if scale != 1.0:
-            factor = (torch.ones_like(norm) if factor is None else factor).div(scale).to(torch.float32)
-        return gate.update(optimizer, None if factor is None else factor.to(masters[0].device), copies)
+        if loss_scale is not None:
+            factor = loss_scale.value.reciprocal() if factor is None else factor / loss_scale.value
+        return gate.update(optimizer, None if factor is None else factor.to(masters[0].device), copies, loss_scale)
 
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
         """What this rank updates with, averaged over the data-parallel ranks, between `reduce` and the update."""

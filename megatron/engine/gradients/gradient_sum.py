@@ -136,6 +136,9 @@ class GradientsInPlace(GradientSum):
         super().__init__(averaging)
         self._parameters = list(parameters)
         self._counted = [parameter for parameter in parameters if is_counted(parameter)]
+        if averaging.experts is not None:  # of which ranks hold different ones: the first that holds a copy counts it
+            self.divided_over = averaging.axis
+            self._counted = [each for each in self._counted if averaging.of(each).axis.rank == 0]
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Nothing: autograd adds to what is there."""
@@ -149,17 +152,14 @@ class GradientsInPlace(GradientSum):
     @torch.no_grad()
     def _average(self) -> None:
         gradients = [self.of(parameter) for parameter in self._parameters]  # zero, so that every one is updated
-        if self._averaging.axis.size == 1:
+        if self._averaging.axis.size == 1 and self._averaging.experts is None:
             return
-        first = 0
-        while first < len(gradients):
-            end, elements = first, 0
-            while end < len(gradients) and (end == first or elements + gradients[end].numel() <= _BUCKET_ELEMENTS):
-                end, elements = end + 1, elements + gradients[end].numel()
-            bucket = gradients[first:end]
-            flat = self._averaging.average(torch._utils._flatten_dense_tensors(bucket)).to(bucket[0])
-            torch._foreach_copy_(bucket, torch._utils._unflatten_dense_tensors(flat, bucket))
-            first = end
+        groups: dict[int, tuple[Averaging, list[torch.Tensor]]] = {}
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            averaging = self._averaging.of(parameter)
+            groups.setdefault(id(averaging), (averaging, []))[1].append(gradient)
+        for averaging, members in groups.values():
+            _average_in_buckets(members, averaging)
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
@@ -182,6 +182,19 @@ class GradientsInPlace(GradientSum):
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
 
+def _average_in_buckets(gradients: list[torch.Tensor], averaging: Averaging) -> None:
+    """Averages tensors in place, several in a message."""
+    first = 0
+    while first < len(gradients):
+        end, elements = first, 0
+        while end < len(gradients) and (end == first or elements + gradients[end].numel() <= _BUCKET_ELEMENTS):
+            end, elements = end + 1, elements + gradients[end].numel()
+        bucket = gradients[first:end]
+        flat = averaging.average(torch._utils._flatten_dense_tensors(bucket)).to(bucket[0])
+        torch._foreach_copy_(bucket, torch._utils._unflatten_dense_tensors(flat, bucket))
+        first = end
+
+
 class FlatGradients(GradientSum):
     """Sums in flat tensors, each data-parallel rank's part of which is what it updates with.
 
@@ -202,12 +215,12 @@ class FlatGradients(GradientSum):
         averaging: Averaging,
     ) -> None:
         super().__init__(averaging)
-        axis = averaging.axis
-        self.divided_over = axis if axis.size > 1 else None
+        self.divided_over = averaging.axis if averaging.axis.size > 1 or averaging.experts is not None else None
+        self._averagings = [averaging.of(group.parameters[0]) for group in groups]
         self._parts = list(parts)
         self._counted: list[torch.Tensor] = []
-        for part, group in zip(parts, groups, strict=True):
-            begin = axis.rank * len(part)
+        for part, group, own in zip(parts, groups, self._averagings, strict=True):
+            begin = own.axis.rank * len(part)
             ranges = group.counted(is_counted, begin, begin + len(part))
             self._counted += [part[first - begin : end - begin] for first, end in ranges]
 

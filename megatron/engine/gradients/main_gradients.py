@@ -35,9 +35,11 @@ class MainGradients(FlatGradients):
         averaging: Averaging,
         implementation: Implementation = Implementation.TORCH,
     ) -> None:
-        axis = averaging.axis
-        sizes = [group.length // axis.size for group in groups]
-        parts = [buffer.narrow(0, axis.rank * size, size) for buffer, size in zip(buffers, sizes, strict=True)]
+        parts = []
+        for buffer, group in zip(buffers, groups, strict=True):
+            axis = averaging.of(group.parameters[0]).axis
+            size = group.length // axis.size
+            parts.append(buffer.narrow(0, axis.rank * size, size))
         super().__init__(parts, groups, is_counted, averaging)
         is_wide = all(buffer.dtype is torch.float32 for buffer in buffers)
         self._implementation = implementation if is_wide else Implementation.TORCH
@@ -79,8 +81,8 @@ class MainGradients(FlatGradients):
         elif missing := [view for key, view in self._views.items() if key not in self._written]:
             torch._foreach_zero_(missing)
         self._written.update(self._views)
-        for buffer in self._buffers:
-            self._averaging.average_own_part(buffer)
+        for buffer, averaging in zip(self._buffers, self._averagings, strict=True):
+            averaging.average_own_part(buffer)
 
     def clear(self) -> None:
         """The first gradient of each parameter will replace what is there."""

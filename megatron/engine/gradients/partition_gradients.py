@@ -151,9 +151,9 @@ class PartitionGradients(FlatGradients):
         """Averages gradients over the ranks and adds this rank's part of them."""
         flat = torch._utils._flatten_dense_tensors(gradients)
         gradients.clear()
-        flat = self._averaging.average(flat)
-        part = self._parts[run.group]
-        offset = run.first - self._averaging.axis.rank * len(part)  # of the run in the part
+        averaging, part = self._averagings[run.group], self._parts[run.group]
+        flat = averaging.average(flat)
+        offset = run.first - averaging.axis.rank * len(part)  # of the run in the part
         first, end = max(offset, 0), min(offset + len(flat), len(part))
         if first < end:
             part[first:end].add_(flat[first - offset : end - offset].to(part.device))

@@ -16,11 +16,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 
 from megatron.device import HostCopy
+from megatron.engine.gradients.loss_scale import LossScale
 from megatron.kernels.optimizer import update
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
@@ -33,25 +33,10 @@ class UpdateDecision(Enum):
     """What becomes of the update of a step."""
 
     APPLIED = "applied"
+    OVERFLOW = "a gradient overflowed in fp16, and the loss scale falls"
     NOT_FINITE = "loss or gradient norm is not finite"
     SPIKE = "loss or gradient norm is far above the recent ones"
     EMPTY = "no token of the batch counts in the loss"
-
-
-class StepFigures(NamedTuple):
-    """What a step is judged by.
-
-    Shapes: each `[]`.
-
-    Attributes:
-        loss: mean loss of the global batch.
-        gradient_norm: the norm of its gradient.
-        token_count: its tokens that count in the loss.
-    """
-
-    loss: torch.Tensor
-    gradient_norm: torch.Tensor
-    token_count: torch.Tensor
 
 
 class RecentSteps:
@@ -110,7 +95,12 @@ class StepVerdict:
     @property
     def is_bad(self) -> bool:
         """Whether it was dropped because of its loss or gradient."""
-        return self.is_dropped and self._decision is not UpdateDecision.EMPTY
+        return self.is_dropped and self._decision not in (UpdateDecision.EMPTY, UpdateDecision.OVERFLOW)
+
+    @property
+    def is_overflow(self) -> bool:
+        """Whether it was dropped because an fp16 gradient overflowed, which the loss scale is there to find out."""
+        return self.decision is UpdateDecision.OVERFLOW
 
     @property
     def bad_in_a_row(self) -> int:
@@ -135,7 +125,7 @@ class UpdateGate:
         mesh: all its ranks take the same decision.
         spike_deviations: standard deviations above the recent mean from which a step is dropped, which is decided on
             the host; None for no limit.
-        allows_overflow: in fp16 a gradient that is not finite is expected, and the loss scaler's business, on the host.
+        allows_overflow: in fp16 a gradient that is not finite is expected, and only means that the loss scale falls.
         on_device: whether the optimizer can be told by a flag on the device to change nothing.
     """
 
@@ -145,12 +135,14 @@ class UpdateGate:
         self._mesh = mesh
         self._spike_deviations = spike_deviations
         self._allows_overflow = allows_overflow
-        self._is_on_device = on_device and spike_deviations is None and not allows_overflow
+        self._is_on_device = on_device and spike_deviations is None
         self._recent = RecentSteps()
-        self._figures: Callable[[], StepFigures] | None = None
+        self._figures: Callable[[], torch.Tensor] | None = None
         self._pending: deque[tuple[StepVerdict, HostCopy]] = deque()
         self._bad_steps = 0
-        self._sides = torch.eye(2, dtype=torch.float64, device=mesh.device)
+        self._skip: torch.Tensor | None = None
+        self._sides = torch.eye(2, dtype=torch.float64, device=mesh.device).unbind()
+        self._one = torch.ones((), dtype=torch.float64, device=mesh.device)
         self.verdict = StepVerdict(self.settle)
 
     @property
@@ -164,11 +156,13 @@ class UpdateGate:
         self.settle()
         return self._bad_steps > 0
 
-    def expect(self, figures: Callable[[], StepFigures]) -> StepVerdict:
+    def expect(self, figures: Callable[[], torch.Tensor]) -> StepVerdict:
         """Begins a step; returns its verdict, which has a decision when the update is over.
 
         Args:
-            figures: called once, when the gradients of the step are complete. Collective.
+            figures: what the step is judged by: the norm of its gradient, the sum of the losses of its global batch and
+                the number of tokens that count in it. Called once, when the gradients are complete. Collective.
+                `[3]` float64.
         """
         self._figures = figures
         self.verdict = StepVerdict(self.settle)
@@ -203,19 +197,37 @@ class UpdateGate:
         optimizer: torch.optim.Optimizer,
         gradient_factor: torch.Tensor | None,
         copies: Sequence[Sequence[torch.Tensor]] = (),
+        loss_scale: LossScale | None = None,
     ) -> bool:
         """Has an optimizer update if all ranks may, see `megatron.kernels.optimizer.update`; once a step, collective
         over all ranks. Returns whether it was done, or left to the device.
+
+        Args:
+            loss_scale: learns whether the gradients overflowed.
         """
-        skip = None
+        agreed = self._agreed(is_before_update=True)
+        wrong, *_, tokens = agreed.unbind()
+        if loss_scale is not None:
+            loss_scale.update(wrong > 0)
         if self._is_on_device:
-            agreed = self._agreed(is_before_update=True)
             self._pending.append((self.verdict, HostCopy(agreed)))
-            skip = ((agreed[0] > 0) | (agreed[-1] == 0)).to(torch.float32)  # something is wrong, or no token counts
-        elif not self.may_update():
+            self._skip = torch.where(tokens == 0, self._one, wrong).to(torch.float32)
+            update(optimizer, gradient_factor=gradient_factor, skip=self._skip, copies=copies)
+            return True
+        self._judge(self.verdict, agreed.tolist())
+        if self.verdict.is_dropped:
             return False
-        update(optimizer, gradient_factor=gradient_factor, skip=skip, copies=copies)
+        update(optimizer, gradient_factor=gradient_factor, copies=copies)
         return True
+
+    def is_applied(self) -> torch.Tensor:
+        """Whether the update of the last step was applied; without waiting for the device.
+
+        Shapes: result `[]` bool.
+        """
+        if self._skip is not None:
+            return self._skip == 0
+        return torch.full((), not self.verdict.is_dropped, device=self._mesh.device)
 
     def is_left_behind(self) -> bool:
         """Whether this rank's optimizer dropped a step that others were about to apply; collective if `may_update` was
@@ -225,15 +237,16 @@ class UpdateGate:
 
     def _agreed(self, *, is_before_update: bool) -> torch.Tensor:
         """Whether a figure of some rank is wrong, whether some rank is about to update, whether one is not, and the
-        largest loss, norm and number of tokens; collective over all ranks.
+        largest norm, loss sum and number of tokens; collective over all ranks.
 
         Shapes: result `[6]` float64.
         """
         figures, self._figures = self._figures, None
-        own = torch.stack(figures()).to(torch.float64)  # type: ignore[misc]
-        is_wrong = (~own.isfinite()).any().to(own).reshape(1)
+        own = figures()  # type: ignore[misc]
+        finite = own.nan_to_num(0.0, 0.0, 0.0)
+        is_wrong = (own != finite).any(dim=0, keepdim=True)
         side = self._sides[0 if is_before_update else 1]
-        return all_reduce_max(torch.cat([is_wrong, side, own.nan_to_num(0.0, 0.0, 0.0)]), self._mesh.world)
+        return all_reduce_max(torch.cat([is_wrong, side, finite]), self._mesh.world)
 
     def _decide(self, *, is_before_update: bool) -> bool:
         """Decides, unless that has happened; returns whether others update and this rank does not."""
@@ -241,17 +254,15 @@ class UpdateGate:
             return False
         agreed = self._agreed(is_before_update=is_before_update).tolist()
         self._judge(self.verdict, agreed)
-        wrong, updating, dropped = map(bool, agreed[:3])
-        overflow = self._allows_overflow and (wrong or dropped)
-        return updating and not overflow and not is_before_update
+        return bool(agreed[1]) and not self.verdict.is_overflow and not is_before_update
 
     def _judge(self, verdict: StepVerdict, agreed: Sequence[float]) -> None:
         """Gives a step its verdict, the steps in their order."""
-        wrong, _, dropped, loss, norm, tokens = agreed
+        wrong, _, dropped, norm, loss_sum, tokens = agreed
         if (wrong or dropped) and self._allows_overflow:
-            verdict.give(UpdateDecision.APPLIED, self._bad_steps)
+            verdict.give(UpdateDecision.OVERFLOW, self._bad_steps)
             return
-        limit = self._spike_deviations
+        limit, loss = self._spike_deviations, loss_sum / tokens if tokens else loss_sum
         if wrong or dropped:
             decision = UpdateDecision.NOT_FINITE
         elif tokens == 0:  # says nothing of the steps before it: bad ones stay in a row

@@ -77,15 +77,17 @@ class Partitioning:
     offloaded_ratio: float = 1.0
 
 
-def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning) -> Amounts:
+def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning, ranks: Sequence[int] | None = None) -> Amounts:
     """The bytes of a rank.
 
     Args:
         groups: number of elements of each parameter, by group of the optimizer.
         how: the layout.
+        ranks: over how many each group is divided; over `how.ranks` by default.
     """
     everything = sum(map(sum, groups))
-    own = sum(-(-sum(group) // how.ranks) for group in groups)
+    counts = [how.ranks] * len(groups) if ranks is None else ranks
+    own = sum(-(-sum(group) // count) for group, count in zip(groups, counts, strict=True))
     weights = how.weight_bytes * (everything if how.stage < 3 else own)
     states = 2 * _FP32 * everything if how.stage == 0 else 3 * _FP32 * own
     on_device, on_host = _gradients(how, everything, own)

@@ -13,6 +13,7 @@ from megatron.engine.deepspeed_internals.parameters import partition_of, whole_n
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Amounts
 from megatron.engine.tensor_parts import tensors_in
+from megatron.parallel.shard_spec import shard_spec_of
 
 
 def held_bytes(engine: Engine) -> Amounts:
@@ -33,6 +34,12 @@ def held_bytes(engine: Engine) -> Amounts:
 def parameter_groups(engine: Engine) -> list[list[int]]:
     """Number of elements of each trained parameter, by group of the optimizer, in the order of the groups."""
     return [[whole_numel(parameter) for parameter in group] for group in engine.view.groups()]
+
+
+def group_ranks(engine: Engine) -> list[int]:
+    """Over how many ranks each of these groups is divided: experts over those that hold the same ones."""
+    groups = engine.view.groups()
+    return [shard_spec_of(group[0]).replicas(engine.mesh).size if group else 1 for group in groups]
 
 
 class _Spans:

@@ -65,9 +65,10 @@ class PlainPasses:
         for batch in batches:
             self._enter("forward")
             if self._graphs is None:
-                loss = self._loss(batch, losses)
+                # With a gradient for the loss torch would import sympy, a second at every start, to compare two shapes.
+                loss = self._loss(batch, losses) * losses.backward_scale
                 self._enter("backward")
-                torch.autograd.backward(loss, torch.full_like(loss, losses.backward_scale))
+                torch.autograd.backward(loss)
             else:
                 self._run_graph(batch, self._graphs, len(batches))
             self._gradients.accumulate()

@@ -11,13 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from megatron import device
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.totals import StepTotals
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.step_context import StepContext, StepSettings
-from megatron.objective.base import Objective, Outputs
+from megatron.objective.base import Companion, Objective, Outputs
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
@@ -28,11 +30,10 @@ class StepLoss:
     Args:
         objective: the objective of the batch.
         settings: shared by its micro-batches.
-        loss_scale: the loss scale in fp16, else 1.
+        loss_scale: the loss scale in fp16, else 1; a tensor in its place is read when it is used. `[]`.
         micro_batches: their number on this rank.
 
     Attributes:
-        backward_scale: what the loss of a micro-batch is multiplied by before backward.
         totals: the sums so far.
     """
 
@@ -41,13 +42,23 @@ class StepLoss:
         objective: Objective,
         settings: StepSettings,
         mesh: ParallelMesh,
-        loss_scale: float,
+        loss_scale: float | torch.Tensor,
         micro_batches: int,
     ) -> None:
         self.objective, self.settings, self._mesh = objective, settings, mesh
-        self.backward_scale = loss_scale / max(1, micro_batches)
+        self._loss_scale, self._micro_batches = loss_scale, max(1, micro_batches)
         self.totals = StepTotals(objective.metric_sizes, mesh.device)
         self._target_names: tuple[str, ...] = ()
+
+    @property
+    def backward_scale(self) -> float | torch.Tensor:
+        """What the loss of a micro-batch is multiplied by before backward. Shapes: `[]`."""
+        return self._loss_scale / self._micro_batches
+
+    def seed(self) -> torch.Tensor:
+        """The same as a tensor, from which a backward pass begins. Shapes: `[]` float32."""
+        scale = self.backward_scale
+        return scale if isinstance(scale, torch.Tensor) else torch.full((), scale, device=self._mesh.device)
 
     def prepare(
         self, micro_batches: Sequence[MicroBatch], *, with_inputs: bool, with_targets: bool
@@ -63,9 +74,10 @@ class StepLoss:
         scales = torch.ones(2, device=mesh.device)
         if with_targets:
             tokens = sum(self.objective.token_count(batch) for batch in micro_batches)
-            counted = torch.tensor([tokens, sum(len(batch.sample_ids) for batch in micro_batches)], dtype=torch.float64)
-            counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.batch)
-            divisors = torch.where(counted > 0, counted, 1.0)  # without a counted token there is nothing to divide
+            samples = sum(len(batch.sample_ids) for batch in micro_batches)
+            counted = device.copy_to_device(np.array([tokens, samples], dtype=np.float64), mesh.device)
+            counted = all_reduce_sum(counted, mesh.batch)
+            divisors = counted.masked_fill(counted <= 0, 1.0)  # without a counted token there is nothing to divide
             scales = (len(micro_batches) * mesh.gradient.size / divisors).to(torch.float32)
         given = self.objective, self.settings, scales
         batches = [
@@ -85,20 +97,31 @@ class StepLoss:
         return other
 
     def of(
-        self, outputs: Outputs, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor] | None = None
+        self,
+        outputs: Outputs,
+        targets: tuple[torch.Tensor, ...],
+        auxiliary: Mapping[str, torch.Tensor] | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The loss of a micro-batch, which is added to the totals.
 
         Args:
             targets: of a `DeviceBatch`.
             auxiliary: see `StepTotals.add`.
+            given: more tensors that the objective is given by name.
         """
         scales, *tensors = targets
-        named = dict(zip(self._target_names, tensors, strict=True))
+        named = {**dict(zip(self._target_names, tensors, strict=True)), **(given or {})}
         result = self.objective(outputs, named, scales[0] * self.backward_scale)
         self.totals.add(result, auxiliary or {})
         loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scales[0]
         return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
+
+    @property
+    def companion(self) -> Companion | None:
+        """The network that the objective wants to run chunk by chunk beside the one that is trained."""
+        companion: Companion | None = getattr(self.objective, "companion", None)
+        return companion
 
     def take_auxiliary(self, losses: AuxiliaryLosses) -> None:
         """Adds what layers have recorded to the totals."""

@@ -8,15 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.sections.pipelines import SCHEDULE_FILE, SPLIT_SCHEDULES
+from megatron.device import GraphCapturer
 from megatron.engine.freezing import is_frozen
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
+from megatron.engine.pipeline.chunk_graphs import GraphedChunkRunner
 from megatron.engine.pipeline.executor import Executor
 from megatron.parallel.mesh import Axis
 from megatron.parallel.schedule.actions import Kind, Placement
-from megatron.parallel.schedule.building import SCHEDULES, build_schedule, forward_programs
+from megatron.parallel.schedule.building import build_schedule, forward_programs
 from megatron.parallel.schedule.schedule_files import read_orders
 
 
@@ -40,7 +42,7 @@ class PipelineSettings:
         if self.schedule.endswith(SCHEDULE_FILE):
             _, _, orders = read_orders(self.schedule)
             return any(kind is Kind.WEIGHT_BACKWARD for order in orders for kind, _, _ in order)
-        return SCHEDULES[self.schedule].splits
+        return self.schedule in SPLIT_SCHEDULES
 
     def placement(self, ranks: int) -> Placement:
         """Which rank holds which chunk.
@@ -81,6 +83,10 @@ class PipelinePasses:
         self._gradients = gradients
         self._tied = [(weight, axis) for weight, axis in tied if not is_frozen(weight)]
         self._enter = enter
+
+    def use_graphs(self, capturer: GraphCapturer, *, adds_up: bool) -> None:
+        """Captures the passes of chunks as CUDA graphs from now on; see `GraphedChunkRunner`."""
+        self._executor.runner = GraphedChunkRunner(self._executor.runner, capturer, adds_up=adds_up)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Runs the programs, sums the gradients of tied weights and of replicas, and updates."""

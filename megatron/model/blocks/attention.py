@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
+from megatron.config.architecture.attention import LEARNABLE, VANILLA
 from megatron.config.architecture.positions import ALIBI
 from megatron.errors import ConfigError
 from megatron.kernels.attention.bounded import AttentionPlan
 from megatron.kernels.attention.dense import attention, explicit_attention
 from megatron.kernels.attention.partial import PartialAttention
+from megatron.kernels.attention.sinks import sink_attention
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.rotary import rotate_both, rotate_few, split_rotated
@@ -30,6 +32,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_keys, attention_seed, seeded
 from megatron.parallel.sequence.tiles import Visibility
 from megatron.parallel.sequence.ulysses import to_heads, to_positions
+from megatron.parallel.shard_spec import ShardSpec, place
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
@@ -64,6 +67,11 @@ class SelfAttention(nn.Module):
         if config.position_embedding_type == ALIBI:
             own = slice(*self.linear_qkv.query_dimension.bounds)
             self.slopes = tuple(alibi_slopes(heads)[own])
+        self.has_sinks = config.softmax_type != VANILLA
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == LEARNABLE:
+            spec = ShardSpec((self.linear_qkv.query_dimension,))
+            self.softmax_offset = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.linear_proj = RowParallelLinear(
             heads * size,
             config.hidden_size,
@@ -110,7 +118,7 @@ class SelfAttention(nn.Module):
         Shapes: query `[b, a/t, s, d]`, key and value `[b, g/t, s, d]`; result as query.
         """
         slopes, plan = self._slopes(context), None
-        if not ((self.training and self.dropout) or torch.compiler.is_compiling()):
+        if not (self.has_sinks or (self.training and self.dropout) or torch.compiler.is_compiling()):
             plan = bounded_plan(context, query, self.window, slopes, self.softcap, bidirectional=self.bidirectional)
         bias = None
         if plan is None:
@@ -132,10 +140,28 @@ class SelfAttention(nn.Module):
         return ring_plan(
             context,
             query,
-            PartialAttention(self.scale, self.softcap, context.explicit_attention),
+            self._partial(context),
             Visibility(self.bidirectional, self.window, bool(slopes), self.softcap is not None),
             slopes,
-        ).attend(query, key, value)
+        ).attend(query, key, value, self._sinks(query, context))
+
+    def _partial(self, context: StepContext) -> PartialAttention:
+        """Attention to some keys, to be merged with that to others, or with the sinks."""
+        return PartialAttention(self.scale, self.softcap, context.explicit_attention)
+
+    def _sinks(self, query: torch.Tensor, context: StepContext) -> torch.Tensor | None:
+        """The sinks of the heads that attention is computed for on this rank; None if it has none.
+
+        Shapes: query `[b, a/tu, s, d]`; result `[a/tu]`.
+        """
+        if not self.has_sinks:
+            return None
+        if self.softmax_offset is None:
+            return query.new_zeros(query.shape[1])
+        if context.split is None:
+            return self.softmax_offset
+        ulysses = context.split.ulysses
+        return self.softmax_offset.chunk(ulysses.size)[ulysses.rank]
 
     def _head_part(self, context: StepContext) -> int:
         """Which part of the heads attention is computed for on this rank."""
@@ -226,6 +252,12 @@ class SelfAttention(nn.Module):
             key, value = (visible_keys(part, text.queries, self.window) for part in (text.keys, text.values))
             bias = cached_bias(context, own, key.shape[2], self.window, self.slopes, text.prefix)
             causal = bias is None and text.queries > 1
+            sinks = self._sinks(own, context)
+            if sinks is not None:
+                attended.append(
+                    sink_attention(own, key, value, sinks, self._partial(context), causal=causal, bias=bias)
+                )
+                continue
             bounds: dict[str, Any] = {"causal": causal, "softcap": self.softcap, "kernels": self.kernels}
             attended.append(attention(own, key, value, self.scale, bias=bias, **bounds))
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
@@ -246,6 +278,9 @@ class SelfAttention(nn.Module):
         if plan is not None:
             return plan.attend(query, key, value, self.scale)
         causal = bias is None and query.shape[2] > 1 and not self.bidirectional
+        sinks = self._sinks(query, context)
+        if sinks is not None:
+            return sink_attention(query, key, value, sinks, self._partial(context), causal=causal, bias=bias)
         bounds: dict[str, Any] = {"bias": bias, "causal": causal, "softcap": self.softcap, "kernels": self.kernels}
         drops = self.training and self.dropout > 0
         if context.explicit_attention or (drops and not query.is_cuda):

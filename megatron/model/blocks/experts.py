@@ -1,28 +1,29 @@
 """Mixture of experts: a feed-forward layer of many small networks, of which each token passes through a few.
 
-Dropless: every token reaches all the experts that it chose. Tokens are sorted by expert, each expert multiplies its
-rows, and the results return to the tokens' order; nothing of size tokens x experts is stored besides the router's
-scores. The inner width of every expert is split over the tensor-parallel axis. An expert without tokens has a zero
-gradient, not a missing one.
+Tokens are sorted by expert and sent to the ranks that have these (`parallel/expert`), each expert multiplies its rows,
+and the results return to the tokens' order; nothing of size tokens x experts is stored besides the router's scores.
+Every token reaches all the experts that it chose, unless experts have a capacity: each then has a fixed number of rows,
+of which those that no token fills count for nothing. The inner width of every expert is split over the tensor-parallel
+axis, unless experts are whole. An expert without tokens has a zero gradient, not a missing one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from megatron.config import ModelConfig
 from megatron.kernels.activations import activation, gated
-from megatron.kernels.grouped import grouped_linear
+from megatron.kernels.grouped import equal_groups_linear, grouped_linear
 from megatron.kernels.products import linear
+from megatron.model.blocks.capacity import ExpertCapacity
 from megatron.model.blocks.feed_forward import FeedForward
-from megatron.model.blocks.router import Router, RouterLosses
+from megatron.model.blocks.router import ExpertLoad, Router, RouterLosses
 from megatron.model.interface.step_context import StepContext
-from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.expert.dispatch import Dispatch
+from megatron.parallel.expert.order import Slots
+from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 
@@ -31,51 +32,92 @@ class Experts(nn.Module):
     """Routed experts, and optionally a shared one that sees every token, without biases; optionally mixed with a dense
     layer.
 
+    The shared expert computes while tokens are on their way to experts on other ranks.
+
     Shapes: `[b, s, h]` to the same, replicated over the tensor-parallel axis, or with sequence parallelism
-        `[b, s/t, h]`: tokens are routed where they are, and gathered for the experts, of which every rank has a part.
+        `[b, s/t, h]`: tokens are routed where they are, and gathered for the experts, of which every rank has a part,
+        unless experts are whole: then every rank sends its own.
 
     Args:
         layer: index of the block.
 
     Raises:
-        ConfigError: an expert's inner width is not divisible by the tensor-parallel size.
+        ConfigError: an expert's inner width is not divisible by the tensor-parallel size, or the number of experts by
+            that of the ranks that they are divided over.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int) -> None:
         super().__init__()
-        self.tp = mesh.tp
+        self.tp, self.ep, self.count = mesh.tp, mesh.ep, config.experts_of(layer)
+        self.are_split = mesh.experts.keeps_tensor
         self.router = Router(config, mesh, layer)
+        self.capacity = ExpertCapacity(config, config.experts_of(layer))
         self.losses = RouterLosses(config, layer)
         inner, shared = config.moe_ffn_hidden_size, config.moe_shared_expert_intermediate_size
-        check_divisible(inner, mesh.tp, f"channels of an expert (--moe-ffn-hidden-size {inner})")
-        self.experts = ExpertNetworks(config, mesh, inner, config.experts_of(layer))
+        check_divisible(inner, mesh.etp, f"channels of an expert (--moe-ffn-hidden-size {inner})")
+        check_divisible(self.count, mesh.ep, f"experts (--num-experts {self.count})")
+        self.experts = ExpertNetworks(config, mesh, inner, mesh.etp, self.count)
         self.shared_experts: ExpertNetworks | None = None
         if shared:
             flag = f"--moe-shared-expert-intermediate-size {shared}"
             check_divisible(shared, mesh.tp, f"channels of the shared expert ({flag})")
-            self.shared_experts = ExpertNetworks(config, mesh, shared)
+            self.shared_experts = ExpertNetworks(config, mesh, shared, mesh.tp)
         self.residual = ResidualMixture(config, mesh) if config.moe_residual else None
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies the layer."""
         is_split = context.splits_sequence
         routing = self.router(hidden, is_split)
-        order = ExpertOrder.of(routing.experts, self.router.weight.shape[0])
-        # Each rank holds part of every expert and so computes part of the gradients of the tokens and of the weights.
-        tokens = gather_sequence(hidden, self.tp) if is_split else copy_to(hidden, self.tp)
-        batch, weights = len(tokens), copy_to(routing.weights, self.tp)
-        tokens = tokens.flatten(0, 1)  # [n, h]
-        routed = self.experts(_Dispatch.apply(tokens, order), order.ends)  # [n*k, h]
-        result = _Combine.apply(routed, weights, order)  # [n, h]
-        if self.shared_experts is not None:
-            result = result + self.shared_experts(tokens)
-        result = result.unflatten(0, (batch, -1))
-        result = scatter_sequence(result, self.tp) if is_split else reduce_from(result, self.tp)
+        slots = self.capacity.slots(routing.weights, routing.experts, context, training=self.training)
+        # What is split over tensor-parallel ranks computes part of the gradients of tokens and weights on each of them.
+        if self.are_split or self.shared_experts is not None:
+            whole = gather_sequence(hidden, self.tp) if is_split else copy_to(hidden, self.tp)
+        tokens, experts, weights, own = whole if self.are_split else hidden, routing.experts, routing.weights, slots
+        if is_split and not self.are_split:
+            experts, weights = self._own(experts, len(hidden)), self._own(weights, len(hidden))
+            own = None if slots is None else Slots(self._own(slots.places, len(hidden)), slots.capacity)
+        dispatch = Dispatch.of(experts, self.count, self.ep, own)
+        weights = dispatch.order.kept_weights(weights)
+        sent = dispatch.start(tokens.flatten(0, 1))
+        shared = None if self.shared_experts is None else self.shared_experts(whole.flatten(0, 1))  # [n, h]
+        rows, ends = dispatch.arrived(sent)
+        rows = self.experts(rows, ends)
+        if self.are_split:
+            result = dispatch.combined(rows, copy_to(weights, self.tp))  # [n, h]
+            result = self._summed(result if shared is None else result + shared, len(hidden), is_split)
+        else:
+            result = dispatch.combined(rows, weights).view_as(hidden)
+            result = result if shared is None else result + self._summed(shared, len(hidden), is_split)
         if self.residual is not None:
             result = self.residual(hidden, result, context)
         if not self.training:
             return result
-        return self.losses.attach(result, routing, order.counts, context.auxiliary, context.split)
+        counts = dispatch.order.counts if self.are_split else expert_counts(routing.experts, self.count)
+        dropped = None if slots is None else expert_counts(routing.experts, self.count, ~slots.kept)
+        load = ExpertLoad(counts, dropped, self.router.expert_shares)
+        return self.losses.attach(result, routing, load, context.auxiliary, context.split)
+
+    def _own(self, choices: torch.Tensor, batch: int) -> torch.Tensor:
+        """Of the choices of all tensor-parallel ranks' tokens, those of this rank's. Shapes: `[n, k]` to `[n/t, k]`."""
+        return choices.unflatten(0, (batch, self.tp.size, -1))[:, self.tp.rank].flatten(0, 1)
+
+    def _summed(self, parts: torch.Tensor, batch: int, is_split: bool) -> torch.Tensor:
+        """Sums what the tensor-parallel ranks have computed. Shapes: `[n, h]` to `[b, s, h]` or `[b, s/t, h]`."""
+        parts = parts.unflatten(0, (batch, -1))
+        return scatter_sequence(parts, self.tp) if is_split else reduce_from(parts, self.tp)
+
+
+def expert_counts(experts: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
+    """How many tokens chose each expert, without synchronizing.
+
+    Args:
+        among: the choices that count; all by default.
+
+    Shapes: experts `[n, k]` int64, among `[n, k]` bool; result `[e]` int64.
+    """
+    chosen = experts.flatten()
+    each = torch.ones_like(chosen) if among is None else among.flatten().to(chosen)
+    return chosen.new_zeros(count).scatter_add_(0, chosen, each)
 
 
 class ResidualMixture(nn.Module):
@@ -127,26 +169,30 @@ class ExpertNetworks(nn.Module):
 
     Args:
         inner: inner width f.
-        count: number of networks; None for one whose parameters have no dimension for it.
+        width_axis: the ranks that it is split over.
+        count: number of networks, divided over the expert-parallel ranks; None for one whose parameters have no
+            dimension for it.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, inner: int, count: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, inner: int, width_axis: Axis, count: int | None = None
+    ) -> None:
         super().__init__()
         self.is_gated, self.function = config.gated_linear_unit, config.activation_function
         self.implementation = mesh.kernels.activation
-        hidden, width = Dimension("hidden", config.hidden_size), Dimension("inner", inner, mesh.tp)
-        # split over `mesh.ep` as well once tokens are exchanged between ranks
-        networks = () if count is None else (Dimension("experts", count),)
-        halves = (Dimension("gate and up", 2),) if self.is_gated else ()
+        hidden, width = Dimension("hidden", config.hidden_size), Dimension("inner", inner, width_axis)
+        networks = () if count is None else (Dimension("experts", count, mesh.ep, parts=(1,) * count),)
+        halves = (Dimension("gate and up", 2, parts=(1, 1)),) if self.is_gated else ()
         first = ShardSpec((*networks, *halves, width, hidden), is_matrix=True)
         second = ShardSpec((*networks, hidden, width), is_matrix=True)
-        self.linear_fc1 = ExpertMatrices(first, count, mesh.device)
-        self.linear_fc2 = ExpertMatrices(second, count, mesh.device)
+        self.linear_fc1 = ExpertMatrices(first, bool(networks), mesh.device)
+        self.linear_fc2 = ExpertMatrices(second, bool(networks), mesh.device)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Applies the networks.
 
-        Shapes: ends `[e]`, one past the last row of every expert; None for a single network.
+        Shapes: ends `[e/p]`, one past the last row of every expert on this rank; None for a single network, or rows
+            that are divided equally.
         """
         inner = self.linear_fc1(x, ends)
         if self.is_gated:
@@ -163,95 +209,13 @@ class ExpertMatrices(nn.Module):
         `[rows, input]` to `[rows, output]`.
     """
 
-    def __init__(self, spec: ShardSpec, count: int | None, device: torch.device) -> None:
+    def __init__(self, spec: ShardSpec, are_several: bool, device: torch.device) -> None:
         super().__init__()
-        networks = () if count is None else (count,)
-        shape = (*networks, -1, spec.local_shape[-1])
+        shape = (*spec.local_shape[:are_several], -1, spec.local_shape[-1])
         self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).view(shape)), spec)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         """Multiplies every row by its matrix."""
-        return linear(x, self.weight) if ends is None else grouped_linear(x, self.weight, ends)
-
-
-@dataclass(frozen=True)
-class ExpertOrder:
-    """The (token, choice) pairs sorted by expert, and within an expert by token.
-
-    Shapes: tokens `[n*k]` int64; positions `[n, k]` int64; ends `[e]` int64.
-
-    Attributes:
-        tokens: the token of every sorted row.
-        positions: the sorted row of every pair.
-        ends: one past the last row of every expert.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    ends: torch.Tensor
-
-    @classmethod
-    def of(cls, experts: torch.Tensor, count: int) -> ExpertOrder:
-        """The order for the chosen experts, without synchronizing. Shapes: experts `[n, k]`."""
-        ordered, pairs = experts.flatten().sort(stable=True)
-        positions = torch.empty_like(pairs)
-        positions[pairs] = torch.arange(pairs.numel(), device=pairs.device)
-        ends = torch.searchsorted(ordered, torch.arange(count, device=pairs.device), right=True)
-        return cls(pairs // experts.shape[1], positions.view(experts.shape), ends)
-
-    @property
-    def choices(self) -> tuple[torch.Tensor, ...]:
-        """The sorted rows of the tokens' first choices, of their second choices, and so on. Shapes: `[n]` each."""
-        return self.positions.unbind(dim=1)
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """How many tokens each expert gets. Shapes: `[e]`."""
-        return self.ends.diff(prepend=self.ends.new_zeros(1))
-
-
-class _Dispatch(torch.autograd.Function):
-    """Copies every token to the rows of its experts: `[n, h]` to `[n*k, h]`.
-
-    Backward gathers and adds in a fixed order, where the backward pass of an index would add atomically.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens, order):  # type: ignore[no-untyped-def]
-        ctx.order = order
-        return tokens.index_select(0, order.tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        first, *others = ctx.order.choices
-        total = gradient.index_select(0, first).float()
-        for rows in others:
-            total += gradient.index_select(0, rows)
-        return total.to(gradient.dtype), None
-
-
-class _Combine(torch.autograd.Function):
-    """Adds up each token's rows with their weights, in float32: `[n*k, h]` and `[n, k]` to `[n, h]`."""
-
-    @staticmethod
-    def forward(ctx, rows, weights, order):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(rows, weights)
-        ctx.order = order
-        (first, *others), (factor, *factors) = order.choices, weights.split(1, dim=1)
-        total = rows.index_select(0, first) * factor
-        for selected, factor in zip(others, factors, strict=True):
-            total.addcmul_(rows.index_select(0, selected), factor)
-        return total.to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        rows, weights = ctx.saved_tensors
-        order = ctx.order
-        of_rows = gradient.index_select(0, order.tokens)  # [n*k, h]
-        products = (of_rows * rows).sum(dim=-1, dtype=weights.dtype)
-        sorted_weights = torch.empty_like(products)
-        sorted_weights[order.positions.flatten()] = weights.flatten()
-        of_rows.mul_(sorted_weights.unsqueeze(1))
-        return of_rows, products[order.positions], None
+        if ends is not None:
+            return grouped_linear(x, self.weight, ends)
+        return linear(x, self.weight) if self.weight.dim() == 2 else equal_groups_linear(x, self.weight)

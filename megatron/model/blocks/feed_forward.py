@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
         self.implementation = mesh.kernels.activation
         width = config.ffn_hidden_size if inner_size is None else inner_size
         inner = Dimension("outputs of a linear layer", width, mesh.tp)
-        outputs = (Dimension("gate and up", 2), inner) if self.is_gated else (inner,)
+        outputs = (Dimension("gate and up", 2, parts=(1, 1)), inner) if self.is_gated else (inner,)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             outputs,

@@ -34,7 +34,7 @@ class QueryKeyValue(ColumnParallelLinear):
         is_split = groups % mesh.tp.size == 0
         outputs = (
             Dimension("groups of attention heads", groups, mesh.tp if is_split else None),
-            Dimension("queries, key and value of a group", heads // groups + 2),
+            Dimension("queries, key and value of a group", heads // groups + 2, parts=(heads // groups, 1, 1)),
             Dimension("head size", config.kv_channels),
         )
         super().__init__(

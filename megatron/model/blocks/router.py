@@ -5,14 +5,18 @@ Statistics of the routing are recorded with every training step under the names 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
+from megatron.config.architecture.feed_forward import SAMPLE
 from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.step_state import StepState
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.sequence.split import SequenceSplit
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
@@ -25,13 +29,13 @@ ENTROPY = "router_entropy"
 PASSES = "router_passes"
 
 _EXPERT_TOKENS = "router_expert_tokens"
+_DROPPED_TOKENS = "router_dropped_tokens"
 _ROUTER_LOSS = "router_loss"
 _SMALLEST_SUM = 1.0e-20
 
 
-@dataclass(frozen=True)
-class Routing:
-    """The choice of experts.
+class Routing(NamedTuple):
+    """The choice of experts; a tuple, so that ZeRO-3 finds the tensors whose gradients announce the router's turn.
 
     Shapes: logits `[n, e]` float32 for n tokens and e experts; experts `[n, k]` int64; weights `[n, k]` float32.
     """
@@ -41,19 +45,33 @@ class Routing:
     weights: torch.Tensor
 
 
-class Router(nn.Module):
+class Router(StepState):
     """Scores every expert for every token and chooses the best k, in float32 also in a half-precision network.
+
+    With groups, a token's experts lie in the few groups whose best ones have the largest sum of scores. With
+    --moe-router-enable-expert-bias, a bias is added to the scores that the choice goes by, not to the weights. After
+    every step it rises by a fixed rate for experts with fewer tokens than the mean over the global batch, and falls for
+    those with more: the load becomes even without a loss that works against the main one.
 
     The matrix is replicated over the tensor-parallel axis. Its ranks see the same hidden states to the last bit, since
     an all-reduce made them, and so choose the same experts. With sequence parallelism each scores its own tokens, and
     the scores are gathered.
 
-    Shapes: hidden `[b, s/t, h]` or `[n, h]`; weight `[e, h]`.
+    Shapes: hidden `[b, s/t, h]` or `[n, h]`; weight `[e, h]`; expert_bias and expert_shares `[e]`.
+
+    Attributes:
+        expert_bias: the bias; None without.
+        expert_shares: the share of each expert in the choices of the last step, which the loss of the next one goes by
+            if it is for an even load of the global batch; else None.
 
     Source: Shazeer et al., "Outrageously large neural networks", 2017, section 2.1 (without its noise); weights: Jiang
     et al., "Mixtral of experts", 2024, section 2.1 (softmax over the chosen); Fedus et al., "Switch transformers",
-    2022, equation 1 (softmax over all); DeepSeek-AI, "DeepSeek-V3", 2024, equations 13 to 16 (sigmoid).
+    2022, equation 1 (softmax over all); DeepSeek-AI, "DeepSeek-V3", 2024, equations 13 to 16 (sigmoid, bias); Wang et
+    al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts", 2024, algorithm 1 (bias).
     """
+
+    expert_bias: torch.Tensor | None
+    expert_shares: torch.Tensor | None
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int = 0) -> None:
         super().__init__()
@@ -61,9 +79,19 @@ class Router(nn.Module):
         self.is_sigmoid = config.moe_router_score_function == "sigmoid"
         self.keeps_scores = config.moe_router_pre_softmax
         self.scale = config.moe_router_topk_scaling_factor
-        dimensions = (Dimension("experts", config.experts_of(layer)), Dimension("hidden", config.hidden_size))
+        self.groups, self.group_top_k = config.moe_router_num_groups, config.moe_router_group_topk or 0
+        self.counts_name, self.bias_rate = expert_tokens(layer), config.moe_router_bias_update_rate
+        experts = Dimension("experts", config.experts_of(layer))
+        dimensions = (experts, Dimension("hidden", config.hidden_size))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
         self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+        self.register_buffer("expert_bias", None)
+        self.register_buffer("expert_shares", None)
+        zeros, of_experts = torch.zeros(experts.size, device=mesh.device), ShardSpec((experts,))
+        if config.moe_router_enable_expert_bias:
+            self.add_state("expert_bias", zeros, of_experts)
+        if config.balances_global_batch:
+            self.add_state("expert_shares", zeros + 1 / experts.size, of_experts, is_optional=True)
 
     def forward(self, hidden: torch.Tensor, splits_sequence: bool = False) -> Routing:
         """Routes the tokens of all ranks."""
@@ -71,10 +99,37 @@ class Router(nn.Module):
         if splits_sequence:
             logits = gather_from(logits, self.tp, dimension=1)
         logits = logits.flatten(0, -2)  # [n, e]
-        # by logits, which order as the scores do: a sigmoid close to 1 is rounded to ties
-        experts = logits.detach().topk(self.top_k, dim=-1).indices  # [n, k]
+        experts = self._preferences(logits.detach()).topk(self.top_k, dim=-1).indices  # [n, k]
         weights = self._weights(logits, experts)
         return Routing(logits, experts, weights if self.scale == 1.0 else weights * self.scale)
+
+    @torch.no_grad()
+    def after_step(self, totals: Mapping[str, torch.Tensor], is_applied: torch.Tensor) -> None:
+        """Takes note of the load of a step."""
+        counts = totals[self.counts_name]
+        if self.expert_bias is not None:
+            direction = (counts.mean() - counts).sign() * is_applied
+            self.expert_bias.add_(direction.to(torch.float32), alpha=self.bias_rate)
+        if self.expert_shares is not None:
+            shares = (counts / counts.sum()).to(torch.float32)
+            self.expert_shares.copy_(torch.where(is_applied, shares, self.expert_shares))
+
+    def _preferences(self, logits: torch.Tensor) -> torch.Tensor:
+        """What experts are chosen by: their scores, or the logits where these order alike, since a sigmoid close to 1
+        is rounded to ties. Shapes: `[n, e]` to the same.
+        """
+        if self.expert_bias is None and self.groups is None:
+            return logits
+        scores = logits
+        if self.is_sigmoid:
+            scores = logits.sigmoid()
+        elif self.keeps_scores or self.expert_bias is not None:
+            scores = logits.softmax(dim=-1)
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if self.groups is None:
+            return scores
+        return limited_to_groups(scores, self.groups, self.group_top_k, self.top_k // self.group_top_k)
 
     def _weights(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Weights of the chosen experts. Shapes: `[n, e]` and `[n, k]` to `[n, k]`."""
@@ -87,17 +142,64 @@ class Router(nn.Module):
         return chosen.softmax(dim=-1)
 
 
+def limited_to_groups(scores: torch.Tensor, groups: int, chosen: int, best: int) -> torch.Tensor:
+    """The scores of the experts in the best groups of each token, and -inf for the others.
+
+    A group is as good as the sum of its best experts' scores.
+
+    Shapes: `[n, e]` to the same.
+
+    Args:
+        groups: groups of consecutive experts, of equal size.
+        chosen: how many of them a token chooses.
+        best: how many experts of a group count.
+
+    Source: DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (node-limited routing); NVIDIA Megatron-LM
+    `megatron/core/transformer/moe/moe_utils.py`, `group_limited_topk`.
+    """
+    grouped = scores.unflatten(-1, (groups, -1))  # [n, g, e/g]
+    of_groups = grouped.topk(best, dim=-1).values.sum(dim=-1)  # [n, g]
+    is_open = torch.zeros_like(of_groups, dtype=torch.bool)
+    is_open.scatter_(-1, of_groups.topk(chosen, dim=-1).indices, True)
+    return grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How many tokens chose each expert.
+
+    Shapes: counts, dropped and last_shares `[e]`.
+
+    Attributes:
+        counts: of this rank's tokens.
+        dropped: of these, how many the expert did not take; None without a capacity.
+        last_shares: see `Router.expert_shares`.
+    """
+
+    counts: torch.Tensor
+    dropped: torch.Tensor | None = None
+    last_shares: torch.Tensor | None = None
+
+
 class RouterLosses:
     """The losses on the routing of one layer, and its statistics.
 
-    Both losses are means over the tokens of a micro-batch, padding and tokens without a loss included,
-    for the router handles those like any other. The load-balancing loss is a product of two such means; it therefore
-    depends on how the global batch is cut into micro-batches, but not on the layout that trains them.
+    All are means over the tokens, padding and tokens without a loss included, for the router handles those like any
+    other. The load-balancing loss is a sum of products of two means: of the choices, which are constants for the
+    gradient, and of the probabilities. What both are taken over is the scope (--moe-aux-loss-scope):
+
+    * a micro-batch: the loss depends on how the global batch is cut into micro-batches, but not on the layout;
+    * a sample: it depends on neither;
+    * the global batch: it depends on neither. A micro-batch cannot know the choices of those after it, so the loss of a
+      step goes by the choices of the step before, which are state and saved in checkpoints (at first, an even load).
+      Given these it is linear in the probabilities, so that the mean of the micro-batches' losses and gradients is
+      exactly that of the global batch.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         self.layer = layer
         self.is_sigmoid = config.moe_router_score_function == "sigmoid"
+        self.by_sample = config.moe_aux_loss_scope == SAMPLE
         self.balance_coefficient = config.moe_aux_loss_coeff
         self.z_coefficient = config.moe_z_loss_coeff
 
@@ -105,35 +207,54 @@ class RouterLosses:
         self,
         hidden: torch.Tensor,
         routing: Routing,
-        counts: torch.Tensor,
+        load: ExpertLoad,
         losses: AuxiliaryLosses,
         split: SequenceSplit | None = None,
     ) -> torch.Tensor:
-        """Returns `hidden` with the losses attached, and records the statistics.
-
-        Shapes: hidden `[b, s, h]`; counts `[e]` int64, the tokens that each expert gets.
-        """
+        """Returns `hidden` with the losses attached, and records the statistics. Shapes: hidden `[b, s, h]`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.balance_coefficient > 0):
             probabilities = router_probabilities(routing.logits, self.is_sigmoid)
-            # Linear in the probabilities, so that the mean over ranks that share samples is that of the whole ones.
-            balance = balance_loss(probabilities, counts if split is None else split.summed(counts))
+            balance = self._balance(probabilities, routing.experts, load, len(hidden), split)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.z_coefficient > 0):
             z = z_loss(routing.logits)
-        self._record(losses, probabilities.detach(), counts, balance, z)
+        self._record(losses, probabilities.detach(), load, balance, z)
         loss = self.balance_coefficient * balance + self.z_coefficient * z
         return losses.attach(hidden, _ROUTER_LOSS, self.layer, loss) if loss.requires_grad else hidden
+
+    def _balance(
+        self,
+        probabilities: torch.Tensor,
+        experts: torch.Tensor,
+        load: ExpertLoad,
+        samples: int,
+        split: SequenceSplit | None,
+    ) -> torch.Tensor:
+        """The load-balancing loss. It is linear in the probabilities, so that the mean over ranks that share samples is
+        that of the whole ones.
+        """
+        if load.last_shares is not None:
+            return balance_loss(probabilities, load.last_shares)
+        if not self.by_sample:
+            return balance_loss(probabilities, load.counts if split is None else split.summed(load.counts))
+        chosen = experts.view(samples, -1)
+        counts = load.counts.new_zeros(samples, load.counts.numel())
+        counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen))  # [b, e]
+        return balance_loss(probabilities, counts if split is None else split.summed(counts))
 
     def _record(
         self,
         losses: AuxiliaryLosses,
         probabilities: torch.Tensor,
-        counts: torch.Tensor,
+        load: ExpertLoad,
         balance: torch.Tensor,
         z: torch.Tensor,
     ) -> None:
         entropy = torch.special.entr(probabilities).sum(dim=-1).mean()
         values = {BALANCE_LOSS: balance, Z_LOSS: z, ENTROPY: entropy, PASSES: torch.ones_like(entropy)}
-        for name, value in (values | {expert_tokens(self.layer): counts}).items():
+        values[expert_tokens(self.layer)] = load.counts
+        if load.dropped is not None:
+            values[dropped_tokens(self.layer)] = load.dropped
+        for name, value in values.items():
             losses.record(name, self.layer, value)
 
 
@@ -151,15 +272,22 @@ def router_probabilities(logits: torch.Tensor, is_sigmoid: bool) -> torch.Tensor
 def balance_loss(probabilities: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The load-balancing loss `e * sum_i(f_i * P_i)`: 1 if the load is even, `e / k` if k experts get every token.
 
-    `f_i` is the share of expert i in the n * k choices (constant), `P_i` its mean probability.
+    `f_i` is the share of expert i in the n * k choices (constant), `P_i` its mean probability; for several samples, the
+    mean of their losses.
 
-    Shapes: probabilities `[n, e]`, counts `[e]`; result `[]`.
+    Shapes: probabilities `[n, e]`; counts `[e]`, or `[b, e]` for b samples of n / b tokens each; result `[]`.
+
+    Args:
+        counts: the choices, or their shares.
 
     Source: Fedus et al., "Switch transformers", 2022, equations 4 to 6; for k > 1 `f` is divided by k as in NVIDIA
-    Megatron-LM `megatron/core/transformer/moe/moe_utils.py`, `switch_load_balancing_loss_func`.
+    Megatron-LM `megatron/core/transformer/moe/moe_utils.py`, `switch_load_balancing_loss_func`; by sample: DeepSeek-AI,
+    "DeepSeek-V3", 2024, equations 17 to 20.
     """
-    shares = counts.to(probabilities.dtype) / counts.sum()
-    return counts.numel() * torch.dot(shares, probabilities.mean(dim=0))
+    counts = counts.view(-1, probabilities.shape[-1]).to(probabilities.dtype)
+    shares = counts / counts.sum(dim=1, keepdim=True)
+    means = probabilities.view(len(counts), -1, counts.shape[1]).mean(dim=1)
+    return counts.shape[1] * (shares * means).sum(dim=1).mean()
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
@@ -177,13 +305,22 @@ def expert_tokens(layer: int) -> str:
     return f"{_EXPERT_TOKENS}.{layer}"
 
 
-def is_expert_tokens(name: str) -> bool:
-    """Whether a statistic is the tokens of each expert of some layer."""
-    return name.startswith(f"{_EXPERT_TOKENS}.")
+def dropped_tokens(layer: int) -> str:
+    """The name under which a layer records how many tokens that chose each expert it did not take."""
+    return f"{_DROPPED_TOKENS}.{layer}"
+
+
+def layers_of(metrics: Collection[str]) -> list[int]:
+    """The layers that have recorded the tokens of their experts, in order."""
+    prefix = f"{_EXPERT_TOKENS}."
+    return sorted(int(name.removeprefix(prefix)) for name in metrics if name.startswith(prefix))
 
 
 def router_metric_sizes(config: ModelConfig) -> dict[str, int]:
     """Name and length of every statistic that the routers of a network record; empty without experts."""
     routed = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
     scalars = dict.fromkeys((BALANCE_LOSS, Z_LOSS, ENTROPY, PASSES), 1) if routed else {}
-    return scalars | {expert_tokens(layer): config.experts_of(layer) for layer in routed}
+    sizes = scalars | {expert_tokens(layer): config.experts_of(layer) for layer in routed}
+    if not config.drops_tokens:
+        return sizes
+    return sizes | {dropped_tokens(layer): config.experts_of(layer) for layer in routed}

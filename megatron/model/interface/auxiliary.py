@@ -15,10 +15,10 @@ class AuxiliaryLosses:
 
     Args:
         backward_scale: factor by which the engine multiplies the loss of a micro-batch before backward: the fp16 loss
-            scale divided by the number of micro-batches.
+            scale divided by the number of micro-batches. `[]` if it is a tensor.
     """
 
-    def __init__(self, backward_scale: float = 1.0) -> None:
+    def __init__(self, backward_scale: float | torch.Tensor = 1.0) -> None:
         self.backward_scale = backward_scale
         self._values: dict[tuple[str, int], torch.Tensor] = {}
 
@@ -58,4 +58,4 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         (loss,) = ctx.saved_tensors
-        return gradient, torch.full_like(loss, ctx.scale), None
+        return gradient, torch.ones_like(loss).mul_(ctx.scale), None

@@ -20,6 +20,7 @@ from megatron.kernels.choice import Implementation
 from megatron.model.interface.key_value_cache import BatchCaches
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.step_context import StepContext
+from megatron.model.interface.step_state import named_states, states_of
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
@@ -155,6 +156,11 @@ class LayerStack(nn.Module):
         """
         return _shared_weight(self.layer(name), name)
 
+    def stored_tensors(self) -> Iterator[torch.Tensor]:
+        """What a checkpoint holds of this rank's layers: their parameters, then their state."""
+        yield from self.parameters()
+        yield from states_of(self)
+
     def new_caches(self, capacity: int, prefix: int = 0) -> BatchCaches:
         """Empty caches for a batch of texts of equal length, up to `capacity` tokens; see `BatchCaches`."""
         return BatchCaches(capacity, prefix)
@@ -166,12 +172,14 @@ def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Modul
 
 
 def name_parameters(spec: LayerSpec, module: nn.Module, shared: nn.Parameter | None = None) -> None:
-    """Sets the global name of every parameter (`parameter.global_name`) and completes its shard spec; a tied copy gets
-    the original's name.
+    """Sets the global name of every parameter and state (`parameter.global_name`) and completes the shard spec of the
+    parameters; a tied copy gets the original's name.
 
     Args:
         shared: the weight of another layer on this rank, which has its name already.
     """
+    for inner, state in named_states(module):
+        state.global_name = f"{spec.name}.{inner}"  # type: ignore[attr-defined]
     for inner, parameter in module.named_parameters():
         if parameter is shared:
             continue

@@ -147,7 +147,8 @@ class StepContext:
 
         def compute() -> torch.Tensor:
             places = split.places(length * split.size, _on_host(self.segment_ids))
-            return torch.from_numpy(places[0] if len(places) == 1 else places).to(self.sample_ids.device)
+            device = self.sample_ids.device
+            return torch.from_numpy(places).to(device) if len(places) > 1 else _ranges(places[0], device)
 
         return self.once(("positions", length), compute)
 
@@ -253,7 +254,7 @@ class StepSettings:
         predicted: torch.Tensor | None = None,
         first_sample: int | None = None,
         caches: KeyValueCaches | None = None,
-        backward_scale: float = 1.0,
+        backward_scale: float | torch.Tensor = 1.0,
     ) -> StepContext:
         """Builds the context of one micro-batch.
 
@@ -294,7 +295,11 @@ class StepSettings:
         )
 
     def context_of(
-        self, tensors: Sequence[torch.Tensor], *, first_sample: int | None = None, backward_scale: float = 1.0
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        first_sample: int | None = None,
+        backward_scale: float | torch.Tensor = 1.0,
     ) -> StepContext:
         """Builds the context of a micro-batch from its `StepContext.tensors`."""
         sample_ids, *optional = tensors
@@ -310,7 +315,17 @@ def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     begins = torch.zeros_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
+    return index - index.masked_fill(~begins, 0).cummax(dim=1).values
+
+
+def _ranges(places: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Places that lie in a few ranges, as a tensor that is computed where it is used: a copy would have the host wait.
+
+    Shapes: places `[n]`; result `[n]` int64.
+    """
+    ranges = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    made = [torch.arange(int(each[0]), int(each[-1]) + 1, device=device) for each in ranges]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _on_host(segment_ids: torch.Tensor | None) -> np.ndarray | None:

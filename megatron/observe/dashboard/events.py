@@ -61,6 +61,10 @@ def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
             yield Event("save", f"Saved {text}.", "good", at, iteration)
         elif kind == "failed_save":
             yield Event("failed_save", f"Step {iteration or 0:,} was not saved: {text}", "bad", at, iteration)
+        elif kind == "slowest_rank":
+            yield Event("slowest_rank", f"Slowest: {text}.", "", at, iteration)
+        elif kind == "straggler":
+            yield Event("straggler", f"A rank is a straggler: {text}.", "notice", at, iteration)
         elif kind == "passed":
             batch = f"samples {record.get('first_sample')} to {record.get('last_sample')}"
             reason = "on which earlier starts ended in NaN"

@@ -7,7 +7,7 @@ any more: with the first step that is repeated, all later ones leave the table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,7 +180,20 @@ def _flattened(record: Mapping[str, Any]) -> dict[str, Any]:
                 flat[f"lm_loss of {name}"] = value["lm_loss"]
             elif _is_number(value):
                 flat[name] = value
+    routing = record.get("routing") or {}
+    if isinstance(routing.get("layers"), dict):
+        flat.update(_of_layers(routing["layers"]))
     return flat
+
+
+def _of_layers(layers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The figures of each routed layer and of its experts, each with the name of its curve."""
+    for index, layer in layers.items():
+        for name, value in layer.items() if isinstance(layer, dict) else ():
+            if _is_number(value):
+                yield f"{name} of layer {index}", value
+            elif isinstance(value, list):
+                yield from ((f"{name} of layer {index}, expert {number}", entry) for number, entry in enumerate(value))
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], name: str, kind: type) -> np.ndarray:

@@ -105,6 +105,19 @@ class Placement:
 Program = tuple[Action, ...]
 
 
+def without_backward_before(program: Program, chunk: int) -> Program:
+    """A program without the backward passes of the chunks before this one, and without the gradients they would need.
+
+    Applied to the programs of all ranks, each message still has both its ends.
+    """
+
+    def stays(action: Action) -> bool:
+        needed_by = action.chunk - 1 if action.kind is Kind.SEND_BACKWARD else action.chunk
+        return needed_by >= chunk or not action.kind.is_of_backward
+
+    return tuple(filter(stays, program)) if chunk else program
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The programs of all pipeline ranks for one step.
@@ -133,6 +146,11 @@ class Schedule:
     def forward_only(self) -> tuple[Program, ...]:
         """The programs of a pass without gradients: the same ones, without what belongs to the backward pass."""
         return self._forward_only
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are computed apart from those of inputs."""
+        return any(action.kind is Kind.WEIGHT_BACKWARD for action in self.actions[0])
 
     @property
     def stages_alive(self) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE, SPLIT_SCHEDULES
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Kind, Placement, Program, Schedule
 from megatron.parallel.schedule.generation import fixed_orders, greedy_orders
@@ -20,13 +20,11 @@ class NamedSchedule:
 
     Attributes:
         is_v_shaped: whether chunks go there and back over the ranks, so that the first rank has the last chunk.
-        splits: whether the gradients of weights are computed apart from those of inputs.
         limit: the most chunk activations that a rank may hold, from the rank, the ranks and the chunks of each; None
             for the schedules with a fixed order.
     """
 
     is_v_shaped: bool = False
-    splits: bool = False
     limit: Callable[[int, int, int], int] | None = None
 
 
@@ -42,10 +40,10 @@ def _interleaved_limit(rank: int, ranks: int, chunks: int) -> int:
 SCHEDULES = {
     "1f1b": NamedSchedule(),
     "interleaved": NamedSchedule(),
-    "zb-h1": NamedSchedule(splits=True, limit=lambda rank, ranks, chunks: ranks),
-    "interleaved-zb": NamedSchedule(splits=True, limit=_interleaved_limit),
-    "zbv": NamedSchedule(is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: 2 * ranks),
-    "v-half": NamedSchedule(is_v_shaped=True, splits=True, limit=lambda rank, ranks, chunks: ranks + 1),
+    "zb-h1": NamedSchedule(limit=lambda rank, ranks, chunks: ranks),
+    "interleaved-zb": NamedSchedule(limit=_interleaved_limit),
+    "zbv": NamedSchedule(is_v_shaped=True, limit=lambda rank, ranks, chunks: 2 * ranks),
+    "v-half": NamedSchedule(is_v_shaped=True, limit=lambda rank, ranks, chunks: ranks + 1),
     "v-1f1b": NamedSchedule(is_v_shaped=True, limit=lambda rank, ranks, chunks: 3 * ranks),
 }
 
@@ -69,14 +67,14 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
     fewest, most = SCHEDULE_CHUNKS[name]
     if chunks_per_rank < fewest or (most is not None and chunks_per_rank > most):
         nearest = fewest if chunks_per_rank < fewest else most
-        noun = "chunk" if chunks_per_rank == 1 else "chunks"
-        raise ConfigError(f"The pipeline schedule {name} does not take {chunks_per_rank} {noun} a rank. Use {nearest}.")
+        chunks = _count(chunks_per_rank, "chunk")
+        raise ConfigError(f"The pipeline schedule {name} does not take {chunks} a rank. Use {nearest}.")
     placement = Placement.v_shape(ranks) if named.is_v_shaped else Placement.loop(ranks, chunks_per_rank)
     if named.limit is None:
         orders = fixed_orders(ranks, chunks_per_rank, micro_batches)
     else:
         limits = [named.limit(rank, ranks, chunks_per_rank) for rank in range(ranks)]
-        orders = greedy_orders(placement, micro_batches, limits, splits=named.splits)
+        orders = greedy_orders(placement, micro_batches, limits, splits=name in SPLIT_SCHEDULES)
     return schedule_of(name, placement, micro_batches, orders)
 
 
@@ -102,9 +100,13 @@ def _schedule_of_file(path: str, ranks: int, chunks_per_rank: int, micro_batches
     placement, batches, orders = read_orders(path)
     chunks = len(placement.chunks_of(0))
     misfits = {
-        f"{placement.ranks} ranks (--pipeline-model-parallel-size {ranks})": placement.ranks != ranks,
-        f"{chunks} chunks a rank (--virtual-pipeline-model-parallel-size {chunks_per_rank})": chunks != chunks_per_rank,
-        f"{batches} micro-batches (a step has {micro_batches}: --global-batch-size)": batches != micro_batches,
+        f"{_count(placement.ranks, 'rank')} (--pipeline-model-parallel-size {ranks})": placement.ranks != ranks,
+        f"{_count(chunks, 'chunk')} a rank (--virtual-pipeline-model-parallel-size {chunks_per_rank})": (
+            chunks != chunks_per_rank
+        ),
+        f"{_count(batches, 'micro-batch', 'es')} (a step has {micro_batches}: --global-batch-size)": (
+            batches != micro_batches
+        ),
     }
     for misfit, is_wrong in misfits.items():
         if is_wrong:
@@ -115,6 +117,10 @@ def _schedule_of_file(path: str, ranks: int, chunks_per_rank: int, micro_batches
         raise ConfigError(
             f"--pipeline-schedule {path}: {failure}. Change the order of one of these ranks."
         ) from failure
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def schedule_of(name: str, placement: Placement, micro_batches: int, orders: Orders) -> Schedule:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.attention.partial import PartialAttention, merge_
+from megatron.kernels.attention.sinks import only_sinks, sink_gradient
 from megatron.parallel.mesh import Axis
+from megatron.parallel.messages import wait_for
 from megatron.parallel.sequence.split import SequenceSplit
 from megatron.parallel.sequence.tiles import Tile, Visibility, tiles_of
 
@@ -29,7 +31,7 @@ class RingPlan:
 
     Attributes:
         tiles: for the keys of each rank of the ring.
-        places: the place in its sample of each token of each rank.
+        places: the place in its sample of each token of each rank; None if no score depends on distances.
         slopes: what a score loses per position of distance; None for nothing.
     """
 
@@ -37,7 +39,7 @@ class RingPlan:
     attention: PartialAttention
     seen: Visibility
     tiles: Sequence[Sequence[Tile]] = field(repr=False)
-    places: torch.Tensor = field(repr=False)
+    places: torch.Tensor | None = field(repr=False)
     slopes: torch.Tensor | None = None
 
     @classmethod
@@ -62,23 +64,26 @@ class RingPlan:
         parts = split.parts(length, documents)
         steepness = torch.tensor(slopes, device=device).view(1, -1, 1, 1) if slopes else None
         tiles = tiles_of(parts, documents, split.ring.rank, seen)
-        return cls(split.ring, attention, seen, tiles, torch.from_numpy(parts).to(device), steepness)
+        places = torch.from_numpy(parts).to(device) if seen.sloped or seen.window is not None else None
+        return cls(split.ring, attention, seen, tiles, places, steepness)
 
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key that this rank computes."""
         return sum(tile.pairs for tiles in self.tiles for tile in tiles)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention of this rank's queries to the keys of all ranks.
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of this rank's queries to the keys of all ranks, and to the heads' sinks if there are any.
 
-        Shapes: query `[b, a, n, d]`, key and value `[b, g, n, d]`; result as query.
+        Shapes: query `[b, a, n, d]`, key and value `[b, g, n, d]`, sinks `[a]`; result as query.
         """
-        return _Ring.apply(query, key, value, self)  # type: ignore[no-any-return]
+        return _Ring.apply(query, key, value, sinks, self)  # type: ignore[no-any-return]
 
     def bias(self, tile: Tile, source: int) -> torch.Tensor | None:
         """What is added to the scores of a tile. Shapes: `[1, 1 or a, q, k]` float32."""
-        if not tile.biased:
+        if not tile.biased or self.places is None:
             return None
         of_row = self.places[0 if len(self.places) == 1 or tile.row is None else tile.row]
         distance = of_row[self.ring.rank, tile.queries].unsqueeze(1) - of_row[source, tile.keys]  # [q, k]
@@ -113,18 +118,19 @@ class _Message:
 
     def wait(self) -> torch.Tensor:
         """The block that was received."""
-        with self.ring.timed():
-            for work in self.works:
-                work.wait()
+        wait_for(self.works, self.ring)
         return self.received
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, plan):  # type: ignore[no-untyped-def]
-        ring, block = plan.ring, torch.stack((key, value))  # [2, b, g, n, d]
-        out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        logsumexp = torch.full(query.shape[:3], -torch.inf, device=query.device)
+    def forward(ctx, query, key, value, sinks, plan):  # type: ignore[no-untyped-def]
+        # Copies are kept, of which the block is sent as it is in backward too: the arguments are often parts of a
+        # joint projection, all of whose memory they would keep.
+        query, kept = query.contiguous(), torch.stack((key, value))  # [2, b, g, n, d]
+        ring, block = plan.ring, kept
+        seen = query.new_full(query.shape[1:2], -torch.inf) if sinks is None else sinks
+        out, logsumexp = only_sinks(query, seen)
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size
             message = plan.send_on(block) if step + 1 < ring.size else None
@@ -141,22 +147,24 @@ class _Ring(torch.autograd.Function):
                 block = message.wait()
         result = out.to(query.dtype)
         ctx.plan = plan
-        ctx.save_for_backward(query, key, value, result, logsumexp)
+        ctx.save_for_backward(query, kept, result, logsumexp, sinks)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        query, key, value, out, logsumexp = ctx.saved_tensors
+        query, block, out, logsumexp, sinks = ctx.saved_tensors
         plan = ctx.plan
-        ring, block = plan.ring, torch.stack((key, value))
+        ring = plan.ring
         of_queries = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         returning: list[_Message] = []  # at most one
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size
             message = plan.send_on(block) if step + 1 < ring.size else None
-            of_block = torch.zeros(block.shape, dtype=torch.float32, device=block.device)
-            for tile in plan.tiles[source]:
+            tiles, of_block = plan.tiles[source], None
+            if not returning or len(tiles) > 1:  # what one tile gives is added to what arrives
+                of_block = torch.zeros(block.shape, dtype=torch.float32, device=block.device)
+            for tile in tiles:
                 rows = _rows(tile)
                 own = (part[rows, :, tile.queries] for part in (out, logsumexp))
                 parts = plan.attention.backward(
@@ -167,16 +175,22 @@ class _Ring(torch.autograd.Function):
                     causal=tile.causal,
                     bias=plan.bias(tile, source),
                 )
+                if of_block is None:
+                    of_block = returning.pop().wait()
                 of_queries[rows, :, tile.queries] += parts[0]
                 of_block[0, rows, :, tile.keys] += parts[1]
                 of_block[1, rows, :, tile.keys] += parts[2]
+                del parts
             if returning:
-                of_block += returning.pop().wait()
+                arrived = returning.pop().wait()
+                of_block = arrived if of_block is None else of_block.add_(arrived)
+                del arrived
             returning.append(plan.send_on(of_block))
             if message is not None:
                 block = message.wait()
-        of_key, of_value = returning.pop().wait().to(key.dtype)
-        return of_queries.to(query.dtype), of_key, of_value, None
+        of_key, of_value = returning.pop().wait().to(query.dtype)
+        of_sinks = None if sinks is None else sink_gradient(gradient, out, logsumexp, sinks)
+        return of_queries.to(query.dtype), of_key, of_value, of_sinks, None
 
 
 def _rows(tile: Tile) -> slice:

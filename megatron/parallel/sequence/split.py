@@ -49,6 +49,11 @@ class SequenceSplit:
         """The ranks that share a sequence."""
         return self.ring.size * self.ulysses.size
 
+    def padded(self, length: int, within: int = 1) -> int:
+        """The length to which samples are padded so that they can be divided, each rank's part over `within` more."""
+        unit = math.lcm(length_unit(self.ring.size, self.ulysses.size, causal=self.causal), self.size * within)
+        return -(-length // unit) * unit
+
     def head_part(self, tp_rank: int) -> int:
         """Which part of all heads this rank has after an exchange of tokens for heads."""
         return tp_rank * self.ulysses.size + self.ulysses.rank

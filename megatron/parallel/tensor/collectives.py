@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from megatron.parallel.mesh import Axis
+from megatron.parallel.messages import wait_for
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -173,8 +174,7 @@ class PendingTokens(NamedTuple):
 
     def wait(self) -> torch.Tensor:
         """What `gathered_tokens` or `summed_tokens` returns; only this waiting is timed."""
-        with self.axis.timed():
-            self.work.wait()
+        wait_for([self.work], self.axis)
         if not self.is_gathered:
             return self.received
         return self.received.unflatten(0, (self.axis.size, -1)).movedim(0, 1).flatten(1, 2)  # a view if b is 1

@@ -53,11 +53,9 @@ def deferrable_linear(
 ) -> torch.Tensor:
     """`x W^T + b`, whose backward pass leaves the gradients of weight and bias to the queue while that is open.
 
-    In a program of torch.compile they are computed at once.
-
     Shapes: as `megatron.kernels.products.linear`.
     """
-    if queue is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if queue is None or not torch.is_grad_enabled():
         return linear(x, weight, bias)
     return _DeferrableLinear.apply(x, weight, bias, queue)  # type: ignore[no-any-return]
 

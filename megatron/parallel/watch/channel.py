@@ -15,15 +15,20 @@ from typing import Any, Protocol
 from megatron import log
 from megatron.errors import ExitCode
 from megatron.parallel.watch.hub_link import Link
-from megatron.parallel.watch.hub_state import Failure, Hub
+from megatron.parallel.watch.hub_state import Failure, Hub, end_message
 from megatron.parallel.watch.limits import ALONE_SECONDS, PING_SECONDS, WIND_DOWN_SECONDS, WatchLimits
-from megatron.parallel.watch.position import Heartbeat, Position
+from megatron.parallel.watch.opening import HubAddress
+from megatron.parallel.watch.peers import Peers, passed_on
+from megatron.parallel.watch.position import END, Heartbeat, Position
 from megatron.parallel.watch.stacks import read_stacks
 from megatron.parallel.watch.verdict import RunEnd
 from megatron.parallel.watch.wire import TEXT_CHARACTERS, Connection
 
 _BUSY_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0
+_CONNECT_SECONDS = 2.0
+_ALL_CHARACTERS = 2**23  # of the stacks of all ranks
+_LEAST_CHARACTERS = 1024
 
 
 class Watched(Protocol):
@@ -49,6 +54,8 @@ class Channel:
         links: to the hubs on other ranks, the first hub first.
         hub: the hub on this rank, if it has one, and the socket on which the other ranks connect to it.
         size: ranks of the run.
+        relayed: the ranks for which this one passes messages on, where it has no hub.
+        hubs: where to connect if the rank that passes this one's messages on is gone; none if there is no such rank.
     """
 
     def __init__(
@@ -60,11 +67,16 @@ class Channel:
         listener: socket.socket | None,
         rank: int,
         size: int,
+        relayed: Peers | None = None,
+        hubs: Sequence[HubAddress] = (),
     ) -> None:
         self._watched = watched
         self._limits = limits
-        self._links = tuple(links)
+        self._links = list(links)
         self._hub = hub
+        self._peers = relayed if hub is None else hub.peers
+        self._hubs = tuple(hubs)
+        self._is_relayed = bool(hubs)
         self._listener = listener
         self._rank = rank
         self._size = size
@@ -111,7 +123,7 @@ class Channel:
     @property
     def has_first_hub(self) -> bool:
         """Whether the first hub is on another rank and can be reached, so that the run does not need this rank."""
-        return any(link.hub == 0 and link.is_open for link in self._links)
+        return any((link.hub == 0 or self._is_relayed) and link.is_open for link in self._links)
 
     def ranks(self) -> list[dict[str, Any]]:
         """What the hub on this rank knows of each rank; nothing without one. Any thread may call it."""
@@ -163,8 +175,10 @@ class Channel:
             now = time.monotonic()
             verdict = self._end_ordered()
             if verdict is not None:
+                self._flush()  # those for whom this rank passes messages on have been told
                 self._watched.end(verdict)
                 return
+            self._reach_hubs(now)
             if self._is_leaving:
                 self._say_goodbye(self._heartbeat(now))
                 return
@@ -172,8 +186,8 @@ class Channel:
             verdict = self._decide(now)
             if verdict is not None:
                 self._watched.speak(verdict)
-                if self._hub is not None:
-                    self._hub.tell_end(verdict)
+                if self._peers is not None:
+                    self._peers.send(end_message(verdict))
                     self._flush()
                 self._watched.end(verdict)
                 return
@@ -203,23 +217,59 @@ class Channel:
             self._accept(now)
         elif isinstance(key.data, Link):
             key.data.connection.flush()
-            key.data.hear(now, self._size)
+            for message in key.data.hear(now, self._size):
+                if self._peers is not None:
+                    rank = message.whole("to", self._size - 1) if message.has("to") else None
+                    self._peers.pass_down(message, rank)
             if not key.data.is_open:
                 self._selector.unregister(key.fileobj)
-        elif isinstance(key.data, Connection) and self._hub is not None:
+        elif isinstance(key.data, Connection) and self._peers is not None:
             key.data.flush()
-            self._hub.hear(key.data, now)
+            self._hear(key.data, now)
             if key.data.is_lost:
                 self._selector.unregister(key.fileobj)
 
+    def _hear(self, connection: Connection, now: float) -> None:
+        """Reads what a rank sent, for the hub on this rank, and passes it on to the hubs on others if it must be."""
+        if self._peers is None:
+            return
+        is_for_all = self._peers.passes_on(connection)
+        heard = self._peers.hear_all(connection) if self._hub is None else self._hub.hear(connection, now)
+        for rank, message in heard if is_for_all or self._peers.passes_on(connection) else ():
+            for link in self._links:
+                if link.is_open:
+                    link.connection.send(passed_on(rank, message))
+
+    def _reach_hubs(self, now: float) -> None:
+        """Connects to the hubs themselves if the rank that passes on what this one sends is gone or does not answer."""
+        if not self._hubs:
+            return
+        link, beat_seconds = self._links[0], self._limits.beat_seconds
+        is_lost = link.lost_at is not None and not link.has_left
+        has_left = link.has_left and now - link.heard_at > beat_seconds and self._watched.position().phase != END
+        patience = max(self._limits.hang_seconds / 2, 1.5 * beat_seconds)
+        is_silent = self._limits.hang_seconds > 0 and now - link.heard_at > patience
+        if not (is_lost or has_left or is_silent):
+            return
+        addresses, self._hubs = self._hubs, ()
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                connected = socket.create_connection((address.address, address.port), timeout=_CONNECT_SECONDS)
+                opened = Link.open(connected, address, self._rank, now)
+                opened.wants_heartbeat = True
+                opened.connection.blocked = self._blocked
+                self._selector.register(opened.connection, selectors.EVENT_READ, opened)
+                self._links.append(opened)
+        self._reported = None  # they have not heard of it
+
     def _accept(self, now: float) -> None:
-        if self._listener is None or self._hub is None:
+        if self._listener is None or self._peers is None:
             return
         with contextlib.suppress(OSError):
             while True:
                 connection = Connection(self._listener.accept()[0])
                 connection.blocked = self._blocked
-                if self._hub.admit(connection, now):
+                if self._peers.admit(connection, now):
                     self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _select_writers(self) -> None:
@@ -251,14 +301,15 @@ class Channel:
             self._seen = position
             self._idle_from = min(woken_at, began_at + nap_seconds) if began_at < woken_at else began_at
         idle_seconds = max(0.0, now - self._idle_from)
-        return Heartbeat(position.phase, position.step, position.events, idle_seconds, self._watched.is_starting())
+        is_starting = self._watched.is_starting()
+        return Heartbeat(position.phase, position.step, position.events, idle_seconds, is_starting, position.pace)
 
     def _tell(self, heartbeat: Heartbeat, now: float) -> None:
         """Sends the hubs what they wait for."""
         is_due = now >= self._beat_at
         stacks, waits = "", False
         if any(link.wants_report for link in self._links) or (self._hub is not None and self._hub.wants_report):
-            stacks, waits = read_stacks(TEXT_CHARACTERS)
+            stacks, waits = read_stacks(min(TEXT_CHARACTERS, max(_LEAST_CHARACTERS, _ALL_CHARACTERS // self._size)))
         for link in self._links:
             if not link.is_open:
                 continue
@@ -270,8 +321,9 @@ class Channel:
             self._hub.note(heartbeat, now)
             if self._hub.wants_report and stacks:
                 self._hub.note_report(waits, stacks)
-            if is_due:
-                self._hub.beat()
+        if is_due and self._peers is not None:
+            self._peers.close_unknown(now)
+            self._peers.send({"kind": "beat"})
         if is_due:
             self._beat_at = now + self._limits.beat_seconds
         self._ask(now)
@@ -330,6 +382,8 @@ class Channel:
                 link.send("bye")
         if self._hub is not None:
             self._hub.say_goodbye()
+        elif self._peers is not None:
+            self._peers.send({"kind": "bye"})
         self._flush()
 
     def _flush(self) -> None:

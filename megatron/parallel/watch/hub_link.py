@@ -10,20 +10,24 @@ from megatron.parallel.watch.hub_state import Failure
 from megatron.parallel.watch.opening import HubAddress
 from megatron.parallel.watch.position import Heartbeat
 from megatron.parallel.watch.verdict import RunEnd
-from megatron.parallel.watch.wire import Connection
+from megatron.parallel.watch.wire import Connection, MessageFields
+
+_FOR_ALL = ("ping", "report", "life", "end")
 
 
 class Link:
     """What a rank knows of a hub, and what it tells it.
 
     Attributes:
-        hub: the hub's rank.
+        rank: this one.
+        hub: the hub's rank, or that of the rank which passes on what this one sends.
         heard_at: when the last message from the hub arrived.
         has_left: the hub's rank ended as planned.
         end: the verdict that the hub sent.
     """
 
-    def __init__(self, connection: Connection, hub: int, now: float) -> None:
+    def __init__(self, connection: Connection, hub: int, now: float, rank: int | None = None) -> None:
+        self.rank = rank
         self.connection = connection
         self.hub = hub
         self.heard_at = now
@@ -35,10 +39,14 @@ class Link:
         self._questions: list[Callable[[int], None]] = []
 
     @classmethod
-    def open(cls, connected: socket.socket, hub: HubAddress, rank: int, now: float) -> Link:
-        """Says on a connection to a hub which rank this is, and that it belongs to the run."""
-        link = cls(Connection(connected), hub.rank, now)
-        link.send("hello", token=hub.token, rank=rank)
+    def open(cls, connected: socket.socket, hub: HubAddress, rank: int, now: float, *, is_alone: bool = False) -> Link:
+        """Says on a connection to a hub which rank this is, and that it belongs to the run.
+
+        Args:
+            is_alone: the rank at the other end is to pass on to the hubs what this one sends.
+        """
+        link = cls(Connection(connected), hub.rank, now, rank)
+        link.send("hello", token=hub.token, rank=rank, **({"alone": True} if is_alone else {}))
         return link
 
     @property
@@ -69,8 +77,9 @@ class Link:
         self._questions.append(answer)
         self.send("ask")
 
-    def hear(self, now: float, size: int) -> None:
-        """Reads what has arrived from the hub of a run of `size` ranks."""
+    def hear(self, now: float, size: int) -> list[MessageFields]:
+        """Reads what has arrived from the hub of a run of `size` ranks; returns what other ranks must know as well."""
+        heard: list[MessageFields] = []
         for message in self.connection.receive():
             self.heard_at = now
             try:
@@ -79,7 +88,7 @@ class Link:
                     self.wants_heartbeat = True
                 elif kind == "report":
                     self.wants_report = True
-                elif kind == "life":
+                elif kind == "life" and (not message.has("to") or message.whole("to", size - 1) == self.rank):
                     for answer in self._questions:
                         answer(message.whole("silent", size))
                     self._questions = []
@@ -92,8 +101,11 @@ class Link:
                         message.text("text"),
                         tuple(message.wholes("silent", size - 1, 1024)),
                     )
+                if kind in _FOR_ALL:
+                    heard.append(message)
             except ValueError:
                 self.connection.is_lost = True
         if self.connection.is_lost and self.lost_at is None:
             self.lost_at = now
             self.connection.close()
+        return heard

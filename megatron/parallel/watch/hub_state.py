@@ -7,7 +7,7 @@ Pure state: time is an argument, and sockets are only read and written when the 
 from __future__ import annotations
 
 import dataclasses
-import hmac
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,12 @@ from typing import Any
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.limits import PING_SECONDS, WIND_DOWN_SECONDS, WatchLimits
+from megatron.parallel.watch.peers import LOST, Peers
 from megatron.parallel.watch.position import END, Heartbeat
-from megatron.parallel.watch.verdict import Account, RunEnd, find_culprit, hang_verdict, lost_verdict
+from megatron.parallel.watch.verdict import Account, RunEnd, find_culprit, hang_verdict, lost_verdict, rank_ranges
 from megatron.parallel.watch.wire import MESSAGE_BYTES, Connection, MessageFields
 
-HELLO_BYTES = 256
-_HELLO_SECONDS = 10.0
-_MOST_UNKNOWN = 64
+_FROM_RANK = re.compile(r"\Arank (\d+): ")  # as `run_on_all` says it
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,22 @@ class Failure:
     text: str
     is_ready: bool = False
 
+    def cause(self) -> str:
+        """The text without the ranks that it is said to come from."""
+        return _FROM_RANK.sub("", self.text)
+
+    def source(self, rank: int) -> int:
+        """The rank that it comes from, where `rank` reported it."""
+        named = _FROM_RANK.match(self.text)
+        return rank if named is None else int(named[1])
+
 
 @dataclass
 class RankState:
     """What a hub knows of a rank.
 
     Attributes:
-        connection: None for the hub's own rank, and before a rank has connected.
+        connection: the way to it; None for the hub's own rank, and before a rank has connected.
         has_left: it said that it ends as planned.
         lost_at: when its connection ended without that.
         report: whether it waits for others, and its stacks; None until it has answered.
@@ -87,10 +95,8 @@ class Hub:
         self.is_urgent = False
         self._first = first
         self._processes = processes
-        self._token = token
+        self.peers = Peers(token, len(processes), rank)
         self._limits = limits
-        self._unknown: dict[Connection, float] = {}
-        self._of: dict[Connection, RankState] = {}
         self._asked_at: float | None = None
         self._unheard: set[int] = set()
         self._look_at = now
@@ -98,31 +104,20 @@ class Hub:
         self._pinged_at: float | None = None
         self._questions: list[Callable[[int], None]] = []
 
-    def admit(self, connection: Connection, now: float) -> bool:
-        """Takes a new connection, whose first message must be the token; False if too many have not sent it yet."""
-        if len(self._unknown) >= _MOST_UNKNOWN + len(self.members):
-            connection.close()
-            return False
-        connection.limit_bytes = HELLO_BYTES
-        self._unknown[connection] = now + _HELLO_SECONDS
-        return True
-
-    def hear(self, connection: Connection, now: float) -> None:
-        """Reads what has arrived; the caller forgets the connection if it is lost afterwards."""
-        for message in connection.receive():
+    def hear(self, connection: Connection, now: float) -> list[tuple[int, MessageFields]]:
+        """Reads and returns what has arrived; the caller forgets the connection if it is lost afterwards."""
+        heard = self.peers.hear(connection)
+        for rank, message in heard:
             try:
-                if connection in self._unknown:
-                    self._greet(connection, message, now)
-                elif connection in self._of:
-                    self._on_message(self._of[connection], message, now)
+                self._on_message(self.members[rank], connection, message, now)
             except ValueError:
                 connection.is_lost = True
         if connection.is_lost:
-            self._unknown.pop(connection, None)
-            member = self._of.pop(connection, None)
-            if member is not None:
-                self._on_lost(member, now)
-            connection.close()
+            lost = self.peers.drop(connection)
+            if lost is not None:
+                self._on_lost(self.members[lost], now)
+                heard.append((lost, LOST))
+        return heard
 
     def note(self, heartbeat: Heartbeat, now: float) -> None:
         """The position of the hub's own rank."""
@@ -154,15 +149,6 @@ class Hub:
             self._pinged_at = now
             self._send({"kind": "ping"})
 
-    def beat(self) -> None:
-        """Gives all ranks a sign of life."""
-        self._send({"kind": "beat"})
-
-    def tell_end(self, verdict: RunEnd) -> None:
-        """Tells all ranks to end."""
-        message = {"code": verdict.code, "rank": verdict.rank, "silent": list(verdict.silent)[:1024]}
-        self._send({"kind": "end", **message, "text": verdict.text[: MESSAGE_BYTES // 8]})
-
     def ranks(self, now: float) -> list[dict[str, Any]]:
         """Where each rank was when it last sent a message, for people: reads only, so that any thread may call it."""
         return [
@@ -172,6 +158,7 @@ class Hub:
                 "phase": member.heartbeat.phase,
                 "step": member.heartbeat.step,
                 "idle_seconds": member.heartbeat.idle_seconds,
+                "pace": list(member.heartbeat.pace),
                 "heard_seconds": round(max(0.0, now - member.heard_at), 3),
             }
             for member in self.members
@@ -190,10 +177,7 @@ class Hub:
     def tick(self, now: float) -> RunEnd | None:
         """Looks at all ranks; returns why the run ends, if it does."""
         self.is_urgent = False
-        for connection, until in list(self._unknown.items()):
-            if now > until:
-                del self._unknown[connection]
-                connection.close()
+        self.peers.close_unknown(now)
         self._answer_questions(now)
         if not self._acts(now):
             return None
@@ -301,11 +285,25 @@ class Hub:
     def _verdict_on(self, cause: RankState) -> RunEnd:
         silent = self._mute()
         if cause.failure is not None:
-            return RunEnd(cause.failure.code, cause.rank, cause.failure.text, silent)
+            return RunEnd(cause.failure.code, cause.rank, cause.failure.text + self._who_has(cause.failure), silent)
         others = [member.heartbeat for member in self.members if member is not cause]
         furthest = max(others, key=Heartbeat.place, default=cause.heartbeat)
         verdict = lost_verdict(cause.rank, self._processes[cause.rank], furthest)
         return RunEnd(verdict.code, verdict.rank, verdict.text, silent)
+
+    def _who_has(self, failure: Failure) -> str:
+        """A line that names the ranks that ended with an error if there are several; not of one that says that another
+        rank is lost.
+        """
+        ranks = {
+            member.failure.source(member.rank)
+            for member in self.members
+            if member.failure is not None and member.failure.cause() == failure.cause()
+        }
+        if len(ranks) < 2 or failure.code == ExitCode.REQUEUE:
+            return ""
+        who = f"All {len(ranks)} ranks" if len(ranks) == len(self.members) else f"Ranks {rank_ranges(sorted(ranks))}"
+        return f"\n{who} ended with this error."
 
     def _mute(self) -> tuple[int, ...]:
         """The ranks that have given no sign of life since the run must end."""
@@ -316,21 +314,16 @@ class Hub:
             if member.is_present and member.rank != self.rank and member.heard_at < since
         )
 
-    def _greet(self, connection: Connection, message: MessageFields, now: float) -> None:
-        if message.kind != "hello" or not hmac.compare_digest(message.text("token", 64), self._token):
-            raise ValueError("the token is wrong")
-        member = self.members[message.whole("rank", len(self.members) - 1)]
-        if member.connection is not None or member.rank == self.rank:
-            raise ValueError("a rank that is connected already")
-        del self._unknown[connection]
-        connection.limit_bytes = MESSAGE_BYTES
-        member.connection, member.heard_at = connection, now
-        self._of[connection] = member
-
-    def _on_message(self, member: RankState, message: MessageFields, now: float) -> None:
+    def _on_message(self, member: RankState, connection: Connection, message: MessageFields, now: float) -> None:
+        if member.rank == self.rank:
+            raise ValueError("this rank does not report to itself")
         kind = message.kind
         member.heard_at = now
-        if kind == "beat":
+        if kind == "hello":
+            member.connection = connection
+        elif kind == "lost":
+            self._on_lost(member, now)
+        elif kind == "beat":
             member.heartbeat = Heartbeat.read(message)
         elif kind == "report":
             member.heartbeat = Heartbeat.read(message)
@@ -341,9 +334,7 @@ class Hub:
         elif kind == "bye":
             member.has_left = True
         elif kind == "ask":
-            connection = member.connection
-            if connection is not None:
-                self.ask_for_life(lambda count: connection.send({"kind": "life", "silent": count}), now)
+            self.ask_for_life(lambda count: connection.send({"kind": "life", "silent": count, "to": member.rank}), now)
         else:
             raise ValueError(f"an unknown kind of message: {kind}")
 
@@ -387,5 +378,10 @@ class Hub:
         self._questions, self._pinged_at = [], None
 
     def _send(self, message: dict[str, object]) -> None:
-        for connection in self._of:
-            connection.send(message)
+        self.peers.send(message)
+
+
+def end_message(verdict: RunEnd) -> dict[str, object]:
+    """What tells a rank to end."""
+    message = {"code": verdict.code, "rank": verdict.rank, "silent": list(verdict.silent)[:1024]}
+    return {"kind": "end", **message, "text": verdict.text[: MESSAGE_BYTES // 8]}

@@ -1,4 +1,5 @@
-"""Connects the ranks of a run for the watch: two of them listen, and all others connect to both.
+"""Connects the ranks of a run for the watch: two of them have a hub, and all others connect to both; in a run of many
+ranks, to one of their node that passes on what they send.
 
 Addresses, ports and the secret that a rank must know go over `mesh.control`. Ranks of one machine meet on its loopback
 interface; others on the address at which a rank is reached from another machine.
@@ -6,18 +7,20 @@ interface; others on the address at which a rank is reached from another machine
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from megatron import log
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_gather_json, broadcast_json
 from megatron.parallel.processes import ProcessIdentity, network_namespace
+from megatron.parallel.tree_opening import LOOPBACK, address_family, address_towards
+from megatron.parallel.watch.peers import parents_of
 
-_LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 20.0
 _OTHER_FILES = 1024
 
@@ -39,9 +42,10 @@ class Meeting:
     Attributes:
         processes: of all ranks.
         hubs: the rank of each hub, the first one first.
-        token: of the hub on this rank, if there is one.
-        listener: the socket of that hub.
-        connected: a socket to each hub on another rank.
+        token: of the run.
+        listener: the socket of the hub on this rank, or of what it passes on.
+        connected: a socket to each hub on another rank, or to the rank that passes on what this one sends.
+        fallback: the hubs, if there is such a rank, for when it is gone.
     """
 
     processes: tuple[ProcessIdentity, ...]
@@ -49,6 +53,7 @@ class Meeting:
     token: str = ""
     listener: socket.socket | None = None
     connected: tuple[tuple[HubAddress, socket.socket], ...] = ()
+    fallback: tuple[HubAddress, ...] = ()
 
     def close(self) -> None:
         """Closes all sockets."""
@@ -63,31 +68,41 @@ def meet(mesh: ParallelMesh, rendezvous: tuple[str, int]) -> Meeting | None:
     Args:
         rendezvous: host and port at which the ranks met.
     """
-    own = ProcessIdentity.own()
+    own = dataclasses.replace(ProcessIdentity.own(), place=mesh.place)
     if mesh.world.size == 1:
         return Meeting((own,), (0,))
-    introduction = [*asdict(own).values(), network_namespace(), _address_towards(*rendezvous)]
+    introduction = [*dataclasses.asdict(own).values(), network_namespace(), address_towards(*rendezvous)]
     everyone = all_gather_json(introduction, mesh.control)
-    processes = tuple(ProcessIdentity(*entry[:5]) for entry in everyone)
-    networks = [(process.machine, entry[5]) for process, entry in zip(processes, everyone, strict=True)]
+    processes = tuple(ProcessIdentity(*entry[:6]) for entry in everyone)
+    networks = [(process.machine, entry[6]) for process, entry in zip(processes, everyone, strict=True)]
     second = next((rank for rank, network in enumerate(networks) if network != networks[0]), None)
     rank = mesh.world.rank
     if rank == 0 and second is not None:
-        address = _address_towards(everyone[second][6], 9)
+        address = address_towards(everyone[second][7], 9)
     else:
-        address = _LOOPBACK if second is None else everyone[rank][6]
+        address = LOOPBACK if second is None else everyone[rank][7]
     hubs = (0, second or 1)
-    listener, token, problem = None, secrets.token_hex(16), ""
-    if rank in hubs:
+    parents = parents_of(networks, hubs)
+    token: str = broadcast_json(secrets.token_hex(16), mesh.control)
+    listener, problem = None, ""
+    if rank in hubs or rank in parents:
         listener, problem = _listen(address, mesh.world.size)
     port = 0 if listener is None else listener.getsockname()[1]
-    addresses = [HubAddress(*broadcast_json([rank, address, port, token], mesh.control, source=hub)) for hub in hubs]
+    places = all_gather_json([address, port], mesh.control)
+    parent = parents[rank]
+    targets = hubs if parent is None else (parent,)
     connected = []
-    for hub in addresses:
-        if hub.rank != rank and not problem:
+    for target in targets:
+        if target != rank and not problem:
+            hub = HubAddress(target, places[target][0], places[target][1], token)
             opened, problem = _connect(hub)
             connected += [] if opened is None else [(hub, opened)]
-    meeting = Meeting(processes, hubs, token, listener, tuple(connected))
+    others = (
+        ()
+        if parent is None
+        else tuple(HubAddress(hub, places[hub][0], places[hub][1], token) for hub in hubs if hub != parent)
+    )
+    meeting = Meeting(processes, hubs, token, listener, tuple(connected), others)
     return meeting if _is_complete(mesh, meeting, problem) else None
 
 
@@ -110,7 +125,7 @@ def _listen(address: str, size: int) -> tuple[socket.socket | None, str]:
     """A socket that listens on a port that is free, or what is wrong."""
     try:
         _allow_files(size + _OTHER_FILES)
-        listener = socket.create_server((address, 0), family=_family(address), backlog=size)
+        listener = socket.create_server((address, 0), family=address_family(address), backlog=size)
     except OSError as failure:
         return None, f"cannot listen on {address} ({failure})"
     listener.setblocking(False)
@@ -127,23 +142,8 @@ def _connect(hub: HubAddress) -> tuple[socket.socket | None, str]:
         return None, f"cannot reach rank {hub.rank} at {hub.address}:{hub.port} ({failure})"
 
 
-def _address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface from which packets go to a host; loopback if there is no way to it."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return _LOOPBACK
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def _allow_files(count: int) -> None:
-    """Raises the limit on open files, where that is allowed: a hub has a connection for each rank."""
+    """Raises the limit on open files, where that is allowed: a hub may have a connection for each rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -15,6 +15,22 @@ PHASES = (START, "data", "forward", "p2p", "backward", "step", "evaluation", "sa
 _ALTERNATING = frozenset({"forward", "p2p", "backward"})
 
 
+class RankPace(NamedTuple):
+    """What a rank has done so far, without the time in which it waited for others.
+
+    Attributes:
+        data_milliseconds: for which it waited for its batches.
+        computing_milliseconds: of its steps, less what messages took.
+    """
+
+    steps: int = 0
+    data_milliseconds: int = 0
+    computing_milliseconds: int = 0
+
+
+NO_PACE = RankPace()
+
+
 class Position(NamedTuple):
     """What the main thread of a rank was last seen doing.
 
@@ -23,12 +39,14 @@ class Position(NamedTuple):
         step: the step that is being trained; outside training, the last one.
         events: how often this rank has made progress.
         at_seconds: `time.monotonic()` at that progress.
+        pace: how fast the rank has been.
     """
 
     phase: str
     step: int
     events: int
     at_seconds: float
+    pace: RankPace = NO_PACE
 
 
 def first_position() -> Position:
@@ -50,6 +68,7 @@ class Heartbeat:
     events: int = 0
     idle_seconds: float = 0.0
     is_starting: bool = True
+    pace: RankPace = NO_PACE
 
     @classmethod
     def read(cls, fields: MessageFields) -> Heartbeat:
@@ -59,7 +78,17 @@ class Heartbeat:
             ValueError: no rank wrote it.
         """
         phase = PHASES[fields.whole("phase", len(PHASES) - 1)]
-        return cls(phase, fields.whole("step"), fields.whole("events"), fields.seconds("idle"), fields.flag("starting"))
+        pace = fields.wholes("pace", 2**53, len(NO_PACE))
+        if len(pace) != len(NO_PACE):
+            raise ValueError("pace does not have three numbers")
+        return cls(
+            phase,
+            fields.whole("step"),
+            fields.whole("events"),
+            fields.seconds("idle"),
+            fields.flag("starting"),
+            RankPace(*pace),
+        )
 
     def values(self) -> dict[str, Any]:
         """The heartbeat as parts of a message."""
@@ -69,6 +98,7 @@ class Heartbeat:
             "events": self.events,
             "idle": round(self.idle_seconds, 3),
             "starting": self.is_starting,
+            "pace": list(self.pace),
         }
 
     def place(self) -> tuple[int, int, int]:

@@ -7,15 +7,19 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from megatron.parallel.watch.flight_record import last_messages
+
 # Modules, and packages with all they hold, whose innermost call waits for other ranks.
-_WAITING = ("torch.distributed", "deepspeed", "megatron.parallel.messages")
+_WAITING = ("torch.distributed", "deepspeed", "megatron.parallel.messages", "megatron.parallel.rank_tree")
 # Those in which the main thread waits for a thread of this process.
-_HANDING = ("threading", "queue", "torch.autograd.graph")
+_HANDING = ("threading", "queue", "concurrent.futures", "torch.autograd.graph")
 _MOST_FRAMES = 64
+_MESSAGES = "last messages:"
 
 
 def read_stacks(limit_characters: int) -> tuple[str, bool]:
-    """The stacks of all threads but the calling one, the main thread's first, and whether this rank waits for others.
+    """The stacks of all threads but the calling one, the main thread's first, and whether this rank waits for others;
+    after the stacks, its last messages.
 
     It does if the innermost call of its main thread is communication, or a wait for another of its threads whose
     innermost call is. Sources are not read: they may lie on the file system that hangs.
@@ -25,6 +29,10 @@ def read_stacks(limit_characters: int) -> tuple[str, bool]:
     frames = {number: frame for number, frame in sys._current_frames().items() if number != threading.get_ident()}
     order = sorted(frames, key=lambda number: (number != main, number))
     text = "\n".join(f"thread {names.get(number, number)}:\n" + "\n".join(_lines(frames[number])) for number in order)
+    messages = last_messages()
+    if messages:
+        messages = f"\n{_MESSAGES}\n{messages[-limit_characters // 2 :]}"
+        text = text[: limit_characters - len(messages)] + messages
     waits = main in frames and (
         _is_in(frames[main], _WAITING)
         or (
@@ -37,7 +45,7 @@ def read_stacks(limit_characters: int) -> tuple[str, bool]:
 
 def main_stack(text: str) -> str:
     """The main thread's part of a text of `read_stacks`."""
-    return text.partition("\nthread ")[0]
+    return text.partition(f"\n{_MESSAGES}")[0].partition("\nthread ")[0]
 
 
 def _lines(innermost: FrameType) -> Iterator[str]:

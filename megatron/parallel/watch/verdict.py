@@ -100,6 +100,14 @@ def lost_verdict(rank: int, process: ProcessIdentity, others: Heartbeat) -> RunE
     return RunEnd(ExitCode.REQUEUE, rank, text)
 
 
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Ranks in order, those that follow each other as one range: "0 to 7, 12"."""
+    known = set(ranks)
+    starts = sorted(rank for rank in known if rank - 1 not in known)
+    ends = sorted(rank for rank in known if rank + 1 not in known)
+    return ", ".join(f"{one}" if one == last else f"{one} to {last}" for one, last in zip(starts, ends, strict=True))
+
+
 def _hang_text(culprit: Account, accounts: Sequence[Account]) -> str:
     if culprit.silent_seconds is not None:
         cause = (

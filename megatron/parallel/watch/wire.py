@@ -16,7 +16,7 @@ from typing import Any
 MESSAGE_BYTES = 65_536
 TEXT_CHARACTERS = 16_384
 _LENGTH_BYTES = 4
-_UNSENT_BYTES = 16 * MESSAGE_BYTES
+_UNSENT_BYTES = 256 * MESSAGE_BYTES  # the stacks of many ranks may pass one of them
 _READ_BYTES = 65_536
 
 
@@ -122,6 +122,14 @@ class MessageFields:
     def kind(self) -> str:
         """What the message is."""
         return self.text("kind", 16)
+
+    def values(self) -> Mapping[str, Any]:
+        """All of them, unchecked, for passing the message on."""
+        return self._values
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a value."""
+        return name in self._values
 
     def whole(self, name: str, limit: int = 2**53) -> int:
         """An integer from 0 to `limit`."""

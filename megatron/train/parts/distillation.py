@@ -12,7 +12,9 @@ from megatron.checkpoint.record import Progress, Record
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.architecture.positions import LEARNED
 from megatron.config.layout import heads_problems, widths_problems
+from megatron.config.sequence_rules import padded_length
 from megatron.engine.engine import Engine
+from megatron.engine.pipeline.chunks import Chunks
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import Recompute
@@ -60,12 +62,13 @@ class Distillation(Part):
 
 
 def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Teacher | None:
-    """The whole teacher, split only over the tensor-parallel ranks; None on ranks without the head of the network.
+    """The teacher, split over the tensor-parallel ranks and the chunks of the engine's pipeline; with DeepSpeed's
+    pipeline as a whole on ranks with the head of the network, and None on others.
 
     Raises:
         CheckpointError, ConfigError: as `Distillation.restore`.
     """
-    mesh, sees_loss = engine.mesh, engine.chunks.has_last
+    mesh = engine.mesh
     source = Path(str(config.distillation.load_teacher))
     newest = newest_record(source, mesh)
     if newest is None:
@@ -81,15 +84,28 @@ def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Tea
     if problems:
         raise ConfigError(problems)
     model = dataclasses.replace(model, padded_vocab_size=config.model.padded_vocab_size)
-    network = LayerStack(network_layers(model, mesh) if sees_loss else [])
-    loaded = load_newest(source, lambda: filling_weights(network.parameters()), mesh, known=newest, announce=log.info)
+    teacher = teacher_of(model, engine)
+    weights = list(teacher.network.stored_tensors())
+    loaded = load_newest(source, lambda: filling_weights(weights), mesh, known=newest, announce=log.info)
     if loaded is None:
         raise CheckpointError(f"the checkpoint in {source} disappeared while it was being loaded. Start again.")
     log.info(f"teacher: {loaded.path}, {model.num_layers} layers of width {model.hidden_size}")
-    if not sees_loss:
-        return None
-    steps = dataclasses.replace(engine.steps, recompute=Recompute.NONE, factored_logits=False)
-    return Teacher(network.eval().requires_grad_(False).to(steps.dtype), steps)
+    teacher.network.to(engine.steps.dtype)
+    return teacher if weights or teacher.chunks is not None else None
+
+
+def teacher_of(model: ModelConfig, engine: Engine) -> Teacher:
+    """A teacher whose weights are still to be loaded; without layers where another rank has them."""
+    layers, chunks = network_layers(model, engine.mesh), None
+    if engine.placement is not None:
+        divided = Chunks.of(layers, engine.placement, engine.mesh.pp.rank, may_be_empty=True)
+        layers, chunks = list(divided.specs), divided.layers
+    elif not engine.chunks.has_last:
+        layers = []
+    steps = dataclasses.replace(
+        engine.steps, recompute=Recompute.NONE, factored_logits=False, hidden_size=model.hidden_size
+    )
+    return Teacher(LayerStack(layers).eval().requires_grad_(False), steps, chunks)
 
 
 def _shown(value: int | tuple[int, ...]) -> str:
@@ -118,10 +134,12 @@ def teacher_problems(model: ModelConfig, config: RunConfig, path: Path) -> Itera
             name = f"--{field.replace('_', '-')}-teacher"
             shown, other = _shown(given), _shown(held)
             yield f"{name} is {shown}, and {at} has {other}. Drop {name}, or give the checkpoint that was meant."
-    length = config.data.seq_length
+    length = padded_length(config.data.seq_length, config.parallel, causal=not config.model.bidirectional)
     if model.position_embedding_type == LEARNED and model.max_position_embeddings < length:
+        shown = f"--seq-length {config.data.seq_length}"
+        shown += f", padded to {length}" if length > config.data.seq_length else ""
         yield (
-            f"{at} has {model.max_position_embeddings} positions, which is less than --seq-length {length}. Use "
+            f"{at} has {model.max_position_embeddings} positions, which is less than {shown}. Use "
             f"--seq-length {model.max_position_embeddings}, or a teacher with longer texts."
         )
     size = config.parallel.tensor_model_parallel_size

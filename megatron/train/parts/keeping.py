@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint import CheckpointLock, read_record
 from megatron.checkpoint.keeping.copying import copy_checkpoint
+from megatron.checkpoint.keeping.node_copies import Nodes, copy_to_nodes
 from megatron.checkpoint.keeping.retention import KeepRules, Retention
 from megatron.checkpoint.publish import link_checkpoint
 from megatron.checkpoint.record import Progress, Record
 from megatron.checkpoint.storage import DISK
 from megatron.config import SavingConfig
+from megatron.config.flags.paths import is_address
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError, LaunchError, StorageError
 from megatron.parallel.mesh import ParallelMesh
@@ -32,6 +35,7 @@ class Keeping(Part):
         self._secondary = None if saving.save_secondary is None else Path(saving.save_secondary)
         self._retention: Retention | None = None
         self._secondary_retention: Retention | None = None
+        self._nodes: Nodes | None = None
         self._saving = saving
         self._storage = DISK
         self._beat = beat
@@ -70,23 +74,28 @@ class Keeping(Part):
             link_checkpoint(path, name, self._storage)
 
     def _copy(self, path: Path, directory: Path, mesh: ParallelMesh) -> None:
-        """Copies, and deletes older copies; meanwhile no tool may clean up the folder."""
+        """Copies, and deletes older copies."""
+        copy = self._copy_to_nodes if self._saving.save_secondary_per_node else self._copy_whole
         try:
-            with CheckpointLock(directory, mesh):
-                copy = copy_checkpoint(
-                    path,
-                    directory,
-                    mesh,
-                    flag="--save-secondary",
-                    replaces=True,
-                    storage=self._storage,
-                    beat=self._beat,
-                )
-                if mesh.control.rank == 0 and self._secondary_retention is not None and copy is not None:
-                    self._secondary_retention.apply(copy)
+            copy(path, directory, mesh)
         except (CheckpointError, LaunchError, StorageError) as failure:
             if mesh.control.rank == 0:
+                later = f" To copy it later: tools/checkpoints.py copy {path.parent} {directory}"
                 log.warning(
-                    f"--save-secondary {directory} has no copy of {path.name}: {failure} To copy it later: "
-                    f"tools/checkpoints.py copy {path.parent} {directory}"
+                    f"--save-secondary {directory} has no copy of {path.name}: {failure}"
+                    + ("" if self._saving.save_secondary_per_node else later)
                 )
+
+    def _copy_to_nodes(self, path: Path, directory: Path, mesh: ParallelMesh) -> None:
+        self._nodes = self._nodes or Nodes.of(mesh)
+        copy_to_nodes(path, directory, mesh, self._nodes, storage=self._storage, beat=self._beat)
+
+    def _copy_whole(self, path: Path, directory: Path, mesh: ParallelMesh) -> None:
+        """Copies to one folder; meanwhile no tool may clean it up."""
+        # A store has no lock that ends with its holder: there each run has its own prefix.
+        with contextlib.nullcontext() if is_address(directory) else CheckpointLock(directory, mesh):
+            copy = copy_checkpoint(
+                path, directory, mesh, flag="--save-secondary", replaces=True, storage=self._storage, beat=self._beat
+            )
+            if mesh.control.rank == 0 and self._secondary_retention is not None and copy is not None:
+                self._secondary_retention.apply(copy)

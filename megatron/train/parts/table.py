@@ -12,6 +12,7 @@ from megatron.train.parts.keeping import Keeping
 from megatron.train.parts.numerics import PoisonedBatches, ReplicaCheck, SkippedRanges, Spikes
 from megatron.train.parts.profiling import Profiling
 from megatron.train.parts.sample_prompts import SamplePrompts
+from megatron.train.parts.slowest_rank import SlowestRankReports
 from megatron.train.parts.start_record import StartRecord
 from megatron.train.parts.watching import Watching
 
@@ -26,6 +27,7 @@ PART_CLASSES: tuple[type[Part], ...] = (
     SamplePrompts,
     Watching,
     ActivityReports,
+    SlowestRankReports,
     Keeping,
     StartRecord,
 )

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megatron import log
+from megatron.config.flags.paths import is_address
 from megatron.config.run_config import RunRequest
 from megatron.config.sections.checkpoints import LoadingConfig
 from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig
@@ -165,7 +166,7 @@ def _load_failures(loading: LoadingConfig, *, is_evaluation: bool) -> Iterator[M
         "--exit-on-missing-checkpoint is set": loading.exit_on_missing_checkpoint,
     }
     reason = next((name for name, is_given in needed.items() if is_given), None)
-    if loading.load is None or reason is None or loading.from_scratch:
+    if loading.load is None or is_address(loading.load) or reason is None or loading.from_scratch:
         return
     yield from _folder_failures("--load", loading.load, reason, "an earlier run")
 

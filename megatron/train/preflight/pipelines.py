@@ -31,8 +31,14 @@ def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
     replicas = world_size // parallel.replica_size
     micro, batch, _ = batch_sizes(optim, replicas)
     try:
-        build_schedule(
+        schedule = build_schedule(
             name, parallel.pipeline_model_parallel_size, chunks_per_rank(parallel, layers), batch // (micro * replicas)
         )
     except ConfigError as failure:
         yield from failure.problems
+        return
+    if request.kernels.compile and schedule.splits_backward:
+        yield (
+            f"--compile cannot be combined with --pipeline-schedule {name}, which has I and W: the program of a block "
+            "computes the gradients of weights together with those of inputs. Write B for both, or drop --compile."
+        )

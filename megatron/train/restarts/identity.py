@@ -23,7 +23,8 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.record import Record, finetuned_from_of, run_id_of
 from megatron.checkpoint.recovery import Candidate
-from megatron.checkpoint.storage import Storage, read_head
+from megatron.checkpoint.storage import DISK, read_head, write_file
+from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.files.replacing import replace_file
 
@@ -101,7 +102,7 @@ def read_identity(directory: Path) -> RunIdentity | None:
     """The identity that the file in a folder names; None without one. A file that is damaged counts as none."""
     path = directory / IDENTITY_NAME
     try:
-        identity = RunIdentity.from_json(json.loads(read_head(Storage(), path, _LARGEST_FILE_BYTES)))
+        identity = RunIdentity.from_json(json.loads(read_head(DISK, path, _LARGEST_FILE_BYTES)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as failure:
@@ -149,8 +150,13 @@ def write_identity(directory: Path, identity: RunIdentity) -> None:
     """Marks a folder as a run's, atomically. A failure is a warning: the checkpoints name their run themselves."""
     path = directory / IDENTITY_NAME
     try:
-        Storage().make_directories(directory)
-        replace_file(path, (json.dumps(identity.to_json(), indent=2) + "\n").encode())
+        DISK.make_directories(directory)
+        content = (json.dumps(identity.to_json(), indent=2) + "\n").encode()
+        if is_address(path):
+            DISK.remove_file(path)
+            write_file(DISK, path, content)
+        else:
+            replace_file(path, content)
     except OSError as failure:
         log.warning(f"{path} cannot be written: {failure.strerror or failure}. The checkpoints name their run, too.")
 

@@ -14,15 +14,18 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest_record
-from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from megatron.checkpoint.keeping.node_copies import Nodes, collect
+from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manifest
 from megatron.checkpoint.record import Progress, Record
+from megatron.checkpoint.storage import DISK
 from megatron.config import LoadingConfig, OptimConfig, RunConfig
+from megatron.config.flags.paths import is_address
 from megatron.config.schedule import is_done
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
 from megatron.errors import CheckpointError, ConfigError
-from megatron.parallel.agreement import run_on_first
+from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -91,7 +94,8 @@ def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
         identity = run_on_first(mesh, lambda: _identity(config, saved).to_json())
     settled = RunIdentity.from_json(identity) or RunIdentity()
     if secondary is not None and not config.evaluation.eval_only:
-        run_on_first(mesh, lambda: _settle_secondary(secondary, settled, config))
+        settles = Nodes.of(mesh).is_first if config.saving.save_secondary_per_node else mesh.control.rank == 0
+        run_on_all(mesh, lambda: _settle_secondary(secondary, settled, config) if settles else None)
 
     def write() -> bool:
         if config.saving.save is None:
@@ -122,11 +126,15 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
             run_on_first(mesh, lambda: _reject_foreign_save(str(saving.save)))
         return None
     source = _source(config, mesh)
-    if loading.load_step is not None or (source / MANIFEST_NAME).exists():
+    if loading.load_step is not None or DISK.exists(source / MANIFEST_NAME):
         secondary = None
     also = () if secondary is None else (secondary,)
     folder_run_id = run_on_first(mesh, lambda: next(filter(None, map(_run_id_of_folder, (source, *also))), ""))
-    newest = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
+    if secondary is not None and saving.save_secondary_per_node:
+        newest = _newest_on_nodes(source, secondary, folder_run_id, mesh)
+        secondary = None
+    else:
+        newest = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
     if newest is not None:
         if newest.path.parent == secondary and mesh.world.rank == 0:
             log.warning(
@@ -149,9 +157,31 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
     return None
 
 
+def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: ParallelMesh) -> Found | None:
+    """The newest checkpoint of a folder, after what only the nodes' copies hold has been put there; collective."""
+    check = only_of_run(folder_run_id, source)
+    newest, damage = None, None
+    try:
+        newest = newest_record(source, mesh, check=check)
+    except CheckpointError as failure:
+        damage = failure
+    after_step = -1 if newest is None else folder_step(newest.path.name) or 0
+    if collect(copies, source, mesh, after_step=after_step, check=check) is not None:
+        return newest_record(source, mesh, check=check)
+    if damage is not None:
+        raise damage
+    return newest
+
+
 def _say_what_is_missing(config: RunConfig, folder: Path) -> None:
     """Logs that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
     loading, saving = config.loading, config.saving
+    if loading.load is not None and is_address(loading.load):
+        log.warning(
+            f"--load {loading.load} holds no checkpoint. The run starts at iteration 0. If it was to continue from "
+            "one, stop it and correct the address; --exit-on-missing-checkpoint makes this an error."
+        )
+        return
     is_upstreams = config.report.log_style == UPSTREAMS_STYLE  # then scripts look for upstream's words
     upstream = f" (Unable to find latest file at {folder / 'latest'})" if is_upstreams else ""
     if saving.save is not None and Path(saving.save).absolute() == folder:
@@ -257,7 +287,7 @@ def _source(config: RunConfig, mesh: ParallelMesh) -> Path:
 
 def _run_id_of_folder(source: Path) -> str:
     """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, always accepted."""
-    identity = None if (source / MANIFEST_NAME).exists() else identity_of(source)
+    identity = None if DISK.exists(source / MANIFEST_NAME) else identity_of(source)
     return "" if identity is None else identity.run_id
 
 

@@ -73,5 +73,6 @@ def open_report(
         shows_loss_scale=config.precision.fp16,
         arguments=arguments,
         source_names=source_names,
+        experts_per_token=config.model.moe_router_topk,
     )
     return report, Path(folder)

@@ -20,7 +20,7 @@ from megatron.engine.cuda_graphs import OFF
 from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
-from megatron.engine.memory.held import parameter_groups
+from megatron.engine.memory.held import group_ranks, parameter_groups
 from megatron.model.costs import idle_expert_parameters
 from megatron.observe.quantities import short_bytes, short_count
 from megatron.observe.speed import Workload, peak_flops_per_second
@@ -70,6 +70,7 @@ def show_start(
             {"pp": mesh.pp.size, "dp": mesh.batch.size, "cp": mesh.cp.size, "sp": mesh.sp.size, "tp": mesh.tp.size},
             engine.zero_stage,
             _memory_bytes(config, engine),
+            mesh.ep.size,
         ),
         *_length_rows(config, progress, mesh.batch.size),
         *([("data", shares_text(shares))] if shares else []),
@@ -123,12 +124,15 @@ def size_text(parameters: int, without_embeddings: int, trained: int, active: in
     return f"{short_count(parameters)} parameters ({'; '.join(parts)})"
 
 
-def layout_rows(sizes: Mapping[str, int], zero_stage: int, memory_bytes: int | None) -> list[Row]:
+def layout_rows(
+    sizes: Mapping[str, int], zero_stage: int, memory_bytes: int | None, expert_ranks: int = 1
+) -> list[Row]:
     """How the ranks share the work.
 
     Args:
         sizes: of the axes, slowest first, `pp` and `dp` before the others; cp and sp are left out where they are 1.
         memory_bytes: the most that a rank holds of weights, gradients and optimizer; None if unknown.
+        expert_ranks: over how many of the ranks experts are divided.
     """
     memory = ""
     if memory_bytes is not None:
@@ -137,7 +141,8 @@ def layout_rows(sizes: Mapping[str, int], zero_stage: int, memory_bytes: int | N
     if ranks == 1:
         return [("layout", f"1 rank{memory}")]
     axes = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1 or name not in ("cp", "sp"))
-    text = f"{ranks} ranks = {axes}, ZeRO stage {zero_stage}{memory}"
+    experts = f", experts over {expert_ranks}" if expert_ranks > 1 else ""
+    text = f"{ranks} ranks = {axes}{experts}, ZeRO stage {zero_stage}{memory}"
     within = ranks // (sizes["pp"] * sizes["dp"])
     return [("layout", text), *(("", row) for row in rank_grid(sizes["pp"], sizes["dp"], within))]
 
@@ -262,7 +267,7 @@ def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
         weight_bytes=_WEIGHT_BYTES[config.precision.dtype_name],
         offloaded_ratio=offloaded_ratio(zero),
     )
-    own = predicted_bytes(parameter_groups(engine), how)
+    own = predicted_bytes(parameter_groups(engine), how, group_ranks(engine))
     return int(all_reduce_max(torch.tensor([own.on_device], dtype=torch.int64), engine.mesh.control))
 
 

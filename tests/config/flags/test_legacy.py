@@ -107,7 +107,7 @@ DONE_IN_CONFIG = {
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
     "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag", "activations_checkpoint_method",
     "mos", "kd_iters", "cpu_optimizer", "elastic", "profile_steps", "profile_step_start", "profile_step_end",
-    "expert_model_parallel_size", "checkpoint_num_layers", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "checkpoint_num_layers", "context_parallel_size",
     "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size",
     "distribute_saved_activations", "sequence_parallel",
     *(f"{size}_teacher"

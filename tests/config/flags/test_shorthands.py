@@ -107,7 +107,10 @@ def test_what_they_stand_for(text: str, values: dict[str, Any]) -> None:
         ("--window-size a,0", "--window-size a,0 is not a causal window"),
         ("--moe-layer-freq [1,0]", r"--moe-layer-freq \[1,0\] has 2 entries, and --num-layers is 4"),
         ("--expert-interval 0", "--expert-interval 0 is not a choice of layers"),
-        ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn is unknown"),
+        (
+            "--moe-router-load-balancing-type sinkhorn",
+            "--moe-router-load-balancing-type sinkhorn is refused: it chooses",
+        ),
         ("--num-experts 4 8 4", "--num-experts 4 8 4 has 3 numbers, and 4 of the 4 layers have experts"),
         ("--num-experts 4 --mlp-type wide", "--mlp-type wide is unknown. Use one of: standard, residual"),
     ],

@@ -195,18 +195,10 @@ def test_what_published_commands_cannot_have_yet() -> None:
     assert [problem.split()[0] for problem in caught.value.problems] == [
         "--decoupled-lr", "--fp8-format", "--grad-reduce-in-bf16", "--mock-data",
     ]  # fmt: skip
-    with pytest.raises(
-        ConfigError, match="--expert-model-parallel-size 8 cannot be combined with --pipeline-model-parallel"
-    ):
-        parse(shlex.split(MIXTRAL))
 
 
-def test_experts_on_several_ranks_are_divided_by_zero() -> None:
-    config = run(ONE_STAGE, 8)
-    assert config.parallel.effective_zero_stage == 3
-    assert "experts are divided over the ranks by ZeRO stage 3" in " ".join(config.notices)
-    with pytest.raises(ConfigError, match="--expert-model-parallel-size 8 asks for experts on 8 ranks, and 4 were"):
+def test_experts_are_on_as_many_ranks_as_published() -> None:
+    config = run(MIXTRAL, 32)
+    assert (config.parallel.expert_model_parallel_size, config.parallel.effective_zero_stage) == (8, 1)
+    with pytest.raises(ConfigError, match="--expert-model-parallel-size 8 does not divide the 4 ranks"):
         run(ONE_STAGE, 4)
-    split = ONE_STAGE.replace("--tensor-model-parallel-size 1", "--tensor-model-parallel-size 8")
-    config = run(split + "--checkpoint-activations", 8)
-    assert config.parallel.effective_zero_stage == 1

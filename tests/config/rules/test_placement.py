@@ -42,16 +42,24 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
             "--distribute-saved-activations cannot split --hidden-size 54 over --tensor-model-parallel-size 4",
         ),
         (
-            EXPERTS + "--moe-expert-parallel-size 2 --pipeline-model-parallel-size 2",
-            "--expert-model-parallel-size 2 cannot be combined with --pipeline-model-parallel-size 2.* Use --pipeline",
+            EXPERTS + "--moe-expert-parallel-size 3",
+            "--expert-model-parallel-size 3 does not divide --num-experts 4: .* Use one of 1, 2, 4",
         ),
-        (EXPERTS + "--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2 is refused.* --tensor-model"),
+        (EXPERTS + "--expert-model-parallel-size 0", "--expert-model-parallel-size 0 is out of range"),
         (
-            EXPERTS + "--moe-train-capacity-factor 1.5",
-            "--moe-train-capacity-factor 1.5 is refused: no token is dropped",
+            EXPERTS + "--expert-tensor-parallel-size 2",
+            "--expert-tensor-parallel-size 2 is refused.* Use 1, or --tensor",
         ),
-        (EXPERTS + "--moe-min-capacity 8", "--moe-min-capacity 8 is refused: no token is dropped"),
-        (EXPERTS + "--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor 1.0 is refused"),
+        (
+            EXPERTS + "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2",
+            "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2 needs --sequence-parallel.* Add it",
+        ),
+        (
+            EXPERTS + "--moe-train-capacity-factor 0",
+            "--moe-expert-capacity-factor 0.0 is out of range.* Use 1.0 for as many as an even load needs",
+        ),
+        (EXPERTS + "--moe-expert-capacity-factor -1", "--moe-expert-capacity-factor -1.0 is out.* or drop the flag"),
+        (EXPERTS + "--moe-token-drop-policy random", "--moe-token-drop-policy random is unknown. Use one of: probs"),
         (
             "--no-pipeline-parallel --pipeline-model-parallel-size 2",
             "--no-pipeline-parallel contradicts --pipeline-model",
@@ -76,12 +84,13 @@ def test_what_is_not_done_is_refused(text: str, sentence: str) -> None:
         "--checkpoint-num-layers 2",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity selective",
-        "--sequence-parallel --seq-length 31",  # nothing to split it over
         GROWING,
         NARROW + "--partition-activations --sequence-parallel",
         "--partition-activations --checkpoint-activations",
-        "--moe-expert-parallel-size 64 --num-experts 1 --moe-train-capacity-factor 2.0",
+        "--moe-expert-parallel-size 1 --num-experts 1 --moe-train-capacity-factor 2.0",
         EXPERTS + "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --moe-min-capacity 4",
+        EXPERTS + "--moe-train-capacity-factor 1.5 --moe-min-capacity 8 --moe-token-drop-policy position",
+        EXPERTS + "--moe-train-capacity-factor 1.5 --disable-moe-token-dropping",
         "--use-distributed-optimizer --no-pipeline-parallel --accumulate-allreduce-grads-in-fp32 --bf16",
     ],
 )
@@ -97,15 +106,37 @@ def test_what_is_kept_for_recomputing_can_be_split() -> None:
     assert not small("--partition-activations").recompute.distributes_saved
 
 
-@pytest.mark.parametrize(("stage", "ranks", "effective"), [(1, 1, 3), (0, 1, 3), (3, 1, 3), (1, 2, 1), (1, 4, 1)])
-def test_experts_are_divided_by_zero_where_tensor_ranks_do_not(stage: int, ranks: int, effective: int) -> None:
-    words = f"{EXPERTS}--ep-world-size 2 --zero-stage {stage} --tensor-model-parallel-size {ranks}"
-    config = resolve(small(words), Machine("cpu", 4, True, True), TokenizerFacts(600, 599, "none"))
-    assert config.parallel.effective_zero_stage == effective
-    assert ("experts are divided" in " ".join(config.notices)) is (effective > max(1, stage))
+@pytest.mark.parametrize(
+    ("words", "ranks", "sentence"),
+    [
+        ("", 2, r"does not divide the 2 ranks \(data x context\).*: 2 were started. Use one of 1, 2, or start a .* 4"),
+        ("--tensor-model-parallel-size 2", 4, r"does not divide the 2 ranks .* Use one of 1, 2, or start a .* of 8"),
+        ("--pipeline-model-parallel-size 3", 9, "does not divide the 3 ranks .* Use 1, or start a multiple of 12"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            6,
+            r"does not divide the 6 ranks \(data x context x tensor 2\) .* Use one of 1, 2, or",
+        ),
+    ],
+)
+def test_ranks_that_experts_cannot_be_divided_over(words: str, ranks: int, sentence: str) -> None:
+    request = small(f"{EXPERTS} --ep-world-size 4 --global-batch-size 36 --num-layers 3 {words}")
+    with pytest.raises(ConfigError, match="--expert-model-parallel-size 4 " + sentence):
+        resolve(request, Machine("cpu", ranks, True, True), TokenizerFacts(600, 599, "none"))
 
 
-def test_experts_need_as_many_ranks() -> None:
-    with pytest.raises(ConfigError, match="--expert-model-parallel-size 64 asks for experts on 4 ranks, and 2 were"):
-        resolve(small(EXPERTS + "--moe-expert-parallel-size 64"), Machine("cpu", 2, True, True),
-                TokenizerFacts(600, 599, "none"))  # fmt: skip
+def test_no_layer_is_on_more_ranks_than_it_has_experts() -> None:
+    request = small("--num-experts 4 8 --moe-expert-parallel-size 64 --num-layers 4")
+    assert request.parallel.expert_model_parallel_size == 4
+    assert "--expert-model-parallel-size 64: some layer has 4 experts" in " ".join(request.notices)
+    dense = small("--moe-expert-parallel-size 64")
+    assert dense.parallel.expert_model_parallel_size == 1
+    assert dense.notices == (
+        "--expert-model-parallel-size 64 divides nothing: the network is dense (--num-experts 1).",
+    )
+
+
+def test_an_elastic_run_divides_experts_over_the_ranks_that_are_left() -> None:
+    request = small(EXPERTS + "--expert-model-parallel-size 4 --elastic --global-batch-size 24")
+    config = resolve(request, Machine("cpu", 6, True, True), TokenizerFacts(600, 599, "none"))
+    assert config.parallel.expert_model_parallel_size == 2

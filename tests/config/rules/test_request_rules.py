@@ -99,6 +99,10 @@ def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> Non
             "--compile cannot be combined with --num-experts 4: the host reads how many tokens an expert gets",
         ),
         (
+            "--pipeline-model-parallel-size 2 --enable-zbh1-pipeline",
+            "--compile cannot be combined with the pipeline schedule zb-h1: .* Use --pipeline-schedule 1f1b, or drop",
+        ),
+        (
             "--curriculum-learning --curriculum-min-length 8 --curriculum-steps 2",
             "--compile cannot be combined with --curriculum-learning: every length would be compiled anew",
         ),

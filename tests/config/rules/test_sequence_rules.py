@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import Machine, TokenizerFacts, resolve
-from megatron.config.sequence_rules import length_unit
+from megatron.config.sequence_rules import length_unit, padded_length
 from megatron.config.world import fit_layout, world_problems
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
@@ -19,7 +19,8 @@ RING = PLAIN + "--context-parallel-size 4 "
     [
         (
             PLAIN + "--context-parallel-size 3",
-            "--seq-length 32 cannot be divided over --context-parallel-size 3: .* multiples of 6. Use 30 or 36",
+            "--seq-length 32 cannot be divided over --context-parallel-size 3: .* multiples of 6. Use 30 or 36, or "
+            "fewer ranks; padding needs --max-position-embeddings 36",
         ),
         (
             PLAIN + "--ds-sequence-parallel-size 8",
@@ -47,13 +48,16 @@ RING = PLAIN + "--context-parallel-size 4 "
             "product is --context-parallel-size 4, and got 8 8",
         ),
         (
-            RING + "--curriculum-learning --curriculum-min-length 4 --curriculum-length-step 4 --curriculum-steps 9",
-            "--curriculum-length-step 4 cannot be divided over --context-parallel-size 4.* multiples of 8. Use 8, or",
+            RING + "--num-experts 4 --curriculum-learning --curriculum-min-length 4 --curriculum-length-step 4 "
+            "--curriculum-steps 9",
+            "--curriculum-length-step 4 cannot be divided over --context-parallel-size 4.* multiples of 8. Use 8, or "
+            "fewer ranks; routers would see padding",
         ),
         (
-            RING + "--curriculum-learning --curriculum-schedule fixed_discrete --curriculum-lengths 8 12 "
+            RING + "--position-embedding-type rope --rope-scaling-type dynamic --rope-original-max-positions 16 "
+            "--curriculum-learning --curriculum-schedule fixed_discrete --curriculum-lengths 8 12 "
             "--curriculum-max-steps 3",
-            "--curriculum-lengths 12 cannot be divided",
+            "--curriculum-lengths 12 cannot be divided.*; --rope-scaling-type dynamic depends on the length",
         ),
         (RING + "--compile", "--compile does not go with --context-parallel-size 4: ranks exchange messages"),
         (
@@ -80,12 +84,18 @@ def test_what_cannot_be_divided_is_refused(text: str, sentence: str) -> None:
     assert len(caught.value.problems) == 1
 
 
-def test_encoders_have_no_order_of_sentences() -> None:
-    flags = "--bidirectional --objective masked --masked-samples sentences --sentence-order-head --num-token-types 2 "
-    with pytest.raises(
-        ConfigError, match="--sentence-order-head does not go with --context-parallel-size 4.* Add --be"
-    ):
-        small(RING + flags)
+def test_tokens_of_one_rank_are_not_divided() -> None:
+    (notice,) = small("--sequence-parallel").notices
+    assert "no effect with --tensor-model-parallel-size 1" in notice and "Use --tensor-model-parallel-size 2" in notice
+    assert not small("--sequence-parallel --tensor-model-parallel-size 2").notices
+
+
+@pytest.mark.parametrize("more", ["", "--bidirectional --objective masked --masked-lm-head"])
+def test_other_lengths_are_padded(more: str) -> None:
+    config = small(f"{RING} --seq-length 30 {more}")
+    causal = not config.model.bidirectional
+    assert padded_length(config.data.seq_length, config.parallel, causal=causal) == 32
+    assert padded_length(25, config.parallel, causal=causal) == (32 if causal else 28)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,3 @@ def test_the_step_to_load(flags: dict[str, Any], step: int | None) -> None:
 def test_what_contradicts_is_rejected() -> None:
     with pytest.raises(ConfigError, match="--from-scratch and --finetune contradict each other"):
         LoadingConfig(from_scratch=True, finetune=True)
-
-
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket", "file:/tmp/run", "hdfs://node:8020/run"])
-def test_an_address_is_no_folder(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"--load {address} is an address, and a folder is needed"):
-        LoadingConfig(load=address)

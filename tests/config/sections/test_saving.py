@@ -34,6 +34,12 @@ def test_a_folder_needs_an_interval() -> None:
 def test_an_address_is_no_folder() -> None:
     with pytest.raises(ConfigError, match="--save s3://bucket/run is an address, and a folder is needed"):
         SavingConfig(save="s3://bucket/run", save_interval=1)
-    with pytest.raises(ConfigError, match="--save-secondary s3://bucket/run is an address"):
-        SavingConfig(save_secondary="s3://bucket/run")
+    assert SavingConfig(save_secondary="s3://bucket/run").save_secondary == "s3://bucket/run"
     assert SavingConfig(save_secondary="C-drive/run:1").save_secondary == "C-drive/run:1"
+
+
+@pytest.mark.parametrize("place", [None, "s3://bucket/run"])
+def test_copies_on_nodes_need_a_folder(place: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"needs --save-secondary, a folder on the disk of each node, not {place}"):
+        SavingConfig(save_secondary=place, save_secondary_per_node=True)
+    assert SavingConfig(save_secondary="/local", save_secondary_per_node=True).save_secondary == "/local"

@@ -89,6 +89,23 @@ def test_a_trained_gpt2_loads_offline(trained: Path, tmp_path: Path) -> None:
     assert json.loads((folder / "proof.json").read_text())["is_equal"]
 
 
+def test_means_of_weights_are_exported_and_proved(tmp_path: Path) -> None:
+    checkpoints = make_checkpoint(tmp_path, mean_ratio=0.5)
+    weights, means = (
+        loaded(export_model(request(checkpoints, tmp_path / kind, kind=kind))).state_dict()
+        for kind in ("weight", "average")
+    )
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert weights[name].any() and torch.equal(means[name], weights[name] * 0.5)
+
+
+def test_means_that_no_run_kept_are_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"holds no means of weights \(--averaged-weights\).* without --ema-decay"
+    ):
+        export_model(request(trained, tmp_path / "out", kind="average"))
+
+
 def test_a_chosen_type_is_rounded_to_and_proved(imported: Path, tmp_path: Path) -> None:
     folder = export_model(request(imported, tmp_path / "half", dtype="bfloat16"))
     assert loaded(folder).dtype == torch.bfloat16
@@ -249,6 +266,29 @@ def test_tensors_that_would_be_lost_are_named(trained: Path, tmp_path: Path) -> 
     smaller = dataclasses.replace(wanted.model, num_layers=1)
     with pytest.raises(ConversionError, match=r"iter_0000003 holds decoder.layers.1.input_layernorm.bias, .*be lost"):
         export_model(dataclasses.replace(wanted, model=smaller))
+
+
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear", "--swiglu", "--normalization"),
+    *("RMSNorm", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+)
+
+
+def test_what_a_router_keeps_for_its_loss_is_left_out(tmp_path: Path) -> None:
+    checkpoints = make_checkpoint(tmp_path, *EXPERTS, "--moe-aux-loss-scope", "global")
+    wanted = request(checkpoints, tmp_path / "mixtral")
+    assert "decoder.layers.0.mlp.router.expert_shares" in read_manifest(wanted.checkpoint).catalogue.names()
+    assert type(loaded(export_model(wanted))).__name__ == "MixtralForCausalLM"
+
+
+def test_the_bias_of_a_router_is_not_lost(tmp_path: Path) -> None:
+    """Without it, tokens would go to other experts."""
+    wanted = request(make_checkpoint(tmp_path, *EXPERTS, "--moe-router-enable-expert-bias"), tmp_path / "mixtral")
+    with pytest.raises(ConversionError, match="no equivalent of --moe-router-enable-expert-bias True"):
+        export_model(wanted)
+    unbiased = dataclasses.replace(wanted.model, moe_router_enable_expert_bias=False)
+    with pytest.raises(ConversionError, match=r"holds decoder.layers.0.mlp.router.expert_bias, .*be lost"):
+        export_model(dataclasses.replace(wanted, model=unbiased))
 
 
 def test_a_damaged_checkpoint_leaves_nothing(trained: Path, tmp_path: Path) -> None:

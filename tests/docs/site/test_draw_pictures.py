@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from docs.site import draw_pictures
-from docs.site.drawings import batch, checkpoint, ranks
+from docs.site.drawings import batch, checkpoint, ranks, sequence
 from megatron.data.datasets.sample import Sample
 from megatron.data.loader import MicroBatches
-from megatron.parallel.mesh import ParallelMesh, standard_axes
+from megatron.parallel.mesh import Axis, ParallelMesh, standard_axes
+from megatron.parallel.sequence.split import SequenceSplit
 
 PICTURES = Path(__file__).resolve().parents[3] / "docs" / "pictures"
 
@@ -25,7 +26,7 @@ def test_the_committed_files_are_those_that_are_drawn(tmp_path: Path, capsys: py
     assert drawn == {path.name: path.read_bytes() for path in PICTURES.glob("*.svg")}, (
         "run python docs/site/draw_pictures.py, and look at the pictures"
     )
-    assert len(capsys.readouterr().out.splitlines()) == len(drawn) == 6
+    assert len(capsys.readouterr().out.splitlines()) == len(drawn) == 7
     for text in drawn.values():
         root = ElementTree.fromstring(text)
         assert not re.search(rb"(href|src)=|url\(h", text), "a drawing needs no other file"
@@ -42,6 +43,16 @@ def test_ranks_are_numbered_as_in_a_run() -> None:
         assert (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (stage, copy, part)
     drawn = ranks.draw_ranks()
     assert all(f">rank {number}<" in drawn for number in range(8))
+
+
+def test_ranks_have_the_blocks_of_a_sample_that_are_drawn() -> None:
+    ring = Axis("cp", 0, sequence.RANKS, tuple(range(sequence.RANKS)))
+    for owners, documents in ((sequence.CAUSAL, (8,)), (sequence.BY_DOCUMENT, sequence.DOCUMENTS)):
+        width = 16  # tokens of a block
+        segments = np.repeat(np.arange(len(documents)), np.array(documents) * width)[None]
+        (parts,) = SequenceSplit(ring, Axis.single("sp"), by_document=len(documents) > 1).parts(segments.size, segments)
+        drawn = [np.flatnonzero(np.repeat(owners, width) == rank).tolist() for rank in range(sequence.RANKS)]
+        assert parts.tolist() == drawn
 
 
 class _Numbered:

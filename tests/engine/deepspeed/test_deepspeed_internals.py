@@ -16,8 +16,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
 
+from megatron.engine.deepspeed_internals.loss_scaler import SCALER_COUNTERS
 from megatron.engine.deepspeed_internals.optimizer_views import (
-    _SCALER_COUNTERS,
     AccumulatedView,
     DirectView,
     OptimizerView,
@@ -29,14 +29,14 @@ from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
 from megatron.engine.deepspeed_internals.set_up import replaced_backend, skip_shared_memory_build
 from megatron.engine.engine import Engine
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.update_gate import StepFigures, UpdateGate
+from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.state import owned_pieces
 from megatron.engine.tensor_parts import tensors_in
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.train.start_up.engine_opening import build_engine
-from tests.engine.engine_runs import BF16, RECIPE, stand_in_engine, train
+from tests.engine.engine_runs import BF16, RECIPE, stand_in_engine, step_figures, train
 from tests.helpers.architecture.tables import DEEPSPEED_PRIVATE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
@@ -151,8 +151,8 @@ def norms_of_views(rank: int) -> list[float]:
         if stage < 3:
             check_owned_gradients(engine)
         check_refreshing(engine)
-        if stage > 0 and not flags:  # without fp16 the scaler is a constant
-            assert engine.view.loss_scale() == 1.0 and engine.view.loss_scale_state()["cur_scale"] == 1.0
+        assert stage < 3 or engine.view.loss_scale_state()["cur_scale"] == 1.0  # without fp16 the scaler is a constant
+        assert engine.view.loss_scale() == 1.0
         if stage == 3:
             with deepspeed.zero.GatheredParameters(list(engine.parameters())):
                 assert all(is_whole(parameter) for parameter in engine.parameters())
@@ -215,27 +215,25 @@ class _Scaled(DirectView):
         self.refreshes += 1
 
 
-def test_an_overflow_halves_the_scale_and_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overflow_halves_the_scale_and_changes_nothing_else() -> None:
     """fp16 by hand, since DeepSpeed refuses it on a CPU."""
-    monkeypatch.setattr(deepspeed.comm.comm, "cdb", SimpleNamespace(is_initialized=lambda: True, get_rank=lambda *_: 1))
     weight, mesh = torch.nn.Parameter(torch.zeros(2)), ParallelMesh.single()
     mark_parameter(weight, is_counted=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = dynamic_scaler(init_scale=1024.0, scale_window=1000, delayed_shift=1)
-    wrapper = SimpleNamespace(loss_scaler=scaler, cur_scale=scaler.cur_scale, overflow=False)
+    wrapper = SimpleNamespace(loss_scaler=scaler)
     engine = stand_in_engine(optimizer, wrapper, is_fp16=True)
-    view = _Scaled(engine, mesh.gradient, Clipping(1.0, mesh.model, mesh.device))
+    view = _Scaled(engine, mesh, Clipping(1.0, mesh.model, mesh.device))
     gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=True)
     view.guard(gate)
     for gradient, overflows in ((math.inf, True), (512.0, False)):
-        wrapper.cur_scale = scaler.cur_scale
-        verdict = gate.expect(lambda: StepFigures(torch.ones(()), torch.as_tensor(view.norm()), torch.ones(())))
+        verdict = gate.expect(lambda: step_figures(1.0, view.norm()))
         (weight * torch.tensor([gradient, 0.0])).sum().backward()
         view.accumulate()
         view.reduce()
         wrapper.step()
-        assert wrapper.overflow is overflows and not verdict.is_bad and weight.grad is None
-        assert scaler.cur_scale == 512.0 and view.refreshes == int(not overflows)
+        assert verdict.is_overflow is overflows and not verdict.is_bad and weight.grad is None
+        assert float(view.loss_scale()) == 512.0 and view.refreshes == int(not overflows)
     assert view.norm() == 1.0 and weight.tolist() == pytest.approx([-1.0, 0.0], rel=1e-5)
 
 
@@ -283,10 +281,10 @@ def test_the_loss_scaler_has_the_counters_that_a_checkpoint_keeps(monkeypatch: p
     alone = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: 1)
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", alone)
     scaler = dynamic_scaler(init_scale=4.0, scale_window=1, delayed_shift=2)
-    before = {name: getattr(scaler, name) for name in _SCALER_COUNTERS}
+    before = {name: getattr(scaler, name) for name in SCALER_COUNTERS}
     scaler.update_scale(True)
     scaler.update_scale(True)
-    changed = {name for name in _SCALER_COUNTERS if getattr(scaler, name) != before[name]}
+    changed = {name for name in SCALER_COUNTERS if getattr(scaler, name) != before[name]}
     assert changed == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
 
 

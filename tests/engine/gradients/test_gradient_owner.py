@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,12 @@ from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.gradient_sum import FlatGroup
+from megatron.engine.gradients.loss_scale import LossScale, ScaleRule
 from megatron.engine.gradients.main_gradients import MainGradients
-from megatron.engine.gradients.update_gate import StepFigures, UpdateGate
+from megatron.engine.gradients.update_gate import UpdateGate
+from megatron.kernels.optimizer import build_adamw
 from megatron.parallel.mesh import Axis, ParallelMesh
+from tests.engine.engine_runs import step_figures
 
 MESH = ParallelMesh.single()
 RATE = 0.5
@@ -41,11 +46,13 @@ def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]
     assert len(list(owner.sums())) == 2
     owner.reduce()
     assert [part.tolist() for part in owner.reduced_gradients()] == [[3.0 * scale] * 3 + [-3.0 * scale] * 2 + [0.0]]
-    norm = owner.measure(scale)
+    loss_scale = None if scale == 1.0 else LossScale(scale, ScaleRule(1, 1, 1.0, refills=False), MESH.device)
+    norm = owner.measure(loss_scale)
     gate = UpdateGate(MESH, spike_deviations=None, allows_overflow=True)
-    gate.expect(lambda: StepFigures(torch.tensor(1.0), norm, torch.tensor(4.0)))
+    gate.expect(lambda: step_figures(1.0, norm))
     copy = torch.zeros(6, dtype=torch.float16)
-    assert owner.update(optimizer, gate, norm, scale, [[copy]])
+    assert owner.update(optimizer, gate, norm, [[copy]], loss_scale)
+    assert loss_scale is None or float(loss_scale.value) == scale
     return float(norm), optimizer.param_groups[0]["params"][0].detach(), copy
 
 
@@ -85,8 +92,28 @@ def test_an_optimizer_with_gradients_of_its_own_gets_copies() -> None:
     owner.accumulate([first])
     owner.accumulate([second])
     owner.reduce()
-    norm = owner.measure(1.0)
+    norm = owner.measure()
     gate = UpdateGate(MESH, spike_deviations=None, allows_overflow=False)
-    gate.expect(lambda: StepFigures(torch.tensor(1.0), norm, torch.tensor(4.0)))
-    assert owner.update(optimizer, gate, norm, 1.0, ())
+    gate.expect(lambda: step_figures(1.0, norm))
+    assert owner.update(optimizer, gate, norm, ())
     assert master.grad is own and own.tolist() == [1.0] * 5 + [0.0]
+
+
+def test_padding_stays_zero_after_a_bad_step() -> None:
+    """NaN in it would reach the optimizer's state with the next good step."""
+    owner, _, (first, second) = owned(1.0)
+    master = nn.Parameter(torch.zeros(6))
+    optimizer = build_adamw([{"params": [master], "eps": 1e-8, "weight_decay": 0.0}], lr=RATE, betas=(0.9, 0.9))
+    gate = UpdateGate(MESH, spike_deviations=None, allows_overflow=False, on_device=True)
+    for factor in (math.nan, math.inf, 1.0):
+        (factor * (first.sum() - second.sum())).backward()
+        owner.accumulate()
+        owner.reduce()
+        norm = owner.measure()
+        gate.expect(lambda norm=norm: step_figures(1.0, norm))
+        assert owner.update(optimizer, gate, norm, ())
+        assert master.grad is not None and float(master.grad[5]) == 0.0
+        owner._sum.clear()
+    moments = [optimizer.state[master][name].tolist() for name in ("exp_avg", "exp_avg_sq")]
+    assert [values[5] for values in moments] == [0.0, 0.0] and torch.tensor(moments).isfinite().all()
+    assert master.detach().tolist() == pytest.approx([-RATE] * 3 + [RATE] * 2 + [0.0], rel=1e-4)

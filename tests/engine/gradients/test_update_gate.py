@@ -21,7 +21,6 @@ from megatron.engine.gradients.update_gate import (
     LEAST_STEPS,
     WINDOW_STEPS,
     RecentSteps,
-    StepFigures,
     UpdateDecision,
     UpdateGate,
 )
@@ -32,7 +31,7 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.start_up.engine_opening import build_engine
-from tests.engine.engine_runs import BF16, RECIPE, stand_in_engine
+from tests.engine.engine_runs import BF16, CHUNKS, RECIPE, stand_in_engine, step_figures
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 
@@ -47,7 +46,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], Runs]] = {
             *((2, BF16, False), (3, [], False), (3, BF16, False)),
         ],
     ),
-    "pp2dp2": ((1, 2, 2), [(0, [], False), (0, [], True), (1, [], False), (1, BF16, False), (1, BF16, True)]),
+    "pp2dp2": ((1, 2, 2), [(0, [], False), (0, [], True), (1, CHUNKS, False), (1, BF16, False), (1, BF16, True)]),
 }
 
 
@@ -93,8 +92,8 @@ def _spoil_loss(engine: Engine) -> Any:
     """Only the reported loss of this rank becomes NaN; its gradients stay as they are."""
     own = StepLoss.of
 
-    def spoiled(losses: StepLoss, *given: Any) -> torch.Tensor:
-        loss = own(losses, *given)
+    def spoiled(losses: StepLoss, *given: Any, **named: Any) -> torch.Tensor:
+        loss = own(losses, *given, **named)
         losses.totals.sums[0] = math.nan
         return loss
 
@@ -159,11 +158,11 @@ def weighted(rate: float = 1.0) -> tuple[torch.optim.Optimizer, torch.nn.Paramet
 
 
 def test_the_device_decides_only_where_nothing_else_matters() -> None:
-    for deviations, allows_overflow in ((3.0, False), (None, True)):
+    for deviations, allows_overflow, steps in ((3.0, False, 0), (None, False, 1), (None, True, 1)):
         gate = UpdateGate(
             ParallelMesh.single(), spike_deviations=deviations, allows_overflow=allows_overflow, on_device=True
         )
-        assert gate.steps_in_flight == 0
+        assert gate.steps_in_flight == steps
 
 
 def test_verdicts_of_the_device_come_in_order_when_they_are_asked_for() -> None:
@@ -173,7 +172,7 @@ def test_verdicts_of_the_device_come_in_order_when_they_are_asked_for() -> None:
     verdicts, changed = [], []
     for loss, norm, tokens in ((2.0, 1.0, 4.0), (math.nan, 1.0, 4.0), (2.0, math.inf, 4.0), (0.0, 0.0, 0.0)):
         before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
-        values = StepFigures(torch.tensor(loss), torch.tensor(norm), torch.tensor(tokens))
+        values = step_figures(loss, norm, tokens)
         verdicts.append(gate.expect(lambda values=values: values))
         assert gate.update(optimizer, torch.tensor(norm)) is True
         after = [weight.detach(), *optimizer.state[weight].values()]
@@ -193,7 +192,7 @@ def test_the_host_decides_before_the_update() -> None:
     optimizer, weight = weighted()
     for loss, may in ((2.0, True), (math.nan, False)):
         before = weight.detach().clone()
-        values = StepFigures(torch.tensor(loss), torch.tensor(1.0), torch.tensor(4.0))
+        values = step_figures(loss, 1.0)
         gate.expect(lambda values=values: values)
         assert gate.update(optimizer, None) is may is not torch.equal(weight, before)
 
@@ -240,11 +239,11 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
     gate = UpdateGate(ParallelMesh.single(), spike_deviations=spike_deviations, allows_overflow=allows_overflow)
     mesh = ParallelMesh.single()
     clipping = Clipping(0.0, mesh.model, mesh.device)
-    DirectView(stand_in_engine(optimizer), mesh.gradient, clipping).guard(gate)
+    DirectView(stand_in_engine(optimizer), mesh, clipping).guard(gate)
 
     def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)
-        verdict = gate.expect(lambda: StepFigures(torch.tensor(loss), torch.tensor(norm), torch.tensor(tokens)))
+        verdict = gate.expect(lambda: step_figures(loss, norm, tokens))
         optimizer.step()
         return verdict.decision
 
@@ -298,10 +297,10 @@ def test_a_step_without_a_counted_token_is_dropped_and_says_nothing_of_the_other
     assert step(2.05) is UpdateDecision.APPLIED and not gate.has_open_row
 
 
-def test_an_overflow_in_fp16_is_left_to_the_loss_scaler() -> None:
+def test_an_overflow_in_fp16_drops_a_step_that_is_not_a_bad_one() -> None:
     gate, step, weight = gated(None, allows_overflow=True)
-    assert step(math.inf, math.nan) is UpdateDecision.APPLIED
-    assert (gate.verdict.bad_in_a_row, float(weight.detach())) == (0, 1.0)
+    assert step(math.inf, math.nan) is UpdateDecision.OVERFLOW
+    assert (gate.verdict.is_overflow, gate.verdict.bad_in_a_row, float(weight.detach())) == (True, 0, 0.0)
 
 
 def test_an_overflow_after_a_spike_is_no_bad_step_and_does_not_end_the_row() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.engine.pipeline.chunks import Chunks, tied_weights
 from megatron.errors import ConfigError
-from megatron.model.interface.network import LayerSpec, LayerStack
+from megatron.model.interface.network import LayerSpec, LayerStack, parameter_names
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.parallel.schedule.actions import Placement
@@ -38,6 +38,19 @@ def test_the_chunks_of_all_ranks_are_the_network_in_order(placement: Placement) 
 def test_more_chunks_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="7 layers cannot fill 8 pipeline stages"):
         Chunks.of(network(ParallelMesh.single()), Placement.loop(4, 2), 0)
+
+
+def test_the_first_trained_chunk_is_where_backward_passes_end() -> None:
+    layers, placement = network(ParallelMesh.single()), Placement.loop(2, 2)
+    own = Chunks.of(layers, placement, 0)
+    bottom = parameter_names([own.specs[place] for place in own.layers[0]])
+
+    def first_trained(*frozen: str) -> int:
+        return Chunks.of(layers, placement, 1, frozenset(frozen)).first_trained
+
+    assert first_trained() == first_trained(*bottom[1:]) == 0
+    assert first_trained(*bottom) == 1
+    assert first_trained(*parameter_names(layers)) == 3
 
 
 def shared(placement: Placement, rank: int) -> tuple[list[tuple[str, tuple[int, ...]]], int]:

@@ -24,11 +24,13 @@ PACKAGE_PLACES = {
     "checkpoint": 13,
     "convert": 14,
     "observe": 15,
-    "evaluation": 16,
-    "train": 17,
-    "inference": 17,
+    "planning": 16,
+    "evaluation": 17,
+    "train": 18,
+    "inference": 18,
+    "rehearsal": 19,
 }
-PROGRAM_PLACE = 18
+PROGRAM_PLACE = 20
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -73,11 +75,12 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "objective", "sections", "files", "."),
+    "megatron.config": ("flags", "architecture", "objective", "sections", "rules", "files", "."),
     "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
         "speed",
         "quantities",
+        "routing",
         "metrics",
         "console",
         "destinations",
@@ -86,13 +89,24 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "dashboard",
         "styles",
     ),
-    "megatron.parallel": ("schedule", ".", "sequence", "tensor", "watch"),
+    "megatron.parallel": ("schedule", ".", "expert", "sequence", "tensor", "watch"),
+    "megatron.launch": ("bundles", "."),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.checkpoint": ("storage", "checks", "catalogue", "layout", "manifests", ".", "keeping", "analysis"),
+    "megatron.checkpoint": (
+        "object_storage",
+        "storage",
+        "checks",
+        "catalogue",
+        "layout",
+        "manifests",
+        ".",
+        "keeping",
+        "analysis",
+    ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
     "megatron.engine": (
         "gradients",
-        *("ds_config", "grid", "tensor_parts", "deepspeed_internals"),
+        *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
         ".",
         *("passes", "pipeline", "engine", "state", "replicas", "memory"),
     ),
@@ -111,7 +125,7 @@ HOMES = {
     "argparse": ("megatron/config/flags/command_line.py", "megatron/convert/megatron_output/output_tensors.py"),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
-    "torch.distributed": ("megatron/parallel/",),
+    "torch.distributed": ("megatron/parallel/", "megatron/rehearsal/recording.py"),
     "os.environ": (
         "megatron/device.py",
         "megatron/cuda_driver.py",
@@ -129,7 +143,7 @@ HOMES = {
     "cloudpickle": (),
     "joblib": (),
     "shelve": (),
-    "marshal": (),
+    "marshal": ("megatron/launch/bundles/running.py",),  # code that stands beside the sources it was made from
     "torch.load": (),
     "torch.save": ("megatron/convert/megatron_output/output_tensors.py",),  # other programs' formats are pickles
     "torch.serialization": (),
@@ -137,7 +151,10 @@ HOMES = {
     "os.popen": (),
     "subprocess.getoutput": (),
     "subprocess.getstatusoutput": (),
-    "runpy": ("examples/jax_lm_training/jax_lm/preprocess.py",),  # Beam pickles what is in __main__ by value
+    "runpy": (
+        "examples/jax_lm_training/jax_lm/preprocess.py",  # Beam pickles what is in __main__ by value
+        "megatron/launch/bundles/running.py",
+    ),
 }
 
 # Who renames and syncs files, or parses what is in one.
@@ -167,7 +184,8 @@ DEEPSPEED_PRIVATE = {
     ),
     *("cur_scale", "fp16_groups", "fp32_groups_gradients_flat", "fp32_partitioned_groups_flat", "get_param_id"),
     *("grad_partitions_flat_buffer", "grad_position", "loss_scaler", "persistent_parameters", "subgroup_to_device"),
-    *("single_partition_of_fp32_groups", "update_lp_params"),
+    *("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups", "update_lp_params"),
+    *("consecutive_hysteresis", "delayed_shift", "scale_window"),
     # the one for bf16
     *("_hp_grad", "bf16_partitioned_groups"),
     *("clear_hp_grads", "clear_lp_grads", "immediate_grad_update"),
@@ -232,6 +250,8 @@ STATEFUL_FILES = ("megatron/log.py",)
 USES_RUN_CONFIG = (
     "megatron/config/",
     *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "part", "run", "run_data")),
+    "megatron/planning/requests.py",
+    "megatron/rehearsal/",
     "megatron/train/preflight/",
     "megatron/train/restarts/restore.py",
     "megatron/train/start_up/",

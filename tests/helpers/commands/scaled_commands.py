@@ -24,8 +24,10 @@ _SIZES: Mapping[str, str] = {
     "--lr-warmup-samples": "8", "--lr-warmup-tokens": "256", "--save-interval": "1000", "--eval-interval": "1000",
     "--eval-iters": "1", "--log-interval": "1", "--loss-scale": "8", "--split": "80,15,5",
     "--expert-model-parallel-size": "2", "--moe-expert-parallel-size": "2",
+    "--num-layers-per-virtual-pipeline-stage": "1",
     "--num-layers-teacher": "2", "--hidden-size-teacher": "32", "--num-attention-heads-teacher": "2",
 }  # fmt: skip
+_EXPERT_SIZES = ("--expert-model-parallel-size", "--moe-expert-parallel-size")  # these take both processes
 # The corpus has another tokenizer, there is no earlier checkpoint, and no device computes in fp16.
 _DROPPED = frozenset(
     {
@@ -39,6 +41,9 @@ _DROPPED = frozenset(
     | {"--finetune", "--no-load-optim", "--fp16", "--bf16", "--exit-interval", "--exit-duration-in-mins"}
 )
 
+# Such a command keeps its pipeline stages rather than its tensor-parallel ranks.
+_SCHEDULED = frozenset({"--num-layers-per-virtual-pipeline-stage", "--enable-zbh1-pipeline"})
+
 
 def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int, teacher: Path) -> list[str]:
     """The words of a command with small sizes, for `steps` steps on two processes, that logs to `folder / "run"`.
@@ -47,10 +52,14 @@ def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int, teach
     different numbers of experts if the teacher has them.
     """
     pairs = _pairs(command.flags)
-    ranks = 2 if pairs.get("--tensor-model-parallel-size", ["1"]) != ["1"] else 1
-    stages = 2 if pairs.get("--pipeline-model-parallel-size", ["1"]) != ["1"] and ranks == 1 else 1
+    has_schedule = not _SCHEDULED.isdisjoint(pairs)
+    ranks = 2 if pairs.get("--tensor-model-parallel-size", ["1"]) != ["1"] and not has_schedule else 1
+    divides = any(pairs.get(name, ["1"]) != ["1"] for name in _EXPERT_SIZES)
+    stages = 2 if pairs.get("--pipeline-model-parallel-size", ["1"]) != ["1"] and ranks == 1 and not divides else 1
+    shared = 2 if pairs.get("--ds-sequence-parallel-size", ["1"]) != ["1"] and ranks * stages == 1 else 1
     changes = {
         **_SIZES,
+        "--ds-sequence-parallel-size": str(shared),
         "--tensor-model-parallel-size": str(ranks),
         "--pipeline-model-parallel-size": str(stages),
         "--save": str(folder / "checkpoints"),
@@ -60,6 +69,8 @@ def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int, teach
         "--load-teacher": str(teacher),
         "--deepspeed_config": str(folder / SETTINGS),
     }
+    if has_schedule:
+        changes["--num-layers"] = "4"
     if len(pairs.get("--num-experts", [])) > 1:  # numbers of experts by layer need some layers
         changes |= {"--num-layers": "4", "--num-layers-teacher": "4", "--num-attention-heads-teacher": "4"}
     words = []
@@ -75,7 +86,7 @@ def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int, teach
         words += [name, *values]
     if command.deepspeed is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        replicas = PROCESSES // (ranks * stages)
+        replicas = PROCESSES // (ranks * stages * shared)
         (folder / SETTINGS).write_text(json.dumps(_scaled_settings(command.deepspeed, replicas)))
     own = {
         "--vocab-file": corpus.vocab_file, "--merge-file": corpus.merge_file, "--run-dir": str(folder / "run"),

@@ -239,6 +239,11 @@ class Cluster:
         """Kills every process on a host, as a power cut would; all but Slurm's daemon, which later tests need."""
         self.output(f"for one in $(ip netns pids {host}); do grep -q slurmd /proc/$one/comm || kill -9 $one; done")
 
+    def power_on(self, host: str) -> None:
+        """Has `python` run programs on a host again that was switched off."""
+        (self.folder / f"socket.{host}").unlink(missing_ok=True)
+        self._serve_programs(host)
+
     def job_state(self, job: str) -> dict[str, str]:
         """What Slurm says of a job, by field."""
         fields = self.output(f"scontrol -o show job {job}").split()

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that this rank passes to torch.distributed."""
+"""Counts the bytes that this rank passes to torch.distributed and to the tree of ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from megatron.parallel.rank_tree import RankTree
 
 
 @dataclass
@@ -29,8 +31,9 @@ class MessageSizes:
         return self.sent_bytes + self.received_bytes
 
 
-_RECEIVED = ("recv", "scatter")
+_RECEIVED = ("recv",)
 _SENT = ("all_reduce", "broadcast", "send", "reduce")
+_OF_TREE = ("total", "maximum", "start_maximum", "broadcast", "gather")
 _LISTS = ("gather", "all_gather")
 _UNCOUNTED = (
     "all_gather_into_tensor",
@@ -57,6 +60,20 @@ def count_messages() -> Iterator[MessageSizes]:
 
         return call
 
+    def wrap_tree(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tree: RankTree, content: Any, *more: Any) -> Any:
+            result = function(tree, content, *more)
+            told = (
+                len(result) if name == "broadcast" else len(content) if isinstance(content, bytes) else content.nbytes
+            )
+            gathered = sum(map(len, result)) if name == "gather" and result is not None else 0
+            sizes.sent_bytes += 0 if gathered else told
+            sizes.received_bytes += gathered
+            sizes.calls.append((name, gathered or told))
+            return result
+
+        return call
+
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective that is not counted")
 
@@ -65,6 +82,8 @@ def count_messages() -> Iterator[MessageSizes]:
             patch.setattr(dist, name, wrap(name, getattr(dist, name)))
         for name in _UNCOUNTED:
             patch.setattr(dist, name, refuse)
+        for name in _OF_TREE:
+            patch.setattr(RankTree, name, wrap_tree(name, getattr(RankTree, name)))
         yield sizes
 
 

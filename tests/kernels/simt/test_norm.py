@@ -37,10 +37,12 @@ SMALL = [
     Case(3, 264, BRAIN),  # which meet twice
     Case(2, 2304, BRAIN, shift=1, shifted="partials"),
     Case(5, 32, HALF, HALF, has_residual=True, zero_centered=True),
-    Case(4, 7, BRAIN, BRAIN, shift=1),  # streamed: no row is aligned
+    Case(4, 7, BRAIN, BRAIN, shift=1),  # not packed: rows begin anywhere
     Case(3, 133, is_layer_norm=False, has_residual=True, zero_centered=True),
     Case(2, 48, HALF, shift=3),
     Case(1, 1, BRAIN, is_layer_norm=False),
+    Case(2, 4097),  # streamed
+    Case(1, 4098, is_layer_norm=False, has_residual=True),
     *(
         Case(2, 32, BRAIN, has_residual=True, shift=1, shifted=name)
         for name in ("x", "residual", "weight", "bias", "y", "total", "dx", "dy", "past")
@@ -53,7 +55,10 @@ LARGE = [
     Case(2, 8192, BRAIN, BRAIN, has_residual=True, zero_centered=True),
     Case(2, 8448, HALF, is_layer_norm=False, zero_centered=True),
     Case(2060, 6, has_residual=True),
-    Case(2, 20001, BRAIN),
+    Case(2, 2237, BRAIN, BRAIN, has_residual=True),  # not packed: a packet to a thread
+    Case(3, 2305, has_residual=True, shift=1),  # two
+    Case(2, 8191, HALF, HALF, zero_centered=True),
+    Case(2, 8193, BRAIN),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,15 +21,20 @@ def plain_experts(
     Shapes: weights as in a checkpoint, such as `[e, 2, f, h]`; hidden `[b, s, h]` to `[b, s, h]` and `[]`.
     """
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    rows, all_logits = [], []
+    rows, all_logits, choices = [], [], []
     chosen = [0] * config.num_experts
     for token in tokens:
         logits = weights["router.weight"] @ token
         all_logits.append(logits)
         best = sorted(range(config.num_experts), key=lambda expert: -logits[expert].item())[: config.moe_router_topk]
-        row = torch.zeros_like(token)
-        for expert, factor in zip(best, _factors(logits, best, config), strict=True):
+        choices.append(dict(zip(best, _factors(logits, best, config), strict=True)))
+        for expert in best:
             chosen[expert] += 1
+    for number, token in enumerate(tokens):
+        row = torch.zeros_like(token)
+        for expert, factor in choices[number].items():
+            if number not in _taken(expert, choices, config):
+                continue
             first, second = weights["experts.linear_fc1.weight"][expert], weights["experts.linear_fc2.weight"][expert]
             row = row + factor * _network(token, first, second, config)
         if "shared_experts.linear_fc1.weight" in weights:
@@ -38,6 +44,17 @@ def plain_experts(
             row = _mixed(weights, token, row, config)
         rows.append(row)
     return torch.stack(rows).view(hidden.shape), _losses(all_logits, chosen, config)
+
+
+def _taken(expert: int, choices: list[dict[int, torch.Tensor]], config: ModelConfig) -> list[int]:
+    """The tokens that an expert takes of those that choose it."""
+    askers = [token for token, chosen in enumerate(choices) if expert in chosen]
+    if config.moe_expert_capacity_factor is None:
+        return askers
+    if config.moe_token_drop_policy == "probs":
+        askers.sort(key=lambda token: -choices[token][expert].item())
+    even = len(choices) * config.moe_router_topk / config.num_experts
+    return askers[: max(config.moe_min_capacity, math.ceil(config.moe_expert_capacity_factor * even))]
 
 
 def _mixed(

@@ -38,6 +38,11 @@ MODES: dict[str, dict[str, Any]] = {
     "shared": {**GATED, "moe_shared_expert_intermediate_size": 10, "moe_router_topk": 3},
     "without losses": {**GATED, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0},
     "every expert": {"moe_router_topk": 6},
+    "capacity": {**GATED, "moe_expert_capacity_factor": 1.0, "moe_min_capacity": 0},
+    "first come": {
+        "moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position", "moe_min_capacity": 2,
+        "moe_shared_expert_intermediate_size": 10, "moe_router_topk": 3,
+    },
     "residual": {"moe_residual": True, "moe_router_topk": 1, "moe_router_pre_softmax": True, "ffn_hidden_size": 20},
 }  # fmt: skip
 

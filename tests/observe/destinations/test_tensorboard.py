@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron.checkpoint.record import Progress
 from megatron.observe.destinations.tensorboard import TensorBoard, evaluation_scalars, step_scalars
-from megatron.observe.metrics import RoutingFigures, SourceLoss
+from megatron.observe.metrics import SourceLoss
+from megatron.observe.routing import RoutingFigures
 from tests.train.samples import WORKLOAD, Measured, metrics, report_config
 
 AXES = ("", " vs samples", " vs tokens")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.observe.console import Moment
-from megatron.observe.metrics import RoutingFigures, SourceLoss, StepMetrics
+from megatron.observe.metrics import SourceLoss, StepMetrics
+from megatron.observe.routing import RoutingFigures
 from megatron.observe.styles import megatron
 from tests.train.samples import metrics
 

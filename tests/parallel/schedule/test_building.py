@@ -54,7 +54,7 @@ def check(schedule: Schedule, seeds: int) -> None:
     computed = Counter(action.kind for action in every if not action.kind.is_message)
     passes = schedule.placement.chunks * schedule.micro_batches
     halves = {Kind.INPUT_BACKWARD: passes, Kind.WEIGHT_BACKWARD: passes}
-    assert computed == {Kind.FORWARD: passes} | (halves if SCHEDULES[schedule.name].splits else {Kind.BACKWARD: passes})
+    assert computed == {Kind.FORWARD: passes} | (halves if schedule.splits_backward else {Kind.BACKWARD: passes})
     for programs in (schedule.actions, schedule.forward_only()):
         assert_one_order_of_messages(programs)
         for seed in range(seeds):

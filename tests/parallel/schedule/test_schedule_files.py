@@ -72,7 +72,7 @@ def test_pauses_and_blanks_mean_nothing(tmp_path: Path) -> None:
         ),
         (GOOD + "2F0,2B0,2F1,2B1\n", "is for 3 ranks (--pipeline-model-parallel-size 2)"),
         ("0F0,0B0,0F1,0B1,2F0,2B0,2F1,2B1\n1F0,1B0,1F1,1B1,3F0,3B0,3F1,3B1\n", "is for 2 chunks a rank"),
-        ("0F0,0B0\n1F0,1B0\n", "is for 1 micro-batches (a step has 2: --global-batch-size)"),
+        ("0F0,0B0\n1F0,1B0\n", "is for 1 micro-batch (a step has 2: --global-batch-size)"),
     ],
 )
 def test_a_file_that_cannot_run_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
-from megatron.parallel.watch.hub_state import Failure, Hub
+from megatron.parallel.watch.hub_state import Failure, Hub, end_message
 from megatron.parallel.watch.limits import PING_SECONDS, WIND_DOWN_SECONDS, WatchLimits
 from megatron.parallel.watch.position import PHASES, Heartbeat
 from megatron.parallel.watch.verdict import RunEnd
@@ -38,7 +38,7 @@ class Rig:
     def connect(self, number: int, hello: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
         self.ends[number], self.near[number] = theirs, Connection(ours)
-        self.hub.admit(self.near[number], 0.0)
+        self.hub.peers.admit(self.near[number], 0.0)
         self.say(number, 0.0, **hello)
 
     def say(self, number: int, now: float, **message: Any) -> None:
@@ -97,13 +97,13 @@ def test_only_ranks_that_know_the_token_are_members(rig: Rig) -> None:
 def test_a_stranger_that_says_nothing_is_sent_away(rig: Rig) -> None:
     ours, theirs = socket.socketpair()
     silent = Connection(ours)
-    assert rig.hub.admit(silent, 0.0)
+    assert rig.hub.peers.admit(silent, 0.0)
     rig.hub.tick(9.0)
     assert not silent.is_lost
     rig.hub.tick(11.0)
     assert silent.is_lost
     crowd = [socket.socketpair() for _ in range(80)]
-    admitted = [rig.hub.admit(Connection(ours), 0.0) for ours, _ in crowd]
+    admitted = [rig.hub.peers.admit(Connection(ours), 0.0) for ours, _ in crowd]
     assert admitted[0] and not admitted[-1]
     for pair in (*crowd, (theirs,)):
         for end in pair:
@@ -123,7 +123,7 @@ def test_a_rank_without_progress_is_asked_for_its_stacks_and_named(rig: Rig) -> 
     rig.report(2, 41.1, 40, waits=True, phase="backward")
     verdict = rig.hub.tick(41.2)
     assert verdict is not None and (verdict.code, verdict.rank, verdict.silent) == (ExitCode.HANG, 1, ())
-    rig.hub.tell_end(verdict)
+    rig.hub.peers.send(end_message(verdict))
     assert rig.heard(2) == ["report", "end"]
 
 
@@ -211,6 +211,15 @@ class TestErrors:
         rig.hub.note_failure(Failure(65, "own", True), 1.2)
         assert rig.hub.tick(1.3) == RunEnd(65, 2, "bad data")
 
+    def test_an_error_of_several_ranks_is_shown_once(self) -> None:
+        rig = Rig(size=6)
+        for rank, text in ((4, "disk full"), (1, "rank 4: disk full"), (2, "other"), (3, "disk full")):
+            rig.fail(rank, 1.0 + rank / 100 if rank != 4 else 1.0, 74, text)
+        rig.hub.note_failure(Failure(74, "disk full", True), 1.2)
+        rig.beat(5, 1.2)
+        verdict = rig.hub.tick(1.3)
+        assert verdict == RunEnd(74, 4, "disk full\nRanks 0, 3 to 4 ended with this error.")
+
     def test_the_first_rank_has_time_to_close_its_files(self, rig: Rig) -> None:
         rig.fail(2, 1.0, 65, "bad data")
         assert rig.hub.tick(1.1) is None
@@ -240,7 +249,7 @@ class TestErrors:
         assert rig.hub.tick(20.0) is None
         for number in (1, 2):
             rig.fail(number, 20.0, 77, "", ready=True)
-        assert rig.hub.tick(20.1) == RunEnd(77, 0, "NaN")
+        assert rig.hub.tick(20.1) == RunEnd(77, 0, "NaN\nAll 3 ranks ended with this error.")
 
     def test_a_lost_rank_is_the_cause_of_what_others_say_of_it(self, rig: Rig) -> None:
         rig.fail(1, 1.0, ExitCode.REQUEUE, "another rank ended")
@@ -351,7 +360,8 @@ def test_it_says_where_each_rank_was_at_its_last_message(rig: Rig) -> None:
     first, second, third = rig.hub.ranks(10.0)
     assert (first["rank"], first["state"], first["phase"], first["step"]) == (0, "here", "forward", 5)
     assert second == {
-        "rank": 1, "state": "here", "phase": "backward", "step": 6, "idle_seconds": 0.5, "heard_seconds": 7.0
+        "rank": 1, "state": "here", "phase": "backward", "step": 6, "idle_seconds": 0.5, "pace": [0, 0, 0],
+            "heard_seconds": 7.0,
     }  # fmt: skip
     assert third["state"] == "lost"
     rig.say(1, 11.0, kind="bye")

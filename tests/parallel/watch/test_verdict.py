@@ -9,7 +9,7 @@ from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.position import PHASES, Heartbeat
 from megatron.parallel.watch.verdict import Account, find_culprit, hang_verdict, lost_verdict
 
-PROCESS = ProcessIdentity("node7", "m", "n", 4711, "1")
+PROCESS = ProcessIdentity("node7", "m", "n", 4711, "1", "cp 1 tp 0")
 
 
 def account(
@@ -56,8 +56,8 @@ def test_a_report_names_the_rank_its_place_and_its_stack() -> None:
     assert (verdict.code, verdict.rank, verdict.silent) == (ExitCode.HANG, 1, ())
     first, second, *_ = verdict.text.partition("rank 0: ")[0].splitlines()
     assert first == (
-        "rank 1 (process 4711 on node7) hangs: no progress for 31 s in phase forward of step 7. If that only takes "
-        "long, raise --hang-timeout-seconds. It is in thread MainThread:"
+        "rank 1 (process 4711 on node7, cp 1 tp 0) hangs: no progress for 31 s in phase forward of step 7. If "
+        "that only takes long, raise --hang-timeout-seconds. It is in thread MainThread:"
     )
     assert second == "  place1.py:1 in f"
     assert "\nrank 0: phase p2p of step 7, no progress for 30 s, waits for other ranks\n" in verdict.text
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_answer_is_called_stopped() -> None:
     accounts[5] = account(5, "data", 7, 1, silent=31)
     verdict = hang_verdict(accounts[5], accounts)
     assert verdict.silent == (5,)
-    assert "rank 5 (process 4711 on node7) has not answered for 31 s: it is stopped, or stuck outside" in verdict.text
+    assert "rank 5 (process 4711 on node7, cp 1 tp 0) has not answered for 31 s: it is stopped, or" in verdict.text
     assert "rank 16:" in verdict.text and "rank 17:" not in verdict.text and "and 23 more ranks" in verdict.text
     assert "rank 5: phase data of step 7, has not answered for 31 s" in verdict.stacks
 
@@ -78,5 +78,6 @@ def test_a_rank_that_is_gone() -> None:
     verdict = lost_verdict(3, PROCESS, Heartbeat("save", 6))
     assert (verdict.code, verdict.rank) == (ExitCode.REQUEUE, 3)
     assert (
-        "rank 3 (process 4711 on node7) ended without a message, while the others were in phase save of" in verdict.text
+        "rank 3 (process 4711 on node7, cp 1 tp 0) ended without a message, while the others were in phase save of"
+        in verdict.text
     )

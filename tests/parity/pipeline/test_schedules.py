@@ -17,10 +17,15 @@ from tests.parity.layouts import layout_config, layout_name, local_batches
 from tests.parity.reference import Recipe
 
 pytestmark = pytest.mark.slow
+# Samples of each step: one to six micro-batches.
+BATCH_SIZES = (8, 4, 12, 4, 8)
 # Dropout, a tied head, clipping, two groups with different weight decay, and masks that differ from sample to sample.
-RECIPE = dataclasses.replace(Recipe(), num_layers=5, hidden_size=16, steps=5, learning_rate=2.0e-3, clip=0.2)
+RECIPE = dataclasses.replace(
+    Recipe(), num_layers=5, hidden_size=16, steps=len(BATCH_SIZES), learning_rate=2.0e-3, clip=0.2
+)
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 LOSS_RATIO, NORM_RATIO = 4.0e-7, 1.0e-6
+EVALUATED = 2  # before this step, a single micro-batch
 RECOMPUTED = {"none": [], "attention": ["--recompute-activations"], "blocks": ["--checkpoint-activations"]}
 
 Curve = list[tuple[float, float]]
@@ -47,17 +52,21 @@ KEPT = {
 
 
 def train_cases(rank: int, layout: tuple[int, int, int], cases: list[tuple[int, list[str]]]) -> list[Curve]:
-    """The curves of loss and gradient norm of ZeRO stages and flags."""
+    """The curves of loss and gradient norm of ZeRO stages and flags; last the loss of an evaluation."""
     curves, mesh = [], None
     for zero_stage, flags in cases:
         config = layout_config(RECIPE, layout, zero_stage, [*DROPOUT, *flags])
         mesh = mesh or open_mesh(config.parallel)
         engine = build_engine(config, mesh)
         curve = []
-        for step in range(RECIPE.steps):
-            result = engine.train_batch(local_batches(RECIPE, config, mesh, step, True), RECIPE.learning_rate)
+        for step, size in enumerate(BATCH_SIZES):
+            batches = local_batches(dataclasses.replace(RECIPE, global_batch_size=size), config, mesh, step, True)
+            if step == EVALUATED:
+                engine.evaluate(batches[:1])
+            result = engine.train_batch(batches, RECIPE.learning_rate)
             curve.append((result.loss, result.gradient_norm))
-        curves.append(curve)
+        loss_sum, tokens = engine.evaluate(batches)
+        curves.append([*curve, (loss_sum / tokens, 1.0)])
     return curves
 
 

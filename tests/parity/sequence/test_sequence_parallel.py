@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import layout_config, layout_name, local_batches, train_layouts
+from tests.parity.layouts import layout_config, local_batches, train_layouts
 from tests.parity.reference import Recipe
 
 pytestmark = pytest.mark.slow
-RECIPE = dataclasses.replace(Recipe(), steps=5, learning_rate=2.0e-3)
+RECIPE = dataclasses.replace(Recipe(), steps=3, learning_rate=2.0e-3)
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
 SPLIT = [*DROPOUT, "--sequence-parallel"]
 
@@ -27,20 +28,55 @@ Curve = list[tuple[float, float]]
 
 @pytest.fixture(scope="module")
 def expected() -> Curve:
-    return run_ranks(train_layouts, 1, RECIPE, (1, 1, 1), [0], DROPOUT)[0][0]
+    curves: dict[int, Curve] = run_ranks(train_layouts, 1, RECIPE, (1, 1, 1), [0], DROPOUT)[0]
+    return curves[0]
 
 
-@pytest.mark.parametrize(
-    ("layout", "zero_stages"), [((2, 1, 1), [0, 1, 2, 3]), ((2, 2, 1), [0, 1])], ids=[layout_name((2, 1, 1)), "tp2-pp2"]
-)
-def test_layout_equals_one_process(layout, zero_stages, expected):
-    tp, pp, dp = layout
+class OfTwoRanks(NamedTuple):
+    """What each of two ranks comes to: its curves by ZeRO stage, its norm without sums, and what it saves and loads."""
+
+    curves: dict[int, Curve]
+    norm_without_sums: float
+    loaded: dict[str, tuple[bool, list[float], list[float]]]
+
+
+def run_all(rank: int, folder: str) -> OfTwoRanks:
+    return OfTwoRanks(
+        train_layouts(rank, RECIPE, (2, 1, 1), [0, 1, 2, 3], SPLIT), train_without_sums(rank), save_and_load(folder)
+    )
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[OfTwoRanks]:
+    return run_ranks(run_all, 2, str(tmp_path_factory.mktemp("saved")), timeout_seconds=300)
+
+
+def check_curves(curves: dict[int, Curve], expected: Curve) -> None:
+    """Losses and norms are those of one process, and what is clipped is."""
     assert min(norm for _, norm in expected) > RECIPE.clip
-    for curves in run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, zero_stages, SPLIT):
-        for stage, curve in curves.items():
-            for step, (found, one) in enumerate(zip(curve, expected, strict=True)):
-                assert found[0] == pytest.approx(one[0], rel=4.0e-7), f"ZeRO {stage}: loss of step {step}"
-                assert found[1] == pytest.approx(one[1], rel=1.0e-6), f"ZeRO {stage}: gradient norm of step {step}"
+    for stage, curve in curves.items():
+        for step, (found, one) in enumerate(zip(curve, expected, strict=True)):
+            assert found[0] == pytest.approx(one[0], rel=4.0e-7), f"ZeRO {stage}: loss of step {step}"
+            assert found[1] == pytest.approx(one[1], rel=1.0e-6), f"ZeRO {stage}: gradient norm of step {step}"
+
+
+def test_layout_equals_one_process(of_two_ranks: list[OfTwoRanks], expected: Curve) -> None:
+    for rank in of_two_ranks:
+        check_curves(rank.curves, expected)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("layout", "zero_stages"),
+    [((4, 1, 1), [0, 1, 2, 3]), ((2, 2, 1), [0, 1, 2]), ((4, 2, 1), [0, 1, 2])],
+    ids=["tp4", "tp2-pp2", "tp4-pp2"],
+)
+def test_larger_layouts_equal_one_process(
+    layout: tuple[int, int, int], zero_stages: list[int], expected: Curve
+) -> None:
+    tp, pp, dp = layout
+    for curves in run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, zero_stages, SPLIT, timeout_seconds=600):
+        check_curves(curves, expected)
 
 
 def train_without_sums(rank: int) -> float:
@@ -51,12 +87,12 @@ def train_without_sums(rank: int) -> float:
         return train_layouts(rank, recipe, (2, 1, 1), [1], SPLIT)[1][0][1]
 
 
-def test_the_norm_shows_a_missing_sum(expected):
-    for norm in run_ranks(train_without_sums, 2):
-        assert abs(norm / expected[0][1] - 1) > 0.01
+def test_the_norm_shows_a_missing_sum(of_two_ranks: list[OfTwoRanks], expected: Curve) -> None:
+    for rank in of_two_ranks:
+        assert abs(rank.norm_without_sums / expected[0][1] - 1) > 0.01
 
 
-def save_and_load(rank: int, folder: str) -> dict[str, tuple[bool, list[float], list[float]]]:
+def save_and_load(folder: str) -> dict[str, tuple[bool, list[float], list[float]]]:
     """Trains a step and saves, loads that into the other way of computing, and trains both on.
 
     Returns whether weights were the same after loading, and the losses of both.
@@ -80,7 +116,7 @@ def save_and_load(rank: int, folder: str) -> dict[str, tuple[bool, list[float], 
     return found
 
 
-def test_checkpoints_load_with_and_without(tmp_path):
-    for found in run_ranks(save_and_load, 2, str(tmp_path)):
-        for is_same, own, other in found.values():
+def test_checkpoints_load_with_and_without(of_two_ranks: list[OfTwoRanks]) -> None:
+    for rank in of_two_ranks:
+        for is_same, own, other in rank.loaded.values():
             assert is_same and own == pytest.approx(other, rel=4.0e-7)

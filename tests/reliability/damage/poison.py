@@ -27,7 +27,7 @@ VALUES = ("nan", "inf", "1e30", "flip")
 STEPS, SAVE_INTERVAL = 8, 2
 
 # name, ranks and flags of each layout
-LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "tp2-zero0": (2, {"tensor_model_parallel_size": 2, "zero_stage": 0}, ()),
     "tp2-zero1-bf16": (2, {"tensor_model_parallel_size": 2, "zero_stage": 1}, ("--bf16",)),
     "dp2-zero0": (2, {"zero_stage": 0}, ()),
@@ -37,7 +37,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "pp2-zero0": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 0}, ()),
     "pp2-zero1-bf16": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1}, ("--bf16",)),
     "pp2dp2-zero1-bf16": (4, {"pipeline_model_parallel_size": 2, "zero_stage": 1}, ("--bf16",)),
-    "tp2pp2-zero1": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1}, ()),
+    "tp2pp2-zero1": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1, "num_layers": 4},
+        ("--pipeline-schedule", "interleaved-zb"),
+    ),
     "tp2dp2-zero3": (4, {"tensor_model_parallel_size": 2, "zero_stage": 3}, ()),
 }
 

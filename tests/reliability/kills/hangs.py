@@ -21,8 +21,8 @@ from tests.helpers.machines.rank_processes import RankEnd, run_rank_processes
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
 HANG_SECONDS = 3
-# Tensor and pipeline sizes, and ranks.
-LAYOUTS = {"tp2": (2, 1, 2), "dp2": (1, 1, 2), "pp2": (1, 2, 2), "tp2pp2": (2, 2, 4)}
+# Tensor and pipeline sizes, ranks, and the schedule of the pipeline.
+LAYOUTS = {"tp2": (2, 1, 2, "1f1b"), "dp2": (1, 1, 2, "1f1b"), "pp2": (1, 2, 2, "1f1b"), "tp2pp2": (2, 2, 4, "zbv")}
 PHASES = ("data", "forward", "p2p", "backward", "step", "evaluation", "save")
 STARTS = ("join", "load", "index")  # a rank that is stopped there is found; one that is stuck, only after minutes
 HANGS = ("stop", "spin", "sleep", "hold")
@@ -77,7 +77,7 @@ class Outcome:
 
 def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
     """Runs the program with a fault."""
-    tp_size, pp_size, world_size = LAYOUTS[fault.layout]
+    tp_size, pp_size, world_size, schedule = LAYOUTS[fault.layout]
     note = folder / "struck"
     folder.mkdir()
     flags = corpus.flags(
@@ -91,6 +91,8 @@ def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
         lr_warmup_fraction=None,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
+        pipeline_schedule=schedule,
+        num_layers=4,
     )
     told = {"kind": fault.kind, "rank": fault.rank, "phase": fault.phase, "step": fault.step, "note": str(note)}
     told["hang_seconds"] = HANG_SECONDS

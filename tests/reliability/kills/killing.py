@@ -40,9 +40,10 @@ LAYOUTS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "dp2-zero2": (2, {"zero_stage": 2, "bf16": ()}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 0}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv", "num_layers": 4, "zero_stage": 0}),
     "tp2pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "tp2dp2": (4, {"tensor_model_parallel_size": 2}),
+    "ep2": (2, {"num_experts": 4, "expert_model_parallel_size": 2, "moe_router_enable_expert_bias": ()}),
 }
 _LIMIT_SECONDS = 120.0
 _COMPARED = ("lm_loss", "learning_rate", "gradient_norm", "consumed_samples", "consumed_tokens", "skipped_iterations")

@@ -15,6 +15,6 @@ pytestmark = [
 
 
 def test_kills_at_random_moments_and_operations_lose_nothing(tmp_path: Path) -> None:
-    found = campaign(tmp_path, 4, seed=5, layouts=("one", "tp2", "dp2-zero2"))
+    found = campaign(tmp_path, 4, seed=5, layouts=("one", "tp2", "dp2-zero2", "ep2"))
     assert [outcome.problem for outcome in found] == [""] * 4
     assert any(outcome.has_died for outcome in found)

@@ -97,6 +97,10 @@ def test_ranks_of_a_killed_launcher_end_and_the_run_resumes(corpus: TinyCorpus, 
     flags = corpus.flags(folder=tmp_path, lr_decay_iters=100, lr_warmup_fraction=None, **layout)
     process = start(torchrun(2, flags))
     wait_for_step(tmp_path, 6, process)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not any((tmp_path / "checkpoints").glob("iter_*")):  # written in the background
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(120)
     deadline = time.monotonic() + PATIENCE_SECONDS

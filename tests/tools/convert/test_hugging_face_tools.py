@@ -80,6 +80,8 @@ def test_flags_reach_the_conversion(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
     assert json.loads((tmp_path / "out" / "proof.json").read_text())["layers"] == 2
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    with pytest.raises(CheckpointError, match="Drop --averaged-weights"):
+        export_hf.main(["--load", made, "--output", str(tmp_path / "means"), "--averaged-weights"])
 
 
 @pytest.mark.parametrize("size", ["5", "GB", "0GB", "-1GB", "5 PB", "1.5GB"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import read_record
+from megatron.checkpoint import read_record, verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import ExitCode, LaunchError
@@ -130,3 +130,20 @@ def test_a_folder_for_copies_that_cannot_be_written_is_an_error_at_the_start(
     assert code == ExitCode.STORAGE
     assert str(tmp_path / "file") in text
     assert not (tmp_path / "checkpoints").exists() or folders(tmp_path / "checkpoints") == []
+
+
+def test_a_run_whose_folder_is_lost_continues_from_what_its_nodes_hold(corpus: TinyCorpus, tmp_path: Path) -> None:
+    saved, copies = tmp_path / "checkpoints", tmp_path / "local"
+    short = {"train_iters": 4, "save_interval": 1, "lr_warmup_fraction": None}
+    words = ("--save-secondary", str(copies), "--save-secondary-per-node", "--load", str(saved))
+    assert train(corpus.flags(*words, folder=tmp_path, **short)) == (0, "")
+    assert folders(copies) == ["iter_0000003", "iter_0000004"] and (copies / "run.json").exists()
+    for damaged in (False, True):
+        if damaged:
+            for path in saved.glob("iter_*/manifest.json"):
+                path.write_text("{}")
+        else:
+            shutil.rmtree(saved)
+        assert train(corpus.flags(*words, folder=tmp_path, **short)) == (0, "")
+        assert damaged or folders(saved) == ["iter_0000004"]
+        assert verify(saved / "iter_0000004").step == 4

@@ -30,6 +30,8 @@ def request(path: Path, *more: str) -> RunRequest:
             ("--rampup-batch-size", "4", "4", "8"),
             ["is for one number of micro-batches, which --rampup-batch-size"],
         ),
+        (GOOD.replace("0B1", "0I1,0W1"), (), []),
+        (GOOD.replace("0B1", "0I1,0W1"), ("--compile",), ["--compile cannot be combined with --pipeline-schedule"]),
         (GOOD.replace("0F1,0B0", "0B0,0F1").replace("1B0,1F1", "1F1,1B0"), (), ["can never end: 0B0 on rank 0 waits"]),
     ],
 )

@@ -98,6 +98,14 @@ def test_a_missing_checkpoint_starts_a_new_run_with_a_warning(
     assert said.startswith(f"no checkpoint in {folder} yet: starting at iteration 0") and "warning" not in said
 
 
+def test_an_address_without_a_checkpoint_is_warned_of_as_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fsspec")
+    assert find_saved_run(run_config(load="memory://nothing/here"), MESH) is None
+    said = capsys.readouterr().err
+    assert said.startswith("warning: --load memory://nothing/here holds no checkpoint. The run starts at iteration 0.")
+    assert "correct the address" in said and str(Path.cwd()) not in said
+
+
 def test_a_missing_checkpoint_can_be_an_error(tmp_path: Path) -> None:
     config = run_config(load=str(tmp_path), exit_on_missing_checkpoint=True)
     with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint and --exit-on-missing"):

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from docs.site.published_commands import LIST, Command, check, read_commands
-from tests.helpers.commands.scaled_commands import PROCESSES, scaled
+from megatron.parallel.schedule.building import build_schedule
+from tests.helpers.commands.scaled_commands import BATCH, MICRO, PROCESSES, scaled
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, steps, train_here, write_tiny_corpus
 
 # One command of each kind: experts, the same number in every layer or not, with a teacher that has such experts too, a
 # part of the optimizer on the host, dense with the flags of experts and a ramp-up, a curriculum, an encoder norm with
-# ALiBi, grouped queries in stages, stage 3 of ZeRO.
+# ALiBi, grouped queries in stages, stage 3 of ZeRO, Ulysses, a zero-bubble schedule, virtual stages.
 KINDS = (
     "ds_pretrain_gpt_125M_MoE64.sh",
     "ds_pretrain_gpt_350M_PR-MoE32or64.sh",
@@ -30,7 +31,12 @@ KINDS = (
     "ds_pretrain_gpt_125M_dense_cl.sh",
     "run_bf16.sh",
     "run-benchmark-model.sh",
+    "ds_pretrain_gpt_1.3B_seq_parallel_32k.sh",
+    "zbh1_pretrain_gpt_1.3b.sh",
+    "run_figure_12.sh",
 )
+# What the last two of them follow on two stages, and its chunks of the network a stage.
+SCHEDULES = {KINDS[-2]: ("zb-h1", 1), KINDS[-1]: ("interleaved", 2)}
 ALL = 10_000  # of --cases
 FACTS = ("lm_loss", "learning_rate", "consumed_samples", "consumed_tokens")
 
@@ -107,6 +113,10 @@ def test_published_commands_and_growing_samples_train(tmp_path: Path, pytestconf
         losses = {step: loss for step, (loss,) in steps(tmp_path / place, "lm_loss").items()}
         assert sorted(losses) == list(range(1, count + 1)), command.name
         assert all(0.0 < loss < 10.0 for loss in losses.values()), (command.name, losses)
+        schedule = SCHEDULES.get(Path(command.script).name)
+        if schedule is not None:
+            (ratio,) = set(steps(tmp_path / place, "bubble_ratio").values())
+            assert ratio == (build_schedule(schedule[0], 2, schedule[1], BATCH // MICRO).bubble_ratio,), command.name
     assert len(published) >= len(KINDS)
     found = steps(whole, *FACTS)
     assert {step: values[1:] for step, values in found.items()} == {

@@ -34,6 +34,8 @@ def test_one_rank_has_no_grid() -> None:
 
 
 def test_the_ranks_of_the_largest_run_take_four_rows() -> None:
+    divided = layout_rows({"pp": 1, "dp": 4, "tp": 1}, 1, None, 2)
+    assert divided[0] == ("layout", "4 ranks = 1 pp x 4 dp x 1 tp, experts over 2, ZeRO stage 1")
     rows = layout_rows({"pp": 8, "dp": 16, "cp": 1, "sp": 1, "tp": 8}, 1, None)
     assert rows[0] == ("layout", "1024 ranks = 8 pp x 16 dp x 8 tp, ZeRO stage 1")
     assert rows[1] == ("", "stage 0   [0-7] [8-15] ... [120-127]")

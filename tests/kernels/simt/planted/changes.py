@@ -126,6 +126,8 @@ CHANGES = (
     PlantedChange(
         "norm", "is_aligned(of.weight.data) && is_aligned(of.partials)", "is_aligned(of.weight.data)", "misaligned: "
     ),
+    PlantedChange("norm", "is_in(left(k), i) ? from[", "true ? from[", "out of bounds: "),
+    PlantedChange("norm", "if (is_in(left(k), i)) to[", "to[", "out of bounds: "),
     PlantedChange("norm", "      to[j] = sum;\n    }\n    __syncthreads();", "      to[j] = sum;\n    }", "race: "),
     PlantedChange(
         "norm", "int y = 1; y < static_cast<int>(blockDim.y)", "int y = 1; y < static_cast<int>(blockDim.y) - 1", VALUES

@@ -1,0 +1,84 @@
+"""How evenly the experts of a small network are used after 500 steps with each way of balancing them.
+
+    python benchmarks/expert_balance.py
+
+Prints one JSON line per figure: `largest_load` is the tokens of the busiest expert of each layer relative to an even
+load, mean over the layers and over the last tenth of the steps; `loss` the language-model loss over the same steps. The
+data are those of the quickstart; every run has the same seed, so that they differ in the balancing alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.figures import print_figure, quickstart_data
+from examples.kill_and_resume import Demo
+from megatron import log
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.observe.metrics_file import read_steps
+
+ROOT = Path(__file__).resolve().parent.parent
+FORMS = {
+    "none": "--moe-router-load-balancing-type none",
+    "micro_batch": "--moe-aux-loss-coeff 0.01",
+    "global": "--moe-aux-loss-coeff 0.01 --moe-aux-loss-scope global",
+    "bias": "--moe-router-enable-expert-bias",
+}
+
+
+@dataclass(frozen=True)
+class BalanceFlags(ConfigSection):
+    """Flags of this program."""
+
+    steps: int = flag(500, "steps of each run", at_least=10)
+    num_experts: int = flag(8, "experts", at_least=2)
+    topk: int = flag(2, "experts per token", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains a network with each way of balancing and prints the measurements."""
+    words = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(BalanceFlags, words, prog="expert_balance.py", description=__doc__ or "")
+    with tempfile.TemporaryDirectory() as name:
+        demo = quickstart_data(Path(name))
+        for form, balancing in FORMS.items():
+            records = trained(demo, flags, form, balancing.split())
+            last = records[-max(1, flags.steps // 10) :]
+            settings = {"steps": flags.steps, "experts": flags.num_experts, "topk": flags.topk, "balancing": form}
+            for figure, values in {
+                "largest_load": [record["routing"]["mean_largest_load"] for record in last],
+                "loss": [record["lm_loss"] for record in last],
+            }.items():
+                spread = (min(values), max(values))
+                unit = "ratio" if figure == "largest_load" else "nats"
+                print_figure("expert_balance", figure, statistics.mean(values), unit, spread=spread, **settings)
+    return 0
+
+
+def trained(demo: Demo, flags: BalanceFlags, form: str, words: Sequence[str]) -> list[dict[str, Any]]:
+    """The records of the steps of one run."""
+    run_dir = demo.run / form
+    sizes = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 "
+        f"--num-experts {flags.num_experts} --moe-router-topk {flags.topk} --moe-ffn-hidden-size 64 --swiglu "
+        f"--micro-batch-size 2 --global-batch-size 8 --train-iters {flags.steps} --lr 2e-3 --lr-decay-style cosine "
+        f"--lr-warmup-iters {flags.steps // 20} --clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 "
+        "--eval-iters 0 --log-interval 100 --split 100,0,0"
+    )
+    command = [sys.executable, ROOT / "pretrain_gpt.py", *sizes.split(), *words, "--run-dir", run_dir]
+    command += ["--data-path", demo.data / "demo_text_document", *demo.tokenizer_flags]
+    subprocess.run([str(word) for word in command], check=True, stdout=sys.stderr)
+    return list(read_steps(run_dir / "metrics.jsonl").values())
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,171 @@
+"""Checkpoints in object stores, by addresses such as `s3://bucket/run`, through fsspec.
+
+A store has no renames and no half-written objects: an object appears when it is closed, and a folder is renamed object
+by object, its manifest last, so that a checkpoint without a manifest is one that was never published. There are no
+links, no free space to ask for, and nothing to synchronize.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar, final
+
+from megatron.errors import ConfigError
+
+Result = TypeVar("Result")
+_MANIFEST = "manifest.json"
+_ADDRESS = re.compile(r"([A-Za-z][\w+.-]+):/+")
+_FIRST_HANDLE = 1 << 40  # no number of an open file
+
+
+def _with_os_errors(call: Callable[..., Result]) -> Callable[..., Result]:
+    """Makes all that a client of a store raises an `OSError`."""
+
+    @functools.wraps(call)
+    def wrapped(*arguments: Any) -> Result:
+        try:
+            return call(*arguments)
+        except (OSError, ConfigError):
+            raise
+        except Exception as failure:  # of the client of a service: no credentials, no connection
+            raise OSError(errno.EIO, f"{type(failure).__name__}: {failure}") from failure
+
+    return wrapped
+
+
+@final
+class ObjectStorage:
+    """The operations of `storage.Storage` on the stores that fsspec knows; errors are `OSError`, as from a disk."""
+
+    def __init__(self) -> None:
+        self._handles = itertools.count(_FIRST_HANDLE)
+        self._written: dict[int, Any] = {}
+        self._read: dict[int, tuple[Any, str]] = {}
+        self._stores: dict[str, Any] = {}
+
+    def owns(self, handle: int) -> bool:
+        """Whether it has opened this file."""
+        return handle >= _FIRST_HANDLE
+
+    def make_directories(self, path: Path) -> None:
+        """Nothing to do: folders of a store are beginnings of names. A bucket must exist."""
+
+    make_directory = sync_directory = make_directories
+
+    @_with_os_errors
+    def names(self, path: Path) -> list[str]:
+        """The names below a folder, sorted; none where there is nothing, which is all that a missing folder is."""
+        store, place = self._at(path)
+        store.invalidate_cache()
+        if not store.isdir(place):
+            return []
+        return sorted(PurePosixPath(name).name for name in store.ls(place, detail=False) if name.rstrip("/") != place)
+
+    @_with_os_errors
+    def exists(self, path: Path) -> bool:
+        """Whether there is an object or a folder of that name."""
+        store, place = self._at(path)
+        store.invalidate_cache()
+        return bool(store.exists(place))
+
+    @_with_os_errors
+    def create(self, path: Path) -> int:
+        """Opens an object for writing, which must not exist yet."""
+        store, place = self._at(path)
+        if self.exists(path):
+            raise FileExistsError(errno.EEXIST, "it exists", place)
+        handle = next(self._handles)
+        self._written[handle] = store.open(place, "wb")
+        return handle
+
+    @_with_os_errors
+    def write(self, handle: int, content: memoryview) -> int:
+        """Writes the bytes, in parts of a few megabytes."""
+        return int(self._written[handle].write(bytes(content)))
+
+    @_with_os_errors
+    def close(self, handle: int) -> None:
+        """Closes an object: one that was written is there afterwards, whole."""
+        self._read.pop(handle, None)
+        if handle in self._written:
+            self._written.pop(handle).close()
+
+    @_with_os_errors
+    def rename(self, source: Path, target: Path) -> None:
+        """Copies within the store and removes the source: of a folder, the manifest is copied last and removed first.
+
+        An object at the target is replaced. What a rename that was interrupted left there is removed.
+        """
+        (store, old), (_, new) = self._at(source), self._at(target)
+        store.invalidate_cache()
+        if not store.isdir(old):
+            store.cp_file(old, new)
+            store.rm(old)
+            return
+        if store.exists(new):
+            if store.exists(f"{new}/{_MANIFEST}"):
+                raise FileExistsError(errno.EEXIST, "it exists", new)
+            store.rm(new, recursive=True)
+        objects = sorted(store.find(old), key=lambda name: PurePosixPath(name).name == _MANIFEST)
+        for name in objects:
+            store.cp_file(name, new + name.removeprefix(old))
+        for name in reversed(objects):
+            store.rm(name)
+
+    @_with_os_errors
+    def remove_tree(self, path: Path) -> None:
+        """Removes a folder, its manifest first; a missing one is fine."""
+        store, place = self._at(path)
+        store.invalidate_cache()
+        for name in sorted(store.find(place), key=lambda name: PurePosixPath(name).name != _MANIFEST):
+            store.rm(name)
+        if store.exists(place):
+            store.rm(place, recursive=True)  # where folders are real
+
+    @_with_os_errors
+    def remove_file(self, path: Path) -> None:
+        """Removes an object; a missing one is fine."""
+        if self.exists(path):
+            store, place = self._at(path)
+            store.rm(place)
+
+    @_with_os_errors
+    def open_to_read(self, path: Path) -> tuple[int, int]:
+        """A handle on an object and its size in bytes."""
+        store, place = self._at(path)
+        store.invalidate_cache()
+        details = store.info(place)
+        if details["type"] != "file":
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", place)
+        handle = next(self._handles)
+        self._read[handle] = store, place
+        return handle, int(details["size"])
+
+    @_with_os_errors
+    def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
+        """Reads a range of an object."""
+        store, place = self._read[handle]
+        content = store.cat_file(place, start=offset_bytes, end=offset_bytes + len(target))
+        target[: len(content)] = content
+        return len(content)
+
+    def _at(self, path: Path) -> tuple[Any, str]:
+        """The store of a path, which `Path` has taken a slash from, and the place in it."""
+        scheme = str(path).partition(":")[0].lower()
+        address = _ADDRESS.sub(rf"{scheme}:///" if scheme == "file" else rf"{scheme}://", str(path), count=1)
+        if scheme not in self._stores:
+            try:
+                fsspec = importlib.import_module("fsspec")
+                self._stores[scheme] = fsspec.filesystem(scheme)
+            except (ImportError, ValueError) as failure:
+                raise ConfigError(
+                    f"{address} needs fsspec with support for {scheme}:// ({failure}). Install it: pip install "
+                    '-e ".[objects]"; or give a folder.'
+                ) from failure
+        return self._stores[scheme], str(self._stores[scheme]._strip_protocol(address)).rstrip("/")

@@ -1,0 +1,1 @@
+"""Rules between sections that need nothing but the sections."""

@@ -1,0 +1,95 @@
+"""The factor of the loss in fp16, which no step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """When a loss scale changes.
+
+    Attributes:
+        window: steps without an overflow after which it doubles.
+        hysteresis: overflows after which it halves.
+        least: what it does not fall below.
+        refills: whether each step without an overflow restores the hysteresis, or only a doubling does.
+    """
+
+    window: int
+    hysteresis: int
+    least: float
+    refills: bool
+
+
+class LossScale:
+    """What the loss is multiplied by, so that small gradients do not vanish in fp16.
+
+    The scale and its counters are on the device: the host needs to know neither whether a step overflowed nor the scale
+    of the next one.
+
+    Args:
+        value: to begin with.
+        rule: when it changes; None for a scale that stays.
+
+    Attributes:
+        value: the scale, always in the same memory. Shapes: `[]` float32.
+
+    Source: DeepSpeed `runtime/fp16/loss_scaler.py`, `DynamicLossScaler`.
+    """
+
+    def __init__(self, value: float, rule: ScaleRule | None, device: torch.device) -> None:
+        self.value = torch.full((), value, dtype=torch.float32, device=device)
+        self._rule = rule
+        self._steps = 0
+        if rule is not None:
+            # good steps until it doubles, beginning with a full window, and overflows until it halves
+            self._remaining = torch.full((), rule.window, dtype=torch.int64, device=device)
+            self._patience = torch.full((), rule.hysteresis, dtype=torch.int64, device=device)
+            self._halved, self._kept = (torch.full((), factor, device=device) for factor in (0.5, 1.0))
+            self._doubled = torch.full((), 2.0, device=device)
+
+    def update(self, overflows: torch.Tensor) -> None:
+        """Ends a step, without waiting for it.
+
+        Shapes: overflows `[]` bool.
+        """
+        self._steps += 1
+        rule = self._rule
+        if rule is None:
+            return
+        halves, doubles = self._patience <= 1, self._remaining == 0
+        factor = torch.where(
+            overflows, torch.where(halves, self._halved, self._kept), torch.where(doubles, self._doubled, self._kept)
+        )
+        self.value.mul_(factor).clamp_(min=rule.least)
+        refilled = torch.full_like(self._patience, rule.hysteresis) if rule.refills else self._patience
+        refilled = refilled.masked_fill(doubles, rule.hysteresis)
+        self._patience.copy_(torch.where(overflows, (self._patience - 1).clamp(min=1), refilled))
+        self._remaining.copy_(((self._remaining - 1) % rule.window).masked_fill(overflows, rule.window))
+
+    def counters(self) -> dict[str, float]:
+        """What changes from step to step, by DeepSpeed's names, for a checkpoint; waits for the device."""
+        if self._rule is None:
+            return {"cur_scale": float(self.value)}
+        since_overflow = self._rule.window - int(self._remaining)  # or since it last doubled
+        return {
+            "cur_scale": float(self.value),
+            "cur_iter": self._steps,
+            "last_overflow_iter": self._steps - since_overflow - 1,
+            "cur_hysteresis": int(self._patience),
+        }
+
+    def restore(self, counters: Mapping[str, float]) -> None:
+        """Continues with what `counters` returned, or a scaler of DeepSpeed has; what is missing stays as it is."""
+        self.value.fill_(counters.get("cur_scale", float(self.value)))
+        if self._rule is None:
+            return
+        self._steps = int(counters.get("cur_iter", self._steps))
+        if "last_overflow_iter" in counters:
+            since_overflow = self._steps - int(counters["last_overflow_iter"]) - 1
+            self._remaining.fill_(-since_overflow % self._rule.window if since_overflow else self._rule.window)
+        self._patience.fill_(int(counters.get("cur_hysteresis", int(self._patience))))

@@ -1,0 +1,180 @@
+"""Muon: momentum, orthogonalised for each matrix as a whole, whatever ranks its parts are on.
+
+Source: K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.engine.optimizers.orthogonalization import SCALES, orthogonalized
+from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
+from megatron.engine.tensor_parts import MasterSlice
+from megatron.kernels.optimizer import update
+from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.messages import all_gather_json
+from megatron.parallel.shard_spec import shard_spec_of
+
+# The entry of a parameter group whose matrices are orthogonalised.
+IS_ORTHOGONAL = "is_orthogonal"
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """How a gradient becomes an update.
+
+    Attributes:
+        momentum: share of the old momentum that is kept.
+        nesterov: whether the gradient counts once more in the update.
+        coefficients: the polynomials of the iteration, see `orthogonalization.COEFFICIENTS`.
+        steps: number of iterations.
+        scale: the rule for the size of an update, see `orthogonalization.SCALES`.
+        extra_scale: a factor of every update.
+        dtype: in which the iteration is computed.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    coefficients: str = "quintic"
+    steps: int = 5
+    scale: str = "spectral"
+    extra_scale: float = 0.2
+    dtype: torch.dtype = torch.float32
+
+
+def is_orthogonalized(parameter: nn.Parameter) -> bool:
+    """Whether Muon takes a parameter: the matrices of blocks, not embeddings, the head or vectors."""
+    return shard_spec_of(parameter).is_matrix and ".layers." in getattr(parameter, "global_name", "")
+
+
+class HeldMatrix(NamedTuple):
+    """A matrix, and the part of it that this rank updates: from `offset` on in a flat tensor of the optimizer, which is
+    None if it updates none.
+    """
+
+    matrix: DividedMatrix
+    flat: torch.Tensor | None
+    offset: int
+
+
+def held_matrices(
+    parameters: Iterable[nn.Parameter], slice_of: Callable[[nn.Parameter], MasterSlice | None], mesh: ParallelMesh
+) -> list[HeldMatrix]:
+    """The matrices of this rank's layers, and where its optimizer has its parts of them; collective over the ranks that
+    hold copies of a shard.
+
+    Args:
+        parameters: all that are trained.
+        slice_of: the part of a parameter that this rank updates.
+    """
+    chosen = [parameter for parameter in parameters if is_orthogonalized(parameter)]
+    slices = [slice_of(parameter) for parameter in chosen]
+    by_axis: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
+    for number, parameter in enumerate(chosen):
+        axis = shard_spec_of(parameter).replicas(mesh)
+        by_axis.setdefault(axis.ranks, (axis, []))[1].append(number)
+    held: dict[int, HeldMatrix] = {}
+    for axis, numbers in by_axis.values():
+        own = [(0, 0) if (each := slices[number]) is None else (each.first, len(each.values)) for number in numbers]
+        for number, *ranges in zip(numbers, *all_gather_json(own, axis), strict=True):
+            part = slices[number]
+            matrix = DividedMatrix(shard_spec_of(chosen[number]), axis, tuple((first, n) for first, n in ranges))
+            held[number] = HeldMatrix(matrix, None, 0) if part is None else HeldMatrix(matrix, part.flat, part.offset)
+    return [held[number] for number in range(len(chosen))]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the groups that say so, and another optimizer for the rest.
+
+    The tensors of its groups may be flat and hold ranges of many matrices; `connect` says which. Before that, a step
+    changes nothing.
+
+    Args:
+        groups: of all parameters; those of matrices have a true `is_orthogonal`.
+        others: the optimizer of all other groups, made of the same dictionaries; None if there are none.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], others: torch.optim.Optimizer | None, lr: float, settings: MuonSettings
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self._others = others
+        self._settings = settings
+        self._held: Sequence[HeldMatrix] = ()
+        self._buckets: list[tuple[list[int], WholeMatrices]] = []
+        self._is_connected = False
+        if others is not None:
+            others.state = self.state
+
+    def connect(self, held: Sequence[HeldMatrix]) -> None:
+        """Says where the matrices are: all that this rank or another one with the same layers updates.
+
+        All ranks that divide a matrix give the same matrices in the same order.
+        """
+        self._held = held
+        self._buckets = WholeMatrices.buckets([each.matrix for each in held]) if held else []
+        self._is_connected = True
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates everything; collective over the ranks that divide matrices."""
+        if not self._is_connected:
+            return
+        directions = {id(tensor): self._direction(tensor) for _, tensor in self._tensors()}
+        nothing = next(iter(directions.values())).new_empty(0) if directions else torch.empty(0)
+        parts = [
+            nothing
+            if each.flat is None
+            else directions[id(each.flat)].view(-1).narrow(0, each.offset, _count(each.matrix))
+            for each in self._held
+        ]
+        for numbers, whole in self._buckets:
+            whole.transform([parts[number] for number in numbers], self._orthogonalize)
+        for group, tensor in self._tensors():
+            tensor.mul_(1.0 - group["lr"] * group["weight_decay"])
+            tensor.sub_(directions[id(tensor)].view_as(tensor), alpha=group["lr"])
+        if self._others is not None:
+            update(self._others)
+
+    def _tensors(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        for group in self.param_groups:
+            if group.get(IS_ORTHOGONAL):
+                yield from ((group, tensor) for tensor in group["params"] if tensor.grad is not None)
+
+    def _direction(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The momentum with this gradient, element by element; a new tensor."""
+        state, momentum = self.state[tensor], self._settings.momentum
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(tensor)
+        kept: torch.Tensor = state["momentum_buffer"]
+        gradient = tensor.grad.to(kept.dtype)  # type: ignore[union-attr]
+        kept.lerp_(gradient, 1.0 - momentum)
+        return gradient.lerp(kept, momentum) if self._settings.nesterov else kept.clone()
+
+    def _orthogonalize(self, matrices: Sequence[DividedMatrix], wholes: Sequence[torch.Tensor]) -> None:
+        """Replaces whole tensors by their updates; matrices of one shape are computed together."""
+        settings = self._settings
+        parts = [list(matrix.matrices(whole)) for matrix, whole in zip(matrices, wholes, strict=True)]
+        places: dict[torch.Size, list[tuple[int, int]]] = defaultdict(list)
+        for number, each in enumerate(parts):
+            for position, matrix in enumerate(each):
+                places[matrix.shape].append((number, position))
+        for (rows, columns), members in places.items():
+            stacked = torch.stack([parts[number][position] for number, position in members])
+            result = orthogonalized(stacked, settings.coefficients, settings.steps, settings.dtype)
+            result.mul_(SCALES[settings.scale](rows, columns) * settings.extra_scale)
+            for (number, position), matrix in zip(members, result, strict=True):
+                parts[number][position] = matrix
+        for each_matrix, whole, each in zip(matrices, wholes, parts, strict=True):
+            each_matrix.replace(whole, each)
+
+
+def _count(matrix: DividedMatrix) -> int:
+    """Elements of a matrix that this rank updates."""
+    return matrix.ranges[matrix.replicas.rank][1]

@@ -1,0 +1,123 @@
+"""What is to be planned: a network, its batches and the devices, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.config import ModelConfig
+from megatron.config.architecture.norms import LAYER_NORM
+from megatron.config.architecture.positions import LEARNED
+from megatron.model.costs import block_cost, experts_cost, head_cost, norm_size
+from megatron.observe.speed import model_flops_per_sample
+from megatron.planning.hardware import Cluster
+from megatron.planning.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters on a rank: those that all its replicas have, and those of experts, which only some have."""
+
+    dense: int
+    experts: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned.
+
+    Attributes:
+        model: the architecture; its vocabulary is padded.
+        sequence_length: tokens of a sample.
+        global_batch: samples of a step.
+        weight_bytes: bytes of a weight and of an activation, 2 or 4.
+        cluster: the devices.
+        has_fused_kernels: whether attention keeps no scores and a gated activation only its input, as on GPUs.
+    """
+
+    model: ModelConfig
+    sequence_length: int
+    global_batch: int
+    weight_bytes: int
+    cluster: Cluster
+    has_fused_kernels: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.sequence_length * self.global_batch
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the whole network."""
+        model = self.model
+        blocks = sum(cost.parameters for cost in self.block_costs)
+        return blocks + self._embedding(1) + norm_size(model) + head_cost(model).parameters
+
+    @cached_property
+    def block_costs(self) -> tuple:  # type: ignore[type-arg]
+        """The cost of each block."""
+        return tuple(block_cost(self.model, index) for index in range(self.model.num_layers))
+
+    @cached_property
+    def model_flops(self) -> float:
+        """FLOPs of a step, without what is recomputed."""
+        return self.global_batch * model_flops_per_sample(self.model, self.sequence_length)
+
+    def block_parameters(self, index: int, layout: Layout) -> Parameters:
+        """The parameters of a block on a rank."""
+        model, tp = self.model, layout.tp
+        hidden, size = model.hidden_size, model.kv_channels
+        heads, groups = model.num_attention_heads / tp, max(model.num_query_groups / tp, 1)
+        attention = int(hidden * size * (2 * heads + 2 * groups))
+        whole = self.block_costs[index]
+        if not model.has_experts(index):
+            feed_forward = self._feed_forward
+            rest = whole.parameters - self._attention - feed_forward
+            return Parameters(attention + feed_forward // tp + rest)
+        everything, expert = experts_cost(model, index), self._expert
+        routed = model.experts_of(index) * expert
+        others = everything.parameters - routed - model.experts_of(index) * hidden
+        rest = whole.parameters - self._attention - everything.parameters + model.experts_of(index) * hidden
+        return Parameters(attention + others // tp + rest, routed // (tp * layout.ep))
+
+    def ends_parameters(self, layout: Layout, *, first: bool, last: bool) -> Parameters:
+        """The parameters before the first block and after the last one on a rank that holds these ends."""
+        model, dense = self.model, 0
+        if first:
+            dense += self._embedding(layout.tp)
+        if last:
+            dense += norm_size(model)
+            is_copy = not model.untie_embeddings_and_output_weights and not first
+            if is_copy or model.untie_embeddings_and_output_weights:
+                dense += model.padded_vocab_size * model.hidden_size // layout.tp
+        return Parameters(dense)
+
+    @property
+    def _attention(self) -> int:
+        model = self.model
+        return model.hidden_size * model.kv_channels * 2 * (model.num_attention_heads + model.num_query_groups)
+
+    @property
+    def _feed_forward(self) -> int:
+        model = self.model
+        return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+
+    @property
+    def _expert(self) -> int:
+        model = self.model
+        return model.hidden_size * model.moe_ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+
+    def _embedding(self, tp: int) -> int:
+        model = self.model
+        positions = model.max_position_embeddings if model.position_embedding_type == LEARNED else 0
+        norm = model.hidden_size * (2 if model.normalization == LAYER_NORM else 1) * model.embed_layernorm
+        return model.padded_vocab_size * model.hidden_size // tp + positions * model.hidden_size + norm

@@ -1,0 +1,236 @@
+"""From a command line to a plan: what is planned, for which devices, and what the rules of flags say of a layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from operator import attrgetter
+
+from megatron.config import NO_PROGRAM, Machine, Program, RunRequest, TokenizerFacts, resolve
+from megatron.config.parse import read_flags
+from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
+from megatron.config.run_config import GIVEN
+from megatron.config.sections.parallel import RING
+from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.world import batch_sizes, world_problems
+from megatron.errors import ConfigError
+from megatron.planning.hardware import Cluster, device_of, links_of
+from megatron.planning.job import Job
+from megatron.planning.layouts import ATTENTION, BLOCKS, NOTHING, Layout
+from megatron.planning.report import detail_lines, plan_lines
+from megatron.planning.search import LayoutEstimate, LayoutPlan, estimate, search
+
+USUAL_VOCABULARY = 50257
+_DEVICES_PER_NODE = 8
+# A plan needs no data, no tokenizer and no schedule: what is said where a required flag is missing.
+_PLACEHOLDERS = {
+    "--data-path": "not-read",
+    "--vocab-file": "not-read",
+    "--merge-file": "not-read",
+    "--tokenizer-model": "not-read",
+    "--tokenizer-name-or-path": "not-read",
+    "--micro-batch-size": "1",
+    "--train-iters": "1",
+    "--lr": "1e-4",
+}
+# The attributes of a layout that a flag fixes.
+_FIXED = {
+    "parallel.tensor_model_parallel_size": "tp",
+    "parallel.pipeline_model_parallel_size": "pp",
+    "parallel.context_parallel_size": "cp",
+    "parallel.ds_sequence_parallel_size": "ulysses",
+    "parallel.expert_model_parallel_size": "ep",
+    "parallel.zero_stage": "zero",
+    "parallel.pipeline_schedule": "schedule",
+    "parallel.virtual_pipeline_model_parallel_size": "chunks",
+    "parallel.sequence_parallel": "splits_sequence",
+    "optim.micro_batch_size": "micro_batch",
+    "recompute.recompute_granularity": "recompute",
+    "recompute.checkpoint_activations": "recompute",
+}
+
+
+def read_planned(argv: Sequence[str], program: Program = NO_PROGRAM) -> tuple[list[str], RunRequest]:
+    """What a command line says of which data, tokenizer and batches may be missing, and the words that say so.
+
+    Raises:
+        ConfigError: with all that is wrong with it beside that.
+    """
+    draft = read_flags(argv, program=program)
+    placeholders = dict(_PLACEHOLDERS)
+    context = draft.sections["model"].max_position_embeddings
+    if isinstance(context, int):
+        placeholders["--seq-length"] = str(context)
+    missing = {
+        option: value
+        for option, value in placeholders.items()
+        if any(sentence.startswith(option) and " required" in sentence for sentence in draft.problems)
+    }
+    words = [*argv, *(word for pair in missing.items() for word in pair)]
+    request = read_flags(words, program=program).request()
+    return words, dataclasses.replace(request, provenance=draft.provenance)
+
+
+def cluster_of(request: RunRequest, devices: int | None = None) -> Cluster:
+    """The devices that a request is planned for.
+
+    Args:
+        devices: how many, if the request does not say.
+
+    Raises:
+        ConfigError: a name is unknown, or the nodes do not divide the devices.
+    """
+    asked = request.planning
+    count = asked.planned_devices or devices or _DEVICES_PER_NODE
+    per_node = min(count, _DEVICES_PER_NODE)
+    if asked.nodes is not None:
+        if count % asked.nodes:
+            raise ConfigError(f"--nodes {asked.nodes} does not divide {count} devices. Use a divisor of {count}.")
+        per_node = count // asked.nodes
+    return Cluster(device_of(asked.planned_device), links_of(asked.interconnect), count, per_node)
+
+
+def job_of(request: RunRequest, cluster: Cluster) -> Job:
+    """What a request trains: a step of one sample a device where it names no global batch.
+
+    Raises:
+        ConfigError: the request cannot be resolved.
+    """
+    vocabulary = request.model.vocab_size or USUAL_VOCABULARY
+    batch = request.optim.global_batch_size
+    if batch is None:
+        batch = (request.optim.micro_batch_size or 1) * cluster.devices
+    # Resolved as one process would: the sizes of the network do not depend on the layout but for padding.
+    parallel = dataclasses.replace(
+        request.parallel,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+        ds_sequence_parallel_size=1,
+        cp_comm_type=RING,
+        hierarchical_context_parallel_sizes=(),
+        pipeline_schedule=None,
+        virtual_pipeline_model_parallel_size=None,
+        num_layers_per_virtual_pipeline_stage=None,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+    )
+    optim = dataclasses.replace(request.optim, micro_batch_size=1, global_batch_size=batch)
+    alone = dataclasses.replace(request, parallel=parallel, optim=optim)
+    config = resolve(alone, Machine("cuda", 1, True, True), TokenizerFacts(vocabulary, vocabulary - 1, ""))
+    weight_bytes = 4 if request.precision.dtype_name == "float32" else 2
+    return Job(config.model, request.data.seq_length, batch, weight_bytes, cluster)
+
+
+def layout_of(request: RunRequest, devices: int) -> Layout:
+    """The layout that a request asks for on this many devices, of which its replicas take a whole part."""
+    parallel, layers = request.parallel, request.model.num_layers
+    dp = max(1, devices // parallel.replica_size)
+    micro, batch, _ = batch_sizes(request.optim, dp)
+    recompute = request.recompute
+    kind = BLOCKS if recompute.checkpoint_activations else ATTENTION if recompute.recomputes_attention else NOTHING
+    return Layout(
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.ring_size,
+        ulysses=parallel.ulysses_size,
+        ep=parallel.expert_model_parallel_size if request.model.num_experts > 1 else 1,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=dp,
+        splits_sequence=parallel.splits_sequence,
+        schedule=schedule_name(parallel, layers),
+        chunks=chunks_per_rank(parallel, layers),
+        zero=parallel.zero_stage,
+        recompute=kind,
+        micro_batch=micro,
+        micro_batches=max(1, batch // (micro * dp)),
+    )
+
+
+def rules_of(words: Sequence[str], devices: int, program: Program) -> Callable[[Layout], Sequence[str]]:
+    """What the rules of flags say of a layout, for a command line."""
+
+    @cache
+    def problems(layout: Layout) -> Sequence[str]:
+        draft = read_flags([*words, *layout.words()], program=program)
+        return draft.problems or world_problems(draft.request(), devices)
+
+    return problems
+
+
+def planned(words: Sequence[str], request: RunRequest) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
+    """The plan of a command line whose flags of the layout are taken as given.
+
+    Args:
+        words: the command line, with placeholders for what a plan does not need.
+        request: what it says.
+    """
+    cluster = cluster_of(request)
+    job, problems = job_of(request, cluster), rules_of(words, cluster.devices, request.program)
+    own = layout_of(request, cluster.devices)
+    given = [place for place in _FIXED if request.provenance.get(place) == GIVEN]
+    fixed = {_FIXED[place]: getattr(own, _FIXED[place]) for place in given}
+    if own.schedule.endswith(SCHEDULE_FILE):  # a file is for so many ranks and chunks
+        fixed |= {"pp": own.pp, "chunks": own.chunks}
+    if request.parallel.sequence_parallel and "tp" not in fixed:  # on one rank there is nothing to split
+        fixed.pop("splits_sequence", None)
+    plan = search(job, problems, fixed)
+    if not plan.considered:
+        sizes = [(place.split(".")[1], attrgetter(place)(request)) for place in given]
+        flags = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes)
+        raise ConfigError(
+            f"No layout of {cluster.devices:,} devices and --global-batch-size {job.global_batch:,} has what is given "
+            f"by {flags or 'the sizes of the network'}. Drop a flag, or use another --global-batch-size."
+        )
+    return plan, problems
+
+
+def request_lines(argv: Sequence[str], command: Sequence[str]) -> Iterator[str]:
+    """The plan of a command line as text, whose flags of the layout are kept.
+
+    Args:
+        command: the words that the command of the first layout begins with.
+
+    Raises:
+        ConfigError: with all that is wrong with the command line.
+    """
+    words, request = read_planned(argv)
+    plan, problems = planned(words, request)
+    tokens, price = request.optim.train_tokens, request.planning.device_hour_price
+    yield from plan_lines(plan, problems, command, tokens, price)
+
+
+def own_lines(argv: Sequence[str], program: Program, devices: int, command: Sequence[str]) -> Iterator[str]:
+    """What a command line would take as it is, then the fastest layouts.
+
+    Args:
+        devices: the processes that were started.
+
+    Raises:
+        ConfigError: with all that is wrong with the command line.
+    """
+    words, request = read_planned(argv, program)
+    cluster = cluster_of(request, devices)
+    misfits = world_problems(request, cluster.devices)
+    if misfits:
+        raise ConfigError(misfits)
+    job, layout = job_of(request, cluster), layout_of(request, cluster.devices)
+    job = dataclasses.replace(job, global_batch=layout.global_batch)
+    own, problems = estimate(job, layout), rules_of(words, cluster.devices, program)
+    tokens, price = request.optim.train_tokens, request.planning.device_hour_price
+    yield f"this command, {'which fits' if own.fits else 'which does not fit'}:"
+    yield from detail_lines(own, tokens, price)
+    yield ""
+    yield from plan_lines(search(job, problems, {}), problems, command, tokens, price)
+
+
+def next_that_fits(
+    words: Sequence[str], request: RunRequest, cluster: Cluster
+) -> tuple[LayoutEstimate, LayoutEstimate | None]:
+    """What a run takes that ran out of memory, and the fastest other layout that takes less and fits."""
+    job, layout = job_of(request, cluster), layout_of(request, cluster.devices)
+    job = dataclasses.replace(job, global_batch=layout.global_batch)
+    own = estimate(job, layout)
+    problems = rules_of(words, cluster.devices, request.program)
+    smaller = search(job, problems, {}, count=1, below_bytes=own.memory.total)
+    return own, next(iter(smaller.best), None)

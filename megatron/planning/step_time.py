@@ -1,0 +1,216 @@
+"""How long a step takes by part, and what every axis sends in it.
+
+Products run at a share of the device's peak that falls with their smallest side; everything else at a share of its
+memory's bandwidth; the host may be slower than both. Messages take the bytes that a ring sends, over the slowest link
+of their axis, and are hidden where the code begins them ahead of time: sends between stages and blocks of a ring of
+sequences. All other messages are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron.config.architecture.positions import ROPE
+from megatron.planning.job import Job
+from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, blocks_of_chunks, schedule_figures
+from megatron.planning.memory import local_tokens
+
+_FP32 = 4
+_BACKWARD = 2.0  # products of a backward pass in times of those of the forward pass
+_ATTENTION_BACKWARD = 2.5  # fused attention computes the scores anew
+# Bytes that an update reads and writes for each parameter it updates: gradient, weight, two moments; and a copy in half
+# precision. And for each parameter of a rank: taking the gradients of passes, norm and clip.
+_UPDATE_BYTES, _GRADIENT_BYTES = 30.0, 14.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        parts: seconds by part; they add up to a step.
+        sent: bytes that a rank sends in a step, by axis.
+        idle: the share of a step in which a rank of the pipeline waits for others.
+    """
+
+    parts: Mapping[str, float]
+    sent: Mapping[str, float] = field(default_factory=dict)
+    idle: float = 0.0
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of a forward and backward pass of one micro-batch through the blocks of a rank, by part."""
+
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def step_time_of(job: Job, layout: Layout) -> StepTime:
+    """The time of a step: of the slowest pipeline rank, with the time it waits for the others."""
+    figures = schedule_figures(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+    costs = tuple(cost.parameters for cost in job.block_costs)
+    chunks = blocks_of_chunks(costs, layout.pp * layout.chunks)
+    passes = []
+    for rank in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
+        own = figures.placement.chunks_of(rank)
+        blocks = [block for chunk in own for block in chunks[chunk]]
+        passes.append((_pass(job, layout, blocks, last=len(chunks) - 1 in own), rank))
+    slowest, rank = max(passes, key=lambda item: item[0].seconds)
+    parts = {name: seconds * layout.micro_batches for name, seconds in slowest.parts.items()}
+    work = sum(parts.values())
+    own = figures.placement.chunks_of(rank)
+    share = job.ends_parameters(layout, first=0 in own, last=len(chunks) - 1 in own)
+    for chunk in own:
+        for block in chunks[chunk]:
+            share += job.block_parameters(block, layout)
+    sent = _sent_in_passes(job, layout, [block for chunk in own for block in chunks[chunk]])
+    gradients = _gradient_bytes(job, layout, share.total)
+    cluster = job.cluster
+    parts["gradients and weights"] = (
+        _seconds(gradients, cluster.bandwidth(layout.replicas, layout.tp), 0.0) if layout.replicas > 1 else 0.0
+    )
+    device = cluster.device
+    updated = share.total / (layout.replicas if layout.zero else 1)
+    parts["update"] = (_UPDATE_BYTES * updated + _GRADIENT_BYTES * share.total) / device.memory_bandwidth
+    again = 1 / 3 if layout.recompute == BLOCKS else 0.0
+    count = sum(len(chunks[chunk]) for chunk in own)
+    host = layout.micro_batches * count * device.host_seconds_per_layer * (1 + again) + device.host_seconds_per_step
+    parts["host"] = max(0.0, host - work - parts["update"])
+    parts["idle"] = (work + parts["host"]) * figures.idle / (1 - figures.idle)
+    sent["dp"] = gradients
+    total = sum(parts.values())
+    return StepTime(parts, {axis: count for axis, count in sent.items() if count}, parts["idle"] / total)
+
+
+def _pass(job: Job, layout: Layout, blocks: list[int], *, last: bool) -> _Pass:
+    """A micro-batch through these blocks, forward and backward."""
+    device, model = job.cluster.device, job.model
+    tokens, tp = local_tokens(job, layout), layout.tp
+    again = 1.0 if layout.recompute == BLOCKS else 0.0
+    products = sum(job.block_costs[block].flops_per_token for block in blocks) * tokens / tp
+    width = min(tokens, model.hidden_size, min(model.ffn_hidden_size, model.moe_ffn_hidden_size) / tp)
+    head = 2.0 * model.padded_vocab_size * model.hidden_size * tokens / tp if last else 0.0
+    rate = device.peak * _product_share(job, width)
+    matrices = products * (1 + _BACKWARD + again) / rate
+    matrices += head * (1 + _BACKWARD) / (device.peak * _product_share(job, min(tokens, model.hidden_size)))
+    causal = 1.0 if model.bidirectional else 0.5
+    pairs = sum(job.block_costs[block].flops_per_token_pair for block in blocks) * tokens * job.sequence_length
+    repeated = 1 + _ATTENTION_BACKWARD + (1.0 if layout.recompute in (BLOCKS, ATTENTION) else 0.0)
+    attention = pairs / tp * causal * repeated / (device.peak * _attention_share(job))
+    traffic = _traffic(job, layout, blocks) * (1 + again / 2.5) + (head / model.hidden_size * 2 * job.weight_bytes)
+    others = traffic / (device.memory_bandwidth * device.traffic_share)
+    computed = {"products": matrices, "attention": attention, "memory traffic": others}
+    return _Pass({**computed, **_messages(job, layout, blocks, attention)})
+
+
+def _product_share(job: Job, side: float) -> float:
+    """The share of the peak of a product whose smallest side is this."""
+    device = job.cluster.device
+    return device.product_share * side / (side + device.saturation)
+
+
+def _attention_share(job: Job) -> float:
+    """The share of the peak of fused attention, which falls with short samples and heads of few channels."""
+    device, length, channels = job.cluster.device, job.sequence_length, job.model.kv_channels
+    of_length, of_channels = device.attention_saturation
+    return device.attention_share * length / (length + of_length) * channels / (channels + of_channels)
+
+
+def _traffic(job: Job, layout: Layout, blocks: list[int]) -> float:
+    """Bytes that a micro-batch moves outside of products and attention, forward and backward.
+
+    In elements a token: norms and residual additions, the activation, biases, rotations, and joining the gradients of
+    queries, keys and values.
+    """
+    model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
+    within = tp if layout.splits_sequence else 1
+    projected = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
+    elements = 30 * model.hidden_size / within + 2 * projected
+    if model.position_embedding_type == ROPE:
+        elements += 4 * projected
+    total = 0.0
+    for block in blocks:
+        width = model.moe_router_topk * model.moe_ffn_hidden_size if model.has_experts(block) else model.ffn_hidden_size
+        inner = (8 if model.gated_linear_unit else 5) * width / tp
+        biases = (projected + width / tp + 2 * model.hidden_size / within) * model.add_bias_linear
+        routed = 8 * model.moe_router_topk * model.hidden_size if model.has_experts(block) else 0
+        total += elements + inner + biases + routed
+    return total * tokens * job.weight_bytes
+
+
+def _messages(job: Job, layout: Layout, blocks: list[int], attention: float) -> dict[str, float]:
+    """Seconds of the messages of a micro-batch that are waited for."""
+    cluster, latency = job.cluster, job.cluster.links.latency
+    sent = _sent_in_passes(job, layout, blocks)
+    passes = layout.micro_batches
+    parts = {}
+    if layout.tp > 1:
+        calls = len(blocks) * (4 + 2 * (layout.recompute == BLOCKS))
+        calls *= 2 if layout.splits_sequence else 1
+        parts["tensor messages"] = _seconds(sent["tp"] / passes, cluster.bandwidth(layout.tp, 1), calls * latency)
+    if layout.sequence > 1:
+        ring = _seconds(sent["cp"] / passes, cluster.bandwidth(layout.sequence, layout.tp), len(blocks) * 6 * latency)
+        parts["sequence messages"] = max(0.0, ring - attention) if layout.ulysses == 1 else ring
+    if layout.ep > 1:
+        reach = cluster.bandwidth(layout.ep, layout.tp * layout.sequence)
+        parts["expert messages"] = _seconds(sent["ep"] / passes, reach, len(blocks) * 4 * latency)
+    return parts
+
+
+def _sent_in_passes(job: Job, layout: Layout, blocks: list[int]) -> dict[str, float]:
+    """Bytes that a rank sends in all passes of a step, by axis."""
+    model, passes, k = job.model, layout.micro_batches, job.weight_bytes
+    tokens, count = local_tokens(job, layout), len(blocks)
+    hidden = tokens * model.hidden_size * k
+    sent: dict[str, float] = {}
+    if layout.tp > 1:
+        sums = 4 + 2 * (layout.recompute == BLOCKS)  # of each block: two in forward, two in backward
+        sent["tp"] = passes * count * sums * 2 * (layout.tp - 1) / layout.tp * hidden
+    if layout.sequence > 1:
+        groups = max(model.num_query_groups / layout.tp, 1) * model.kv_channels
+        if layout.cp > 1:  # keys and values around the ring; in backward with their gradients in fp32
+            sent["cp"] = passes * count * (layout.cp - 1) * tokens * 2 * groups * (2 * k + _FP32)
+        if layout.ulysses > 1:
+            heads = (model.num_attention_heads / layout.tp * 2 + 2 * groups / model.kv_channels) * model.kv_channels
+            share = (layout.ulysses - 1) / layout.ulysses
+            sent["cp"] = sent.get("cp", 0.0) + passes * count * 2 * share * tokens * heads * k
+    if layout.ep > 1:
+        routed = sum(model.has_experts(block) for block in blocks)
+        share = (layout.ep - 1) / layout.ep
+        sent["ep"] = passes * routed * 4 * share * model.moe_router_topk * hidden
+    if layout.pp > 1:
+        sent["pp"] = passes * layout.chunks * 2 * hidden / (layout.tp if layout.splits_sequence else 1)
+    return sent
+
+
+def _gradient_bytes(job: Job, layout: Layout, parameters: int) -> float:
+    """Bytes that a rank sends in a step to average gradients and to gather weights.
+
+    Gradients are sent in fp32 at stages 0 and 1, once a step; at stage 2 in the dtype of the weights in every pass, and
+    at stage 3 the weights themselves twice a pass.
+    """
+    ranks, k, passes = layout.replicas, job.weight_bytes, layout.micro_batches
+    share = (ranks - 1) / ranks
+    if layout.zero == 0:
+        return 2 * share * k * parameters
+    if layout.zero == 1:
+        return share * (_FP32 + k) * parameters
+    if layout.zero == 2:
+        return share * (2 * passes * k + k) * parameters
+    gathers = 2 + (layout.recompute == BLOCKS)
+    return share * passes * (gathers + 1) * k * parameters
+
+
+def _seconds(count: float, bandwidth: float, latency: float) -> float:
+    return count / bandwidth + latency

@@ -1,0 +1,136 @@
+"""Records the messages of one rank of a world that does not exist, in place of sending them.
+
+The rank's code runs as it is, on tensors that have shapes and no values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, Work
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SEND, RECEIVE = "send", "receive"
+_PEER_TO_PEER = {"send": SEND, "recv_": RECEIVE}
+# The names of collectives, by torch's operation.
+_KINDS = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "broadcast_": "broadcast",
+    "barrier": "barrier",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_": "reduce",
+}
+
+
+@dataclass(frozen=True)
+class RankMessage:
+    """A collective, or one end of a message between two ranks.
+
+    Attributes:
+        kind: such as all-reduce, send or receive.
+        ranks: the global ranks of its group; of a message between two, this rank and the other.
+        elements: of the largest tensor that this rank gives or takes.
+        dtype: of them.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    elements: int
+    dtype: str
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks of the group take part."""
+        return self.kind not in (SEND, RECEIVE)
+
+    def __str__(self) -> str:
+        if not self.is_collective:
+            end = "to" if self.kind == SEND else "from"
+            return f"{self.kind} of {self.elements:,} {self.dtype} {end} rank {self.ranks[1]}"
+        return f"{self.kind} of {self.elements:,} {self.dtype} over ranks {shown_ranks(self.ranks)}"
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """A group in a few words: all of few ranks, or the first, the next and the last."""
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)})"
+
+
+class RecordedMessages(TorchDispatchMode):
+    """Takes the messages of this rank off it, in their order; a context manager.
+
+    Attributes:
+        messages: so far.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self.messages: list[RankMessage] = []
+
+    def take(self) -> tuple[RankMessage, ...]:
+        """The messages since the last call."""
+        taken, self.messages = tuple(self.messages), []
+        return taken
+
+    def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        """Records an operation of torch.distributed, or runs any other."""
+        namespace, _, name = func.name().partition("::")
+        if func is torch.ops.aten.nonzero.default:  # what is in no memory is taken to be nowhere zero
+            return given[0].new_empty(given[0].numel(), given[0].dim(), dtype=torch.int64)
+        if func is torch.ops.aten._local_scalar_dense.default:  # and every value that the host asks for is zero
+            return torch.zeros((), dtype=given[0].dtype, device="cpu").item()
+        if namespace != "c10d":
+            return func(*given, **(named or {}))
+        name = name.partition(".")[0]
+        group = next(argument for argument in given if isinstance(argument, torch.ScriptObject))
+        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        tensors = list(_tensors(given))
+        largest = max(tensors, key=lambda tensor: tensor.numel(), default=torch.empty(0))
+        if name in _PEER_TO_PEER:
+            other = ranks[next(argument for argument in given if isinstance(argument, int))]
+            ranks = (self._rank, other)
+        kind = _PEER_TO_PEER.get(name) or _KINDS[name]
+        self.messages.append(
+            RankMessage(kind, ranks, math.prod(largest.shape), str(largest.dtype).removeprefix("torch."))
+        )
+        work = Work.boxed(FakeWork())
+        if name in ("send", "recv_", "barrier", "reduce_", "gather_", "alltoall_base_"):
+            return work
+        return given[0], work
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+@contextmanager
+def imagined_world(rank: int, size: int) -> Iterator[None]:
+    """Makes this process a rank of a world of which nothing else exists."""
+    devices = dist.Backend.backend_capability["fake"]
+    if "meta" not in devices:  # or batches of sends would find no backend for tensors without memory
+        devices.append("meta")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,236 @@
+"""Walks one rank: builds its mesh and layers without memory, and runs a step of it, whose messages are recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron.config import RunConfig
+from megatron.data.loader import Batch
+from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum, Partial, Tied
+from megatron.engine.gradients.main_gradients import MainGradients
+from megatron.engine.gradients.partition_gradients import PartitionGradients
+from megatron.engine.passes.step_loss import StepLoss
+from megatron.engine.pipeline.chunk_pass import ChunkRunner
+from megatron.engine.pipeline.chunks import Chunks, tied_weights
+from megatron.engine.pipeline.executor import Executor
+from megatron.engine.stage_build import partial_parameters
+from megatron.model.interface.network import LayerStack
+from megatron.model.networks import network_layers
+from megatron.parallel.mesh import Axis, ParallelMesh, build_mesh, requested_axes, requested_experts
+from megatron.parallel.schedule.actions import Action, Kind
+from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.shard_spec import shard_spec_of
+from megatron.planning.memory import REDUCE_BUCKET
+from megatron.rehearsal.programs import FlatShare, ProgramEntry, RankProgram
+from megatron.rehearsal.recording import RECEIVE, SEND, RankMessage, RecordedMessages, imagined_world
+from megatron.train.objectives import build_objective, step_settings
+from megatron.train.start_up.engine_opening import pipeline_settings
+
+_TIMEOUT = timedelta(minutes=1)
+_FORWARD_MESSAGES = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+
+
+def mesh_at(config: RunConfig, rank: int, size: int) -> ParallelMesh:
+    """The place of a rank, without groups."""
+    experts = requested_experts(config.parallel)
+    mesh = ParallelMesh.at(requested_axes(config.parallel, size), rank, "meta", experts=experts)
+    return dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
+
+
+def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerStack]:
+    """The layers of a rank, without memory."""
+    network = network_layers(config.model, mesh)
+    placement = pipeline_settings(config.parallel).placement(mesh.pp.size)
+    chunks = Chunks.of(network, placement, mesh.pp.rank)
+    with torch.device("meta"):
+        return chunks, LayerStack(chunks.specs).to(getattr(torch, config.precision.dtype_name))
+
+
+def walk(config: RunConfig, rank: int, size: int, batches: Sequence[int]) -> list[RankProgram]:
+    """The program of a rank in steps of each of these global batches, of a run that `rehearsal_problems` lets pass."""
+    with imagined_world(rank, size):
+        axes, experts = requested_axes(config.parallel, size), requested_experts(config.parallel)
+        mesh = build_mesh(axes, "meta", 0, _TIMEOUT, experts=experts)
+        mesh = dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
+        chunks, stack = build_layers(config, mesh)
+        with torch.device("meta"):
+            return _Walk(config, mesh, chunks, stack).programs(batches)
+
+
+class _Walk:
+    """One rank on its way through a step."""
+
+    def __init__(self, config: RunConfig, mesh: ParallelMesh, chunks: Chunks, stack: LayerStack) -> None:
+        self._config, self._mesh, self._chunks, self._stack = config, mesh, chunks, stack
+        self._recorded = RecordedMessages(mesh.world.rank)
+        self._phases: list[tuple[str, tuple[RankMessage, ...]]] = []
+        self._phase = "begin"
+        self._trained = [each for each in stack.parameters() if each.requires_grad]
+        is_expert = {id(each): mesh.ep.name in shard_spec_of(each).split_axes for each in self._trained}
+        dtype = (
+            torch.float32 if config.parallel.effective_zero_stage < 2 else getattr(torch, config.precision.dtype_name)
+        )
+        experts = Averaging(mesh.expert_gradient, dtype, copies=mesh.gradient.size)
+        self._averaging = Averaging(
+            mesh.gradient,
+            dtype,
+            experts=experts if any(is_expert.values()) else None,
+            is_expert=lambda parameter: is_expert[id(parameter)],
+        )
+        self._groups = _flat_groups(self._trained, self._averaging)
+
+    def programs(self, batches: Sequence[int]) -> list[RankProgram]:
+        """Walks a step."""
+        with self._recorded:
+            sums, partial = self._gradient_sum(), partial_parameters(self._stack)
+            tied = tied_weights(network_layers(self._config.model, self._mesh), self._stack, self._mesh)
+            sums.keep_whole([*(weight for weight, _ in tied), *(each for _, group in partial for each in group)])
+            losses = self._run_one_micro_batch(sums)
+            passes = self._by_pass()
+            begin = list(self._events("begin", self._phases[0][1]))
+            self._recorded.take()
+            end = list(self._after_passes(sums, partial, tied, losses))
+        weights = sum(each.numel() * each.element_size() for each in self._stack.parameters())
+        mesh, rank = self._mesh, self._mesh.world.rank
+        axes = (*mesh.axes, mesh.embedding, mesh.model, mesh.gradient, mesh.loss, mesh.ep, mesh.expert_gradient)
+        groups = {axis.name: axis.ranks for axis in axes}
+        return [
+            RankProgram(rank, (*begin, *self._expanded(passes, batch), *end), groups, weights, self._shares())
+            for batch in batches
+        ]
+
+    def _gradient_sum(self) -> GradientSum:
+        """What the engine adds gradients up in (`engine/deepspeed_internals/optimizer_views.py`)."""
+        stage, averaging = self._config.parallel.effective_zero_stage, self._averaging
+        if stage == 0:
+            return GradientsInPlace(self._trained, _all, averaging)
+        sizes = [group.length // (1 if stage == 1 else self._axis(group).size) for group in self._groups]
+        buffers = [torch.empty(size, dtype=torch.float32, device="meta") for size in sizes]
+        if stage == 1:
+            return MainGradients(buffers, self._groups, _all, averaging)
+        sums = PartitionGradients(buffers, self._groups, _all, averaging, REDUCE_BUCKET)
+        if sum(group.length for group in self._groups) > REDUCE_BUCKET:
+            sums.add_during_backward()
+        return sums
+
+    def _axis(self, group: FlatGroup) -> Axis:
+        """The ranks that divide a group."""
+        return self._averaging.of(group.parameters[0]).axis
+
+    def _run_one_micro_batch(self, sums: GradientSum) -> StepLoss:
+        config, mesh = self._config, self._mesh
+        settings = dataclasses.replace(step_settings(config, mesh), sequence_parallel=mesh.sequence_parallel)
+        losses = StepLoss(build_objective(config, mesh), settings, mesh, 1.0, 1)
+        shape = config.optim.micro_batch_size, config.data.seq_length
+        tokens = np.zeros(shape, np.int64)
+        batch = Batch(tokens, tokens, np.ones(shape, np.float32), np.arange(shape[0]), None)
+        given = losses.prepare([batch], with_inputs=self._chunks.has_first, with_targets=self._chunks.has_last)
+        pipeline = pipeline_settings(config.parallel)
+        runner = ChunkRunner(self._stack, self._chunks, splits_backward=pipeline.splits_backward)
+        executor = Executor(runner, mesh.pp, sums.add, self._enter)
+        schedule = build_schedule(pipeline.schedule, mesh.pp.size, pipeline.chunks_per_rank, 1)
+        self._hidden = math.prod(settings.hidden_shape(*given[0].shape))
+        self._dtype = str(settings.dtype).removeprefix("torch.")
+        self._actions = [action for action in schedule.actions[mesh.pp.rank] if not action.kind.is_message]
+        executor.run(schedule.actions[mesh.pp.rank], given, losses, trains=True)
+        self._enter("end")
+        return losses
+
+    def _enter(self, phase: str) -> None:
+        self._phases.append((self._phase, self._recorded.take()))
+        self._phase = phase
+
+    def _by_pass(self) -> dict[tuple[Kind, int], tuple[RankMessage, ...]]:
+        """The messages of each pass of the micro-batch, by kind and chunk, without those between stages."""
+        of_passes = (messages for phase, messages in self._phases if phase in ("forward", "backward"))
+        return {
+            (action.kind, action.chunk): messages for action, messages in zip(self._actions, of_passes, strict=True)
+        }
+
+    def _expanded(self, passes: dict[tuple[Kind, int], tuple[RankMessage, ...]], batch: int) -> Iterator[ProgramEntry]:
+        """The passes of all micro-batches, with the messages between stages."""
+        pipeline, optim = pipeline_settings(self._config.parallel), self._config.optim
+        count = batch // (optim.micro_batch_size * self._config.parallel.data_parallel_size)
+        axis = self._mesh.pp
+        schedule = build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count)
+        for action in schedule.actions[axis.rank]:
+            if action.kind.is_message:
+                yield ProgramEntry(self._between(action), _crossing(action))
+            else:
+                yield from self._events(str(action), passes[action.kind, action.chunk])
+
+    def _between(self, action: Action) -> RankMessage:
+        kind = SEND if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else RECEIVE
+        ends = self._mesh.world.rank, self._mesh.pp.ranks[action.peer or 0]
+        return RankMessage(kind, ends, self._hidden, self._dtype)
+
+    def _after_passes(
+        self, sums: GradientSum, partial: Partial, tied: Tied, losses: StepLoss
+    ) -> Iterator[ProgramEntry]:
+        """Sums over ranks, the norm, and the weights that each rank updates for the others."""
+        mesh = self._mesh
+        for axis, parameters in partial:
+            sums.sum_over(axis, parameters)
+        sums.reduce(tied)
+        yield from self._events("gradients", self._recorded.take())
+        Clipping(1.0, mesh.model, mesh.device).norm(sums.counted, sums.divided_over)
+        losses.totals.over_ranks(mesh)
+        yield from self._events("norm and loss", self._recorded.take())
+        for group in self._groups if self._config.parallel.effective_zero_stage else ():
+            if self._axis(group).size > 1:  # by DeepSpeed, after the update
+                gathered = RankMessage("all-gather", self._axis(group).ranks, group.length, self._dtype)
+                yield ProgramEntry(gathered, "weights")
+
+    def _shares(self) -> tuple[FlatShare, ...]:
+        """What this rank updates and saves a part of: of flat groups, or of each tensor if nothing is flat."""
+        groups = self._groups
+        if not self._config.parallel.effective_zero_stage:
+            groups = [FlatGroup((each,), (0,), each.numel()) for each in self._trained]
+        return tuple(FlatShare(self._axis(group).ranks, group.length, self._saved(group)) for group in groups)
+
+    def _saved(self, group: FlatGroup) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (start, start + each.numel())
+            for each, start in zip(group.parameters, group.starts, strict=True)
+            if shard_spec_of(each).is_counted(self._mesh)
+        )
+
+    @staticmethod
+    def _events(part: str, messages: Sequence[RankMessage]) -> Iterator[ProgramEntry]:
+        for message in messages:
+            yield ProgramEntry(message, part)
+
+
+def _crossing(action: Action) -> str:
+    """What a message between stages carries, the same at both ends."""
+    is_forward = action.kind in _FORWARD_MESSAGES
+    receives = action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+    boundary = action.chunk - receives if is_forward else action.chunk + receives
+    return f"{'output' if is_forward else 'gradient'} of chunk {boundary}, micro-batch {action.micro_batch}"
+
+
+def _flat_groups(parameters: Sequence[nn.Parameter], averaging: Averaging) -> list[FlatGroup]:
+    """Parameters in the flat buffers of the optimizer's groups, padded so that ranks get equal parts."""
+    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for each in parameters:
+        members.setdefault((not shard_spec_of(each).is_matrix, averaging.is_expert(each)), []).append(each)
+    groups = []
+    for _, group in sorted(members.items(), key=lambda item: item[0]):
+        starts = [0, *itertools.accumulate(each.numel() for each in group)]
+        ranks = averaging.of(group[0]).axis.size
+        groups.append(FlatGroup(tuple(group), tuple(starts[:-1]), -(-starts[-1] // ranks) * ranks))
+    return groups
+
+
+def _all(parameter: nn.Parameter) -> bool:
+    return True

@@ -1,0 +1,35 @@
+"""docs/scaling.md: its commands, and its table against what the planner says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from benchmarks.gpu.shapes import SHAPES
+from tests.planning.test_gpu_page import MEASURED, planned_step
+from tools.runs import plan
+
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in "".join(re.findall(r"```bash\n(.*?)```", GUIDE, flags=re.S)).splitlines():
+        python, program, *words = shlex.split(line)
+        assert python == "python"
+        assert {"tools/runs/plan.py": plan.main, "pretrain_gpt.py": pretrain_gpt.train}[program](words) == 0
+    shown = capsys.readouterr().out
+    assert "70.55B parameters" in shown
+    assert "the programs of all ranks fit each other" in shown
+    assert "this command, which does not fit:" in shown or "this command, which fits:" in shown
+
+
+def test_the_table_has_what_the_planner_says() -> None:
+    for name, length, rate, gib in MEASURED:
+        found = planned_step(name, length)
+        numbers = gib, found.memory.counted / 2**30, 16384e3 / rate, found.time.seconds * 1e3
+        row = f"| {numbers[0]:.2f} | {numbers[1]:.2f} | {numbers[2]:.1f} | {numbers[3]:.1f} |"
+        assert f"{SHAPES[name].name}, {length:,} {row}" in GUIDE

@@ -1,0 +1,128 @@
+"""Muon's update: against torch's own, against a singular value decomposition, and the matrices it takes apart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.engine.optimizers.muon import HeldMatrix, Muon, MuonSettings
+from megatron.engine.optimizers.orthogonalization import COEFFICIENTS, SCALES, orthogonalized
+from megatron.engine.optimizers.whole_matrices import DividedMatrix
+from megatron.parallel.mesh import Axis
+from megatron.parallel.shard_spec import Dimension, ShardSpec
+
+ALONE = Axis.single("dp")
+
+
+def muon_of(weight: nn.Parameter, settings: MuonSettings, lr: float = 0.1, spec: ShardSpec | None = None) -> Muon:
+    """Muon for one parameter in one process."""
+    group = {"params": [weight], "weight_decay": 0.2, "is_orthogonal": True}
+    optimizer = Muon([group], None, lr, settings)
+    spec = spec or ShardSpec(tuple(Dimension("size", size) for size in weight.shape), is_matrix=True)
+    optimizer.connect([HeldMatrix(DividedMatrix(spec, ALONE, ((0, weight.numel()),)), weight, 0)])
+    return optimizer
+
+
+def spectrum(kind: str, steps: int, least: float) -> torch.Tensor:
+    """What becomes of the singular values from `least` to 1 of a matrix with norm 1, nearly."""
+    values = torch.logspace(math.log10(least), 0, 24, dtype=torch.float64)
+    values = values / values.norm()
+    left, right = (torch.linalg.qr(torch.randn(size, 24, dtype=torch.float64))[0] for size in (40, 24))
+    result = orthogonalized((left * values @ right.mT).unsqueeze(0), kind, steps, torch.float64)[0]
+    return torch.diagonal(left.mT @ result @ right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "low", "high"),
+    [
+        ("simple", 5, 0.6, 1.3),  # around 1 by design, not to it
+        ("quintic", 5, 0.8, 1.2),
+        ("polar_express", 8, 0.999, 1.001),
+    ],
+)
+def test_singular_values_come_near_one(kind: str, steps: int, low: float, high: float) -> None:
+    found = spectrum(kind, steps, least=0.05)
+    assert low < found.min() and found.max() < high
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+def test_float32_agrees_with_float64(kind: str, shape: tuple[int, int]) -> None:
+    matrices = torch.randn(2, *shape)
+    exact = orthogonalized(matrices.double(), kind, 5, torch.float64)
+    assert (orthogonalized(matrices, kind, 5) - exact).abs().max() < 2e-4 * exact.abs().max()
+
+
+def test_more_polynomials_than_a_kind_has_repeat_the_last() -> None:
+    matrix = torch.randn(1, 8, 8, dtype=torch.float64)
+    twice = orthogonalized(matrix, "polar_express", 12, torch.float64)
+    left, _, right = torch.linalg.svd(matrix)
+    assert (twice - left @ right).abs().max() < 1e-9
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    assert not orthogonalized(torch.zeros(1, 3, 5), "quintic", 5).any()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize(
+    ("scale", "extra", "theirs"), [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")]
+)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_updates_are_those_of_torch(scale: str, extra: float, theirs: str, nesterov: bool) -> None:
+    """Momentum is a mean here and in torch, and both compute in bfloat16."""
+    own, known = (nn.Parameter(torch.linspace(-1, 1, 6 * 10).view(6, 10)) for _ in range(2))
+    settings = MuonSettings(0.9, nesterov, "simple", 5, scale, extra, torch.bfloat16)
+    ours = muon_of(own, settings)
+    reference = torch.optim.Muon(
+        [known], lr=0.1, weight_decay=0.2, momentum=0.9, nesterov=nesterov, adjust_lr_fn=theirs
+    )
+    for step in range(4):
+        own.grad = torch.randn(6, 10, generator=torch.Generator().manual_seed(step))
+        known.grad = own.grad.clone()
+        ours.step()
+        reference.step()
+    assert (own - known).abs().max() < 5e-3 * (known - torch.linspace(-1, 1, 60).view(6, 10)).abs().max()
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("spectral", 3.0), ("shape_scaling", 1.5), ("unit_rms_norm", 1.5)])
+def test_scales_by_hand(scale: str, factor: float) -> None:
+    assert SCALES[scale](9, 4) == factor
+
+
+def test_joined_matrices_are_orthogonalised_one_by_one() -> None:
+    """Queries, key and value of two groups, and their rows lie among each other."""
+    dimensions = (
+        Dimension("groups", 2),
+        Dimension("queries, key and value", 4, parts=(2, 1, 1)),
+        Dimension("head size", 3),
+        Dimension("input", 5),
+    )
+    weight = nn.Parameter(torch.zeros(24, 5))
+    weight.grad = torch.randn(24, 5)
+    gradient = weight.grad.clone().view(2, 4, 3, 5)
+    settings = MuonSettings(momentum=0.0, scale="unit_rms_norm", extra_scale=1.0)
+    muon_of(weight, settings, lr=1.0, spec=ShardSpec(dimensions, is_matrix=True)).step()
+    update = -weight.detach().view(2, 4, 3, 5)
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 4)):
+        matrix = gradient[:, rows].reshape(1, -1, 5)
+        known = orthogonalized(matrix, "quintic", 5)[0] * math.sqrt(matrix.shape[1] / 5)
+        assert torch.allclose(update[:, rows].reshape(-1, 5), known, atol=1e-6)
+
+
+def test_every_expert_is_a_matrix() -> None:
+    spec = ShardSpec((Dimension("experts", 3, parts=(1,) * 3), Dimension("hidden", 4), Dimension("inner", 6)))
+    matrix = DividedMatrix(spec, ALONE, ((0, 72),))
+    assert [part.shape for part in matrix.matrices(torch.empty(3, 4, 6))] == [(4, 6)] * 3
+    assert matrix.cost == 3 * 4 * 6 * 4
+
+
+def test_nothing_changes_before_it_is_known_where_matrices_are() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    optimizer = Muon([{"params": [weight], "is_orthogonal": True}], None, 0.1, MuonSettings())
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(2, 2)) and not optimizer.state

@@ -1,0 +1,75 @@
+"""Opening the trees of ranks: who is let in, what happens to ranks that do not come, and how many sockets are open."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron.parallel import tree_opening
+from megatron.parallel.rank_tree import RankTree
+from megatron.parallel.tree_opening import LOOPBACK, address_family, address_towards, open_trees
+
+LIMITS = (timedelta(seconds=20), timedelta(hours=1))
+
+
+def test_strangers_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks in threads; before rank 2 connects, somebody else does, with a wrong secret."""
+    store = dist.HashStore()
+    monkeypatch.setattr(tree_opening, "_HELLO_SECONDS", 0.5)
+    trees: dict[int, list[RankTree]] = {}
+
+    def join(rank: int) -> None:
+        if rank == 2:
+            port = int(store.get("place0").decode().rpartition(" ")[2])
+            for content in (b"x", b"?" * tree_opening._HELLO.size):
+                with socket.create_connection((LOOPBACK, port)) as stranger:
+                    stranger.sendall(content)
+        trees[rank] = open_trees(store, rank, 3, LOOPBACK, LIMITS, timedelta(seconds=20))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    sums: dict[int, Any] = {}
+
+    def add(rank: int, number: int) -> None:
+        sums[rank] = trees[rank][number].total(np.array(rank)).item()
+        trees[rank][number].close()
+
+    for number in (1, 0):
+        threads = [threading.Thread(target=add, args=(rank, number)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sums == {0: 3, 1: 3, 2: 3}
+        sums.clear()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(dist.DistNetworkError, match=r"timed out while ranks \[1, 2\] did not connect"):
+        open_trees(dist.HashStore(), 0, 3, LOOPBACK, LIMITS, timedelta(seconds=0.3))
+
+
+def test_a_parent_that_cannot_be_reached_is_named() -> None:
+    store = dist.HashStore()
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))  # nobody listens
+        port = taken.getsockname()[1]
+        store.set("place1", f"{LOOPBACK} {port}")
+        store.set("token", "a" * 32)
+        with pytest.raises(dist.DistNetworkError, match=rf"rank 1 cannot be reached at 127.0.0.1:{port}: .*refused"):
+            open_trees(store, 9, 10, LOOPBACK, LIMITS, timedelta(seconds=5))
+
+
+def test_the_address_on_the_way_to_a_host() -> None:
+    assert address_towards(LOOPBACK, 9) == LOOPBACK
+    assert address_towards("no-such-host.invalid", 9) == LOOPBACK
+    assert address_family("::1") == socket.AF_INET6 and address_family(LOOPBACK) == socket.AF_INET

@@ -1,0 +1,102 @@
+"""Means of weights: by hand, through a checkpoint bit by bit, in evaluations, and where a checkpoint has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import load, save
+from megatron.config import RunConfig
+from megatron.engine.engine import Engine
+from megatron.engine.state import owned_bytes, owned_pieces, refresh_weights, wanted_pieces
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.pieces import Kind, PieceKey
+from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.ranks import run_ranks
+from tests.parity.layouts import layout_config, local_batches
+from tests.parity.optimizers.test_optimizers import RECIPE
+
+pytestmark = pytest.mark.slow
+DECAY = 0.8
+Pieces = dict[tuple[str, Kind], torch.Tensor]
+
+
+def engine_of(stage: int, *flags: str) -> tuple[Engine, RunConfig]:
+    """An engine in one process."""
+    config = layout_config(RECIPE, (1, 1, 1), stage, list(flags))
+    return build_engine(config, open_mesh(config.parallel)), config
+
+
+def pieces(engine: Engine, *, with_optimizer: bool = True) -> Pieces:
+    """Copies of everything that is saved."""
+    stored = owned_pieces(engine, with_optimizer=with_optimizer)
+    return {(key.name, key.kind): values.clone() for key, values in stored}
+
+
+def train(engine: Engine, config: RunConfig, step: int) -> None:
+    engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), RECIPE.learning_rate)
+
+
+def loss_of(engine: Engine, config: RunConfig) -> float:
+    return engine.evaluate(local_batches(RECIPE, config, engine.mesh, 9, uneven=True))[0]
+
+
+def of_averages(engine: Engine) -> Iterator[tuple[PieceKey, object]]:
+    """The weights of an engine, to be filled with means."""
+    for key, fill in wanted_pieces(engine, with_optimizer=False):
+        yield key.of_kind("average"), fill
+
+
+def run(rank: int, stage: int, dtype: str, folder: str) -> None:
+    flags = ["--ema-decay", str(DECAY), dtype]
+    engine, config = engine_of(stage, *flags)
+    assert engine.averages is not None
+    main: Kind = "master" if dtype == "--bf16" else "weight"
+    mean = {name: values for (name, kind), values in pieces(engine).items() if kind == main}
+    for step in range(3):
+        train(engine, config, step)
+        now = pieces(engine)
+        for name, known in mean.items():
+            known.lerp_(now[name, main], 1.0 - DECAY)
+            assert torch.allclose(now[name, "average"], known, rtol=0, atol=1e-7), name
+        if step == 1:
+            save(Path(folder), 2, owned_pieces(engine), {}, engine.mesh)
+    after = pieces(engine)
+
+    # a resume
+    resumed, _ = engine_of(stage, *flags)
+    load(Path(folder) / "iter_0000002", wanted_pieces(resumed), resumed.mesh)
+    refresh_weights(resumed, 2)
+    train(resumed, config, 2)
+    assert all(torch.equal(values, after[key]) for key, values in pieces(resumed).items())
+
+    # an evaluation of the means, which leaves everything as it was
+    trained = loss_of(engine, config)
+    with engine.using_averages():
+        averaged = loss_of(engine, config)
+    assert averaged != trained == loss_of(engine, config)
+    assert all(torch.equal(values, after[key]) for key, values in pieces(engine).items())
+    save(Path(folder), 3, owned_pieces(engine, with_optimizer=False), {}, engine.mesh)
+    reader, _ = engine_of(stage, dtype)
+    load(Path(folder) / "iter_0000003", of_averages(reader), reader.mesh)
+    refresh_weights(reader, None)
+    assert loss_of(reader, config) == averaged
+
+    # weights alone: the means begin with them
+    restarted, _ = engine_of(stage, *flags)
+    load(Path(folder) / "iter_0000003", wanted_pieces(restarted, with_optimizer=False), restarted.mesh)
+    refresh_weights(restarted, None)
+    found = pieces(restarted)
+    assert all(torch.equal(found[name, "average"], found[name, main]) for name in mean)
+    assert owned_bytes(engine) == sum(values.nbytes for values in after.values())
+    bare = pieces(engine, with_optimizer=False)
+    assert {kind for _, kind in bare} == {main, "average"}
+    assert owned_bytes(engine, with_optimizer=False) == sum(values.nbytes for values in bare.values())
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "--no-bf16"), (1, "--bf16"), (3, "--bf16")])
+def test_means_of_weights(stage: int, dtype: str, tmp_path: Path) -> None:
+    run_ranks(run, 1, stage, dtype, str(tmp_path))

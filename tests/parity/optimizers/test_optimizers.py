@@ -1,0 +1,126 @@
+"""Every optimizer trains alike in every layout, and goes on from a checkpoint of another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import load, read_tensors, save
+from megatron.config import RunConfig
+from megatron.engine.engine import Engine
+from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.pieces import Kind
+from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import sampled
+from tests.parity.layouts import layout_config, local_batches
+from tests.parity.reference import Recipe
+
+pytestmark = pytest.mark.slow
+RECIPE = dataclasses.replace(Recipe(), num_layers=2, hidden_size=16, steps=4, learning_rate=1.0e-2)
+SAVED_AFTER = 2
+# Without a bias of the keys: its gradient is rounding alone, of which Lion would take the sign.
+FLAGS = [
+    *("--group-query-attention", "--num-query-groups", "2", "--no-add-qkv-bias"),
+    *("--gated-linear-unit", "--activation-function", "silu"),
+]
+OPTIMIZERS = {
+    "muon": ["--optimizer", "muon"],
+    "lion": ["--optimizer", "lion", "--ema-decay", "0.9"],
+    "sgd": ["--optimizer", "sgd"],
+    "muon-experts": [
+        *("--optimizer", "muon", "--num-experts", "4"),
+        *("--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
+    ],
+}
+Curve = list[tuple[float, float]]
+# (tp, pp, dp) and the ZeRO stages; the last one saves
+LAYOUTS = {
+    "tp2dp2": ((2, 1, 2), [0, 2, 1]),
+    "pp2dp2": ((1, 2, 2), [2, 1]),
+    "tp2pp2": ((2, 2, 1), [0, 1]),
+    "dp4": ((1, 1, 4), [0, 1, 2]),
+}
+
+
+def train(engine: Engine, config: RunConfig, first: int, last: int) -> Curve:
+    """Loss and norm of the steps [first, last)."""
+    results = [
+        engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), RECIPE.learning_rate)
+        for step in range(first, last)
+    ]
+    return [(result.loss, result.gradient_norm) for result in results]
+
+
+def train_and_save(
+    rank: int, layout: tuple[int, int, int], stages: list[int], extra: list[str], folder: str
+) -> dict[int, Curve]:
+    """Trains with every ZeRO stage, and saves with the last."""
+    curves = {}
+    for stage in stages:
+        config = layout_config(RECIPE, layout, stage, [*FLAGS, *extra])
+        engine = build_engine(config, open_mesh(config.parallel))
+        curves[stage] = train(engine, config, 0, SAVED_AFTER)
+        if stage == stages[-1]:
+            with engine.using_averages():  # changes nothing
+                engine.evaluate(local_batches(RECIPE, config, engine.mesh, 0, uneven=True))
+            save(Path(folder), SAVED_AFTER, owned_pieces(engine), {"updates": engine.update_count}, engine.mesh)
+        curves[stage] += train(engine, config, SAVED_AFTER, RECIPE.steps)
+    return curves
+
+
+def load_and_train(rank: int, layout: tuple[int, int, int], stage: int, extra: list[str], folder: str) -> Curve:
+    """Loads what any layout saved, and trains the rest."""
+    config = layout_config(RECIPE, layout, stage, [*FLAGS, *extra])
+    engine = build_engine(config, open_mesh(config.parallel))
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+    refresh_weights(engine, record["updates"])
+    return train(engine, config, SAVED_AFTER, RECIPE.steps)
+
+
+def alone(optimizer: str) -> list[str]:
+    """The flags for one process."""
+    return [*OPTIMIZERS[optimizer], "--expert-model-parallel-size", "1"]
+
+
+def check_curve(found: Curve, expected: Curve) -> None:
+    assert len(found) == len(expected)
+    for pair, known in zip(found, expected, strict=True):
+        assert pair == pytest.approx(known, rel=1.0e-5)
+
+
+def check_stored(found: Path, expected: Path, kind: Kind) -> None:
+    """Both checkpoints hold the same tensors of a kind, up to rounding."""
+    step = f"iter_{SAVED_AFTER:07d}"
+    known = dict(read_tensors(expected / step, kind=kind))
+    stored = dict(read_tensors(found / step, kind=kind))
+    assert stored.keys() == known.keys()
+    for name, tensor in stored.items():
+        assert (tensor - known[name]).abs().max() <= 1.0e-5 * max(1.0, known[name].abs().max()), (kind, name)
+
+
+CASES = [
+    f"{optimizer} {layout}"
+    for optimizer in OPTIMIZERS
+    for layout in LAYOUTS
+    if "experts" not in optimizer or "dp" in layout
+]
+KEPT = ["muon tp2dp2", "muon-experts tp2dp2", "lion tp2dp2"]
+
+
+@pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=str)
+def test_every_layout_trains_like_one_process(case: str, tmp_path: Path) -> None:
+    optimizer, layout = case.split()
+    extra, (sizes, stages) = OPTIMIZERS[optimizer], LAYOUTS[layout]
+    plain = run_ranks(train_and_save, 1, (1, 1, 1), [0], alone(optimizer), str(tmp_path / "plain"))[0][0]
+    ranks = sizes[0] * sizes[1] * sizes[2]
+    for curves in run_ranks(train_and_save, ranks, sizes, stages, extra, str(tmp_path / layout)):
+        for curve in curves.values():
+            check_curve(curve, plain)
+    for kind in ("weight", "exp_avg", *(["average"] if "--ema-decay" in extra else [])):
+        check_stored(tmp_path / layout, tmp_path / "plain", kind)
+    resumed = run_ranks(load_and_train, 1, (1, 1, 1), 0, alone(optimizer), str(tmp_path / layout))[0]
+    check_curve(resumed, plain[SAVED_AFTER:])

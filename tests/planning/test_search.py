@@ -1,0 +1,170 @@
+"""Which layouts are ranked, that they are legal and fit, and what is said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+
+import pretrain_bert
+from megatron.config.parse import read_flags
+from megatron.errors import ConfigError
+from megatron.planning.layouts import Layout
+from megatron.planning.report import plan_lines
+from megatron.planning.requests import cluster_of, job_of, layout_of, own_lines, planned, read_planned, request_lines
+from megatron.planning.search import LayoutPlan, estimate, layouts, neighbours
+
+LLAMA_70B = (
+    *("--model-preset", "llama-3-70b", "--planned-devices", "512", "--device", "h100", "--bf16"),
+    *("--global-batch-size", "1024", "--seq-length", "8192"),
+)
+
+
+class Planned(NamedTuple):
+    """A plan of 512 devices, what made it, and the processor's seconds."""
+
+    words: list[str]
+    plan: LayoutPlan
+    problems: Callable[[Layout], Sequence[str]]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def large() -> Planned:
+    """Planned once."""
+    words, request = read_planned(LLAMA_70B)
+    began_at = time.process_time()
+    plan, problems = planned(words, request)
+    return Planned(words, plan, problems, time.process_time() - began_at)
+
+
+def test_a_plan_of_512_devices_takes_seconds_and_names_legal_layouts_that_fit(large: Planned) -> None:
+    words, plan = large.words, large.plan
+    assert large.seconds < 30
+    assert plan.considered > 1000
+    assert len(plan.best) == 10
+    rates = [each.tokens_per_second for each in plan.best]
+    assert rates == sorted(rates, reverse=True)
+    for each in plan.best:
+        assert each.fits
+        assert each.layout.devices == 512
+        assert each.layout.global_batch == 1024
+        assert not read_flags([*words, *each.layout.words()]).problems
+    assert sum(plan.best[0].time.parts.values()) == pytest.approx(plan.best[0].time.seconds)
+
+
+def test_flags_of_the_layout_are_kept() -> None:
+    words, request = read_planned([*LLAMA_70B, "--tensor-model-parallel-size", "8", "--micro-batch-size", "2"])
+    plan, _ = planned(words, request)
+    assert {(each.layout.tp, each.layout.micro_batch) for each in plan.best} == {(8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "axis"), [("--context-parallel-size", "cp"), ("--ds-sequence-parallel-size", "ulysses")]
+)
+def test_the_words_of_a_layout_replace_every_axis_of_the_command(flag: str, axis: str) -> None:
+    words, request = read_planned(["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16", flag, "2"])
+    plan, _ = planned(words, request)
+    assert {getattr(each.layout, axis) for each in plan.best} == {2}
+    first = plan.best[0].layout
+    other = dataclasses.replace(first, cp=1, ulysses=1, dp=first.dp * first.sequence, micro_batch=1, micro_batches=1)
+    again = layout_of(read_flags([*words, *other.words()]).request(), 8)
+    assert (again.cp, again.ulysses, again.dp) == (1, 1, other.dp)
+
+
+@pytest.mark.parametrize(
+    ("flags", "attribute", "value"),
+    [
+        (("--micro-batch-size", "32"), "micro_batch", 32),
+        (("--zero-stage", "0"), "zero", 0),
+        (("--pipeline-schedule", "zb-h1"), "schedule", "zb-h1"),
+        (("--no-sequence-parallel",), "splits_sequence", False),
+    ],
+)
+def test_a_given_flag_is_looked_at_though_a_plan_would_not_try_it(
+    flags: tuple[str, ...], attribute: str, value: object
+) -> None:
+    base = ("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "128")
+    words, request = read_planned([*base, "--max-position-embeddings", "128", "--planned-devices", "16", *flags])
+    plan, _ = planned(words, request)
+    assert plan.best
+    assert {getattr(each.layout, attribute) for each in plan.best} == {value}
+
+
+def test_flags_that_leave_no_layout_are_named() -> None:
+    words, request = read_planned([*LLAMA_70B, "--pipeline-model-parallel-size", "3", "--zero-stage", "1"])
+    with pytest.raises(ConfigError, match=r"by --pipeline-model-parallel-size 3, --zero-stage 1\. Drop a flag"):
+        planned(words, request)
+
+
+def test_a_bert_has_a_plan() -> None:
+    base = ("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "128")
+    flags = [*base, "--max-position-embeddings", "128", "--planned-devices", "4"]
+    *_, command = own_lines(flags, pretrain_bert.PROGRAM, 4, ["x"])
+    assert command.startswith("x --tensor-model-parallel-size ")
+
+
+def test_host_time_that_is_cut_into_stages_idles_like_other_work() -> None:
+    _, request = read_planned([*LLAMA_70B, "--pipeline-model-parallel-size", "4", "--global-batch-size", "512"])
+    cluster = cluster_of(request, 512)
+    layout = dataclasses.replace(layout_of(request, 512), micro_batches=1)
+    slow = dataclasses.replace(cluster.device, host_seconds_per_layer=10.0)
+    job = job_of(request, dataclasses.replace(cluster, device=slow))
+    assert estimate(job, layout).time.idle == pytest.approx(0.75, abs=0.02)
+
+
+def test_the_first_is_the_fastest_of_all_that_fit() -> None:
+    words, request = read_planned(["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16"])
+    plan, problems = planned(words, request)
+    everything = [each for each in (estimate(plan.job, layout) for layout in layouts(plan.job, {})) if each.fits]
+    faster = [each for each in everything if each.tokens_per_second > plan.best[0].tokens_per_second]
+    assert len(everything) > 100
+    assert all(problems(each.layout) for each in faster)
+
+
+def test_no_neighbour_of_the_first_that_fits_is_faster(large: Planned) -> None:
+    job, first = large.plan.job, large.plan.best[0]
+    changed = [estimate(job, layout) for _, layout in neighbours(job, first.layout) if not large.problems(layout)]
+    assert any(not each.fits for each in changed)
+    assert all(each.tokens_per_second <= first.tokens_per_second * 1.001 for each in changed if each.fits)
+
+
+def test_what_is_printed_ends_with_the_command(large: Planned) -> None:
+    lines = list(plan_lines(large.plan, large.problems, ["x"], 15 * 10**12, 2.0))
+    text = "\n".join(lines)
+    assert lines[0].startswith("70.55B parameters, 1,024 samples of 8,192 tokens a step (8.39M tokens), 512 x h100")
+    assert lines[-1].startswith("x --tensor-model-parallel-size ")
+    for word in ("activations", "optimizer", "gradients", "margin", "by axis: tp", "device hours,", "does not fit"):
+        assert word in text
+
+
+def test_a_network_that_fits_nowhere_is_shown_with_its_smallest_layout() -> None:
+    lines = list(request_lines(["--model-preset", "llama-3.1-405b", "--planned-devices", "8", "--bf16"], ["x"]))
+    assert "fits into 79.2 GiB" in lines[1]
+    assert "recompute full" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--device", "abacus"), "--device abacus is not known"),
+        (("--interconnect", "string"), "--interconnect string is not known"),
+        (("--nodes", "3"), "--nodes 3 does not divide 512"),
+    ],
+)
+def test_unknown_hardware_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    given, request = read_planned([*LLAMA_70B, *words])
+    with pytest.raises(ConfigError, match=sentence):
+        planned(given, request)
+
+
+def test_experts_are_divided_over_ranks_of_their_own() -> None:
+    words, request = read_planned(["--model-preset", "mixtral-8x7b", "--planned-devices", "16", "--bf16"])
+    plan, _ = planned(words, request)
+    sizes = {layout.ep for layout in itertools.islice(layouts(plan.job, {}), 20000)}
+    assert sizes >= {1, 2, 4, 8}
+    assert plan.best
