@@ -7,6 +7,7 @@ alone, or it is refused by a text that names its result and the way out, and not
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import json
@@ -195,6 +196,7 @@ class Kills:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+                faulthandler.enable(2)
                 work()
                 code = 0
             except SystemExit as left:
@@ -253,6 +255,11 @@ def run(folder: Path, cases: int, seed: int, names: Sequence[str] = tuple(TOOLS)
     for name in names:
         kills.try_tool(name, cases, random.Random(f"{seed} {name}"), campaign)
     return campaign
+
+
+def run_in_rank(rank: int, folder: Path, cases: int, seed: int) -> Campaign:
+    """`run` in a process that `run_ranks` started."""
+    return run(folder, cases, seed)
 
 
 @dataclass(frozen=True)
