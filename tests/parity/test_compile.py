@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ def train_both(
     rank: int, layout: tuple[int, int, int], stages: list[int], extras: list[list[str]]
 ) -> list[tuple[Curves, Curves]]:
     """The curves of eager and of compiled blocks for each set of flags, with an evaluation before the second step."""
+    # As in a run. Before Python 3.12, an import fails if the collector interrupts it with a finalizer that imports
+    # something (python/cpython#91351), and the compiler imports a lot at its first use.
+    gc.disable()
     both = []
     for extra in extras:
         eager = train_layouts(rank, RECIPE, layout, stages, extra)

@@ -248,11 +248,10 @@ _IGNORED_ROWS: tuple[Row, ...] = (
             "overlap_grad_reduce",
             "overlap_param_gather",
             "tp_comm_overlap",
-            "manual_gc",
-            Known("manual_gc_interval", int),
             Known("empty_unused_memory_level", int, 0),
         ),
     ),
+    ("Python's garbage is always collected at chosen steps only; see --manual-gc-interval.", ("manual_gc",)),
     ("a run with one pipeline stage never uses the pipeline engine.", ("no_pipeline_parallel",)),
     (
         "upstream never reads it; ZeRO's settings come from --deepspeed_config.",

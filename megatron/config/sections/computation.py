@@ -143,6 +143,12 @@ class KernelConfig(ConfigSection):
         "nothing stands in the way; the first lines of the run say what does. It has not been run on a GPU yet",
         choices=("auto", "off"),
     )
+    manual_gc_interval: int = flag(
+        100,
+        "steps after which Python's garbage is collected, on all ranks at once, as it is after an evaluation; never "
+        "in between. 0: whenever Python decides",
+        at_least=0,
+    )
 
     @property
     def requested(self) -> Mapping[str, str]:

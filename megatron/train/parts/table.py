@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron.train.part import Part, PartSequence, PartSetup
 from megatron.train.parts.activity import ActivityReports
+from megatron.train.parts.collecting import CollectingGarbage
 from megatron.train.parts.distillation import Distillation
 from megatron.train.parts.evaluation_tasks import EvaluationTasks
 from megatron.train.parts.keeping import Keeping
@@ -30,6 +31,7 @@ PART_CLASSES: tuple[type[Part], ...] = (
     SlowestRankReports,
     Keeping,
     StartRecord,
+    CollectingGarbage,
 )
 
 
