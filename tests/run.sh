@@ -10,9 +10,10 @@ source examples/environment.sh
 prepare_environment test
 workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
 
-# A test that passes on the second try, alone, when nothing else uses the machine, is reported and does not fail the run: of 9,000 tests, many of
-# which start processes, one in a run has met a moment at which a shared machine stood still. Three or more that fail are a defect.
-MOST_SECOND_TRIES=2
+# A test that passes on the second try, alone, when nothing else uses the machine, is reported and does not fail the run: of 10,000 tests, many
+# of which start processes, one to three in a run have met a moment at which a shared machine stood still. A defect fails twice; more than
+# this many are one in any case.
+MOST_SECOND_TRIES=5
 failures=.pytest_cache/v/cache/lastfailed
 rm -f "$failures"
 status=0
