@@ -8,7 +8,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -65,16 +65,21 @@ def join_deepspeed() -> None:
 
 
 def initialize(
-    settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMesh, module: nn.Module, freezing: Freezing
+    settings: Mapping[str, Any],
+    optim: OptimConfig,
+    mesh: ParallelMesh,
+    module: nn.Module,
+    freezing: Freezing,
+    tied: Sequence[nn.Parameter] = (),
 ) -> Any:
-    """Wraps a module and its optimizer in a DeepSpeed engine."""
+    """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied`."""
     ratio = offloaded_ratio(settings["zero_optimization"])
     settings = without_ratio(settings)
     stage = settings["zero_optimization"]["stage"]
     # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
     settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
     _warn_of_narrow_accumulation(settings, mesh)
-    optimizer = build_optimizer(optim, module, mesh, freezing, is_offloaded=_is_offloaded(settings))
+    optimizer = build_optimizer(optim, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
     with quiet(), optimizers_for_experts(has_experts and stage > 0):
         engine, *_ = deepspeed.initialize(
@@ -113,6 +118,7 @@ def build_optimizer(
     module: nn.Module,
     mesh: ParallelMesh,
     freezing: Freezing = EVERYTHING_IS_TRAINED,
+    tied: Sequence[nn.Parameter] = (),
     *,
     is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
@@ -123,9 +129,11 @@ def build_optimizer(
     factor of its learning rate. Adam's epsilon has the same factor, since a gradient is as small as the learning rate
     it calls for. Experts that other data-parallel ranks do not hold are groups of their own. Frozen parameters are in
     no group. With moments of 8 bits, embeddings are groups of their own, whose moments stay in float32; so are the
-    matrices that Muon orthogonalises.
+    matrices that Muon orthogonalises. A weight that another pipeline stage also holds is alone in its group, so that
+    both stages divide it alike among their data-parallel ranks.
 
     Args:
+        tied: the weights that another stage also holds.
         is_offloaded: whether the optimizer will work on the CPU, where those made for a GPU do not.
 
     Raises:
@@ -137,7 +145,8 @@ def build_optimizer(
             "of its matrices are work for the device. Remove the entry; --zero-stage 2 divides the state."
         )
     decays = (optim.weight_decay, 0.0)
-    by_kind: dict[tuple[bool, float, int, bool, bool, bool], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[bool, float, int, bool, bool, bool, int], list[nn.Parameter]] = {}
+    places = {id(parameter): place for place, parameter in enumerate(tied, start=1)}
     for parameter in module.parameters():
         if not is_frozen(parameter):
             spec = shard_spec_of(parameter)
@@ -150,6 +159,7 @@ def build_optimizer(
                 is_table,
                 is_expert(parameter),
                 optim.optimizer == MUON and is_orthogonalized(parameter),
+                places.get(id(parameter), 0),
             )
             by_kind.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = [

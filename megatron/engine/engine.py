@@ -105,8 +105,8 @@ class Engine:
         self._states = [module for module in self.stack.modules() if isinstance(module, StepState)]
         self.tied = tied_weights(network, self.stack, mesh)
         by_deepspeed = pipeline.by_deepspeed and mesh.pp.size > 1
-        self.module: nn.Module = StageModule(self.stack, mesh, self.tied) if by_deepspeed else self.stack
-        self.deepspeed = initialize(settings, optim, mesh, self.module, freezing)
+        self.module: nn.Module = StageModule(self.stack, mesh) if by_deepspeed else self.stack
+        self.deepspeed = initialize(settings, optim, mesh, self.module, freezing, [weight for weight, _ in self.tied])
         clipping = Clipping(optim.clip_grad, mesh.model, mesh.device, mesh.kernels.optimizer)
         self.view = view_of(self.deepspeed, self.zero_stage, mesh, clipping)
         if isinstance(self.optimizer, Muon):
@@ -127,14 +127,15 @@ class Engine:
             sum_in_backward(partial)
         else:
             gradients.sum_partial(partial)
+        if gradients is not None:
+            gradients.sum_tied([(weight, axis) for weight, axis in self.tied if not is_frozen(weight)])
         if isinstance(self.module, StageModule):
             return DeepSpeedPasses(self.deepspeed, self.module, self._enter)
         if gradients is None or self.chunks.count == 1:
             return PlainPasses(self.deepspeed, self.stack, gradients, self._enter, adds_up=self.view.is_direct)
-        gradients.keep_whole(weight for weight, _ in self.tied if not is_frozen(weight))
         runner = ChunkRunner(self.stack, self.chunks, splits_backward=pipeline.splits_backward)
         executor = Executor(runner, self.mesh.pp, gradients.accumulate, self._enter)
-        return PipelinePasses(executor, pipeline, gradients, self.deepspeed, self.tied, self._enter)
+        return PipelinePasses(executor, pipeline, gradients, self.deepspeed, self._enter)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

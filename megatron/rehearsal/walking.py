@@ -87,19 +87,19 @@ class _Walk:
             experts=experts if any(is_expert.values()) else None,
             is_expert=lambda parameter: is_expert[id(parameter)],
         )
-        self._groups = _flat_groups(self._trained, self._averaging)
+        self._tied = tied_weights(network_layers(config.model, mesh), stack, mesh)
+        self._groups = _flat_groups(self._trained, self._averaging, self._tied)
 
     def programs(self, batches: Sequence[int]) -> list[RankProgram]:
         """Walks a step."""
         with self._recorded:
             sums, partial = self._gradient_sum(), partial_parameters(self._stack)
-            tied = tied_weights(network_layers(self._config.model, self._mesh), self._stack, self._mesh)
-            sums.keep_whole([*(weight for weight, _ in tied), *(each for _, group in partial for each in group)])
+            sums.keep_whole(each for _, group in partial for each in group)
             losses = self._run_one_micro_batch(sums)
             passes = self._by_pass()
             begin = list(self._events("begin", self._phases[0][1]))
             self._recorded.take()
-            end = list(self._after_passes(sums, partial, tied, losses))
+            end = list(self._after_passes(sums, partial, losses))
         weights = sum(each.numel() * each.element_size() for each in self._stack.parameters())
         mesh, rank = self._mesh, self._mesh.world.rank
         axes = (*mesh.axes, mesh.embedding, mesh.model, mesh.gradient, mesh.loss, mesh.ep, mesh.expert_gradient)
@@ -174,14 +174,12 @@ class _Walk:
         ends = self._mesh.world.rank, self._mesh.pp.ranks[action.peer or 0]
         return RankMessage(kind, ends, self._hidden, self._dtype)
 
-    def _after_passes(
-        self, sums: GradientSum, partial: Partial, tied: Tied, losses: StepLoss
-    ) -> Iterator[ProgramEntry]:
+    def _after_passes(self, sums: GradientSum, partial: Partial, losses: StepLoss) -> Iterator[ProgramEntry]:
         """Sums over ranks, the norm, and the weights that each rank updates for the others."""
         mesh = self._mesh
         for axis, parameters in partial:
             sums.sum_over(axis, parameters)
-        sums.reduce(tied)
+        sums.reduce(self._tied)
         yield from self._events("gradients", self._recorded.take())
         Clipping(1.0, mesh.model, mesh.device).norm(sums.counted, sums.divided_over)
         losses.totals.over_ranks(mesh)
@@ -219,11 +217,12 @@ def _crossing(action: Action) -> str:
     return f"{'output' if is_forward else 'gradient'} of chunk {boundary}, micro-batch {action.micro_batch}"
 
 
-def _flat_groups(parameters: Sequence[nn.Parameter], averaging: Averaging) -> list[FlatGroup]:
+def _flat_groups(parameters: Sequence[nn.Parameter], averaging: Averaging, tied: Tied) -> list[FlatGroup]:
     """Parameters in the flat buffers of the optimizer's groups, padded so that ranks get equal parts."""
-    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    members: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for each in parameters:
-        members.setdefault((not shard_spec_of(each).is_matrix, averaging.is_expert(each)), []).append(each)
+        key = not shard_spec_of(each).is_matrix, averaging.is_expert(each), any(each is weight for weight, _ in tied)
+        members.setdefault(key, []).append(each)
     groups = []
     for _, group in sorted(members.items(), key=lambda item: item[0]):
         starts = [0, *itertools.accumulate(each.numel() for each in group)]

@@ -18,10 +18,10 @@ BF16 = ["--bf16"]
 CHUNKS = ["--pipeline-schedule", "interleaved-zb", "--num-layers", "4"]
 
 
-def train(engine: Engine, config: Any, first: int, last: int) -> None:
+def train(engine: Engine, config: Any, first: int, last: int, recipe: Recipe = RECIPE) -> None:
     """Trains the steps [first, last) of the recipe."""
     for step in range(first, last):
-        engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, True), RECIPE.learning_rate)
+        engine.train_batch(local_batches(recipe, config, engine.mesh, step, True), recipe.learning_rate)
 
 
 def step_figures(loss: float, norm: float | torch.Tensor, tokens: float = 4.0) -> torch.Tensor:

@@ -86,6 +86,17 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
 
 
+def test_a_weight_of_two_stages_is_alone_in_its_group() -> None:
+    module, optim = small_module(), optim_config(weight_decay=0.3)
+    groups = build_optimizer(optim, module, ParallelMesh.single(), tied=[module[2].weight]).param_groups
+    assert [names_of(module, group) for group in groups] == [
+        {"0.weight"},
+        {"2.weight"},
+        {"0.bias", "1.weight", "1.bias"},
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.3, 0.0]
+
+
 def test_a_rank_with_nothing_to_train_has_a_placeholder() -> None:
     module = small_module().requires_grad_(False)
     (group,) = build_optimizer(optim_config(weight_decay=0.3), module, ParallelMesh.single()).param_groups

@@ -247,9 +247,6 @@ class PartitionedView(OwningView):
         for name in ("update_hp_grads", "backward_epilogue"):
             setattr(self._wrapper, name, lambda *_, **__: self.accumulate())
         self._wrapper.clear_lp_grads = lambda *_, **__: None
-        for parameter in self._trained:
-            parameter._hp_grad = self._sum.of(parameter)  # type: ignore[attr-defined]  # of a tied weight, stages add it up
-        self._sum.clear()
 
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice | None:
         """Where `utils/mixed_precision_linkage.py` has noted that it lies."""

@@ -19,7 +19,7 @@ class GradientOwner:
     A step is
 
         owner.accumulate(parameters)     after every backward pass; any number of calls
-        owner.reduce(tied)               once: over the ranks that hold tied weights, then over data-parallel ranks
+        owner.reduce()                   once: over data-parallel ranks, then over the ranks that hold tied weights
         deepspeed.step()                 once: measures, clips and updates
 
     and in between `main_gradient(parameter)` is the sum so far. Nothing is divided by the number of micro-batches: the
@@ -36,6 +36,7 @@ class GradientOwner:
         self._clipping = clipping
         self._trained = trained
         self._partial: Partial = ()
+        self._tied: Tied = ()
 
     def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
@@ -51,15 +52,15 @@ class GradientOwner:
         """The sum for a parameter on this rank, in its shape; what is written into it before `reduce` counts.
 
         Raises:
-            ValueError: with ZeRO 2, if `keep_whole` was not called for it.
+            ValueError: with ZeRO 2, unless it is one of `sum_partial`: a rank keeps nothing else but its part.
         """
         return self._sum.of(parameter)
 
-    def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Announces, before the first step, tied weights and others that `main_gradient` will be asked for: with ZeRO 2
-        a rank keeps nothing else but its part.
+    def sum_tied(self, tied: Tied) -> None:
+        """Has `reduce` sum these weights, which other stages also hold, each over the axis of the ranks that do; before
+        the first step.
         """
-        self._sum.keep_whole(parameters)
+        self._tied = tied
 
     def sum_partial(self, partial: Partial) -> None:
         """Has `reduce` sum the gradients of these parameters over an axis whose ranks have those of different tokens,
@@ -69,16 +70,13 @@ class GradientOwner:
         for _, parameters in partial:
             self._sum.keep_whole(parameters)
 
-    def reduce(self, tied: Tied = ()) -> None:
-        """Sums partial gradients over the ranks of their axis and tied weights over the ranks that hold them, then
-        averages everything over data-parallel ranks; once a step, after the last `accumulate`; collective.
-
-        Args:
-            tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
+    def reduce(self) -> None:
+        """Sums partial gradients over the ranks of their axis, averages everything over data-parallel ranks, and sums
+        tied weights over the ranks that hold them; once a step, after the last `accumulate`; collective.
         """
         for axis, parameters in self._partial:
             self._sum.sum_over(axis, parameters)
-        self._sum.reduce(tied)
+        self._sum.reduce(self._tied)
 
     def measure(self, loss_scale: LossScale | None = None) -> torch.Tensor:
         """The global norm of what was reduced, without the loss scale; collective.

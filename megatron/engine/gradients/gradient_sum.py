@@ -90,17 +90,28 @@ class GradientSum(ABC):
         flat = all_reduce_sum(torch._utils._flatten_dense_tensors(sums), axis)
         torch._foreach_copy_(sums, list(torch._utils._unflatten_dense_tensors(flat, sums)))
 
+    @torch.no_grad()
     def reduce(self, tied: Tied = ()) -> None:
-        """Sums tied weights over the ranks that hold them, then averages everything over data-parallel ranks;
+        """Averages everything over data-parallel ranks, then sums tied weights over the ranks that hold them;
         collective.
+
+        In this order the copies of a tied weight get the same bits: each of two ends adds the same two numbers, while
+        an average over more than two ranks depends on where a gradient lies in the messages of an end.
         """
-        for parameter, axis in tied:
-            all_reduce_sum(self.of(parameter), axis)
         self._average()
+        for parameter, axis in tied:
+            part = self._part_of(parameter)
+            total = all_reduce_sum(part.to(parameter.device), axis)  # from the host, if it has the gradients
+            if total is not part:
+                part.copy_(total)
 
     @abstractmethod
     def _average(self) -> None:
         """Averages over data-parallel ranks; nothing is added afterwards."""
+
+    @abstractmethod
+    def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """What this rank has of the average of a tied weight; the same elements as the other ranks that hold it."""
 
     @property
     @abstractmethod
@@ -161,6 +172,9 @@ class GradientsInPlace(GradientSum):
         for averaging, members in groups.values():
             _average_in_buckets(members, averaging)
 
+    def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self.of(parameter)
+
     @property
     def parts(self) -> Sequence[torch.Tensor]:
         """None."""
@@ -200,7 +214,8 @@ class FlatGradients(GradientSum):
 
     Args:
         parts: this rank's part of each group, of equal length on all ranks.
-        groups: where the parameters lie in the whole.
+        groups: where the parameters lie in the whole; a tied weight is a group of its own, which its other ranks divide
+            alike.
         is_counted: whether this rank counts a parameter in the gradient norm.
         averaging: how data-parallel ranks average.
 
@@ -218,11 +233,15 @@ class FlatGradients(GradientSum):
         self.divided_over = averaging.axis if averaging.axis.size > 1 or averaging.experts is not None else None
         self._averagings = [averaging.of(group.parameters[0]) for group in groups]
         self._parts = list(parts)
+        self._alone = {id(group.parameters[0]): part for group, part in zip(groups, parts, strict=True)}
         self._counted: list[torch.Tensor] = []
         for part, group, own in zip(parts, groups, self._averagings, strict=True):
             begin = own.axis.rank * len(part)
             ranges = group.counted(is_counted, begin, begin + len(part))
             self._counted += [part[first - begin : end - begin] for first, end in ranges]
+
+    def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self._alone[id(parameter)]
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule
-from torch import nn
 
 from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage, call_before_instructions
-from megatron.engine.freezing import is_frozen
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.objective.base import Outputs
-from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.mesh import ParallelMesh
 
 # What each instruction of a pipeline schedule does.
 _PHASES = {
@@ -44,7 +42,6 @@ class StageModule(BuiltStage):
 
     Args:
         stack: the layers of this stage.
-        tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
 
     Attributes:
         losses: of the global batch that passes through.
@@ -52,10 +49,9 @@ class StageModule(BuiltStage):
 
     losses: StepLoss
 
-    def __init__(self, stack: LayerStack, mesh: ParallelMesh, tied: Sequence[tuple[nn.Parameter, Axis]]) -> None:
+    def __init__(self, stack: LayerStack, mesh: ParallelMesh) -> None:
         super().__init__(mesh, self._loss)
         self.stack = stack
-        self._tied = tied
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Runs the stage on the output of the data loader or of the previous stage."""
@@ -69,10 +65,6 @@ class StageModule(BuiltStage):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # all before it is frozen, and the engine runs a backward pass from it
         return hidden, *context.tensors
-
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""
-        return [(weight, axis.group) for weight, axis in self._tied if not is_frozen(weight)]
 
     def _loss(self, outputs: Outputs, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self.losses.of(outputs, targets)

@@ -6,17 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from megatron.config.sections.pipelines import SCHEDULE_FILE, SPLIT_SCHEDULES
 from megatron.device import GraphCapturer
-from megatron.engine.freezing import is_frozen
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_graphs import GraphedChunkRunner
 from megatron.engine.pipeline.executor import Executor
-from megatron.parallel.mesh import Axis
 from megatron.parallel.schedule.actions import Kind, Placement
 from megatron.parallel.schedule.building import build_schedule, forward_programs
 from megatron.parallel.schedule.schedule_files import read_orders
@@ -66,7 +62,6 @@ class PipelinePasses:
         settings: which schedule.
         gradients: takes what the backward passes leave.
         deepspeed: the engine that updates the weights.
-        tied: the weights that other ranks of the pipeline hold as well.
         enter: called with each phase that begins.
     """
 
@@ -76,12 +71,10 @@ class PipelinePasses:
         settings: PipelineSettings,
         gradients: GradientOwner,
         deepspeed: Any,
-        tied: Sequence[tuple[nn.Parameter, Axis]],
         enter: Callable[[str], None],
     ) -> None:
         self._executor, self._settings, self._deepspeed = executor, settings, deepspeed
         self._gradients = gradients
-        self._tied = [(weight, axis) for weight, axis in tied if not is_frozen(weight)]
         self._enter = enter
 
     def use_graphs(self, capturer: GraphCapturer, *, adds_up: bool) -> None:
@@ -89,13 +82,13 @@ class PipelinePasses:
         self._executor.runner = GraphedChunkRunner(self._executor.runner, capturer, adds_up=adds_up)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs the programs, sums the gradients of tied weights and of replicas, and updates."""
+        """Runs the programs, sums the gradients of replicas and of tied weights, and updates."""
         axis = self._executor.axis
         settings = self._settings
         schedule = build_schedule(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
         self._executor.run(schedule.actions[axis.rank], batches, losses, trains=True)
         self._enter("step")
-        self._gradients.reduce(self._tied)
+        self._gradients.reduce()
         self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:

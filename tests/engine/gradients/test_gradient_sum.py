@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from megatron.engine.gradients import gradient_sum
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace
+from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import Axis
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
@@ -49,7 +52,7 @@ def test_ranks_average_what_autograd_has_added_up() -> None:
     assert run_ranks(in_place, 2) == [[[1.5] * 4, [5.0] * 3, [0.0] * 2]] * 2
 
 
-def test_tied_weights_are_summed_before_the_average() -> None:
+def test_tied_weights_are_summed_over_their_ranks_and_no_others() -> None:
     assert run_ranks(tied, 2) == [[3.0, 1.5]] * 2
 
 
@@ -62,3 +65,29 @@ def tied(rank: int) -> list[float]:
         parameter.grad = torch.tensor([rank + 1.0])
     held.reduce([(parameters[0], mesh.embedding)])
     return [float(parameters[0].grad), 1.5 if float(parameters[1].grad) == rank + 1 else 0.0]
+
+
+@pytest.mark.parametrize("network_on", ["cpu", "meta"])
+def test_a_tied_weight_is_summed_after_the_average_where_the_network_is(
+    network_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part is in the memory of the host if the optimizer is offloaded."""
+    sent: list[tuple[str, str, int]] = []
+
+    def scattered(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+        sent.append((axis.name, values.device.type, len(values)))
+        return values[axis.rank * len(values) // axis.size :][: len(values) // axis.size]
+
+    def summed(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+        sent.append((axis.name, values.device.type, len(values)))
+        return torch.full((len(values),), 3.0)
+
+    monkeypatch.setattr("megatron.engine.gradients.averaging.reduce_scatter_sum", scattered)
+    monkeypatch.setattr(gradient_sum, "all_reduce_sum", summed)
+    weights, ends = nn.Parameter(torch.zeros(4, device=network_on)), Axis("embedding", 0, 2, (0, 3))
+    groups = [FlatGroup((weights,), (0,), 4)]
+    averaging = Averaging(Axis("gradient", 1, 2, (0, 1)), torch.float32)
+    held = MainGradients([torch.ones(4)], groups, lambda _: True, averaging)
+    held.reduce([(weights, ends)])
+    assert sent == [("gradient", "cpu", 4), ("embedding", network_on, 2)]
+    assert held.parts[0].tolist() == [3.0, 3.0]
