@@ -30,7 +30,7 @@ DEEP = ["--num-layers", "9"]  # a block for each of eight chunks, and one more
 LOSS_RATIO, NORM_RATIO = 4.0e-7, 1.0e-6
 GPU_RATIO = 1.0e-5  # kernels of a GPU add in another order in each run
 EVALUATED = 2  # before this step, a single micro-batch
-RECOMPUTED = {"none": [], "attention": ["--recompute-activations"], "blocks": ["--checkpoint-activations"]}
+RECOMPUTED = {"none": [], "attention": ["--recompute-granularity", "selective"], "blocks": ["--checkpoint-activations"]}
 
 Curve = list[tuple[float, float]]
 Layout = tuple[int, int, int]
