@@ -4,8 +4,8 @@
     python tools/doctor.py --json
     python tools/doctor.py --layouts -- pretrain_gpt.py FLAGS
 
-With --layouts it says instead which other layouts the flags after -- could have: what goes with them, and why the rest
-does not.
+With --layouts it says instead which other layouts the flags after -- could have: what goes with them, the test that
+trains it, and why the rest does not. If the flags are refused as they are, it says why, and which single changes help.
 
 Exit code 0 when training can start, 78 when it cannot. Works even if torch or other packages are missing.
 """
@@ -117,19 +117,35 @@ def show(findings: Sequence[Finding], can_start: bool) -> None:
 
 
 def show_layouts(words: Sequence[str], *, as_json: bool) -> None:
-    """Prints every value of every axis of the layout: given, working, or refused and why."""
-    from megatron.config.support import alternatives
+    """Prints every value of every axis of the layout: given, working and tested where, or refused and why.
 
-    found = alternatives(words)
+    Of a command that is refused itself, it prints why, and the values with which it would not be.
+    """
+    from docs.site.layouts import TESTED_BY, test_of
+    from megatron.config.support import survey
+
+    found = survey(words)
+    tests = {
+        one.value: TESTED_BY[one.value] if one.axis == "pipeline" else test_of(found.pipeline, one.value)
+        for one in found.alternatives
+    }
     if as_json:
-        print(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
+        rows = [{**dataclasses.asdict(one), "test": tests[one.value]} for one in found.alternatives]
+        print(json.dumps({"problems": found.problems, "alternatives": rows}, indent=1))
         return
-    for axis in dict.fromkeys(one.axis for one in found):
+    shown = found.alternatives
+    if found.problems:
+        shown = tuple(one for one in shown if not one.problems)
+        log.text("REFUSED")
+        for problem in found.problems:
+            log.text(f"  {problem}")
+        log.text(f"{'One of these changes is enough' if shown else 'No single change of the layout is enough'}.")
+    for axis in dict.fromkeys(one.axis for one in shown):
         log.text(axis)
-        for one in found:
+        for one in shown:
             if one.axis == axis:
                 status = "REFUSED" if one.problems else "given  " if one.is_given else "works  "
-                log.text(f"  {status} {one.value}")
+                log.text(f"  {status} {one.value}" + ("" if one.problems else f"  ({tests[one.value]})"))
                 for problem in one.problems:
                     log.text(f"          {problem}")
 

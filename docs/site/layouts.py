@@ -22,6 +22,25 @@ COMMAND = shlex.split(
     "--vocab-file vocab.json --merge-file merges.txt"
 )
 
+# Pairs that every run of the tests trains; the others are part of its campaign.
+FEW = (
+    ("zbv", "a teacher too"),
+    ("interleaved", "4 experts"),
+    ("interleaved-zb", "some frozen"),
+    ("zb-h1", "muon"),
+    ("v-half", "lion"),
+    ("zbv", "fp16"),
+    ("interleaved-zb", "masked tokens"),
+    ("v-1f1b", "curriculum"),
+    ("zbv", "Ulysses 2"),
+    ("interleaved-zb", "a ring of 2"),
+    ("zb-h1", "tensor 2 with sequence parallelism"),
+    ("v-half", "4 experts on 2 ranks"),
+)
+
+_TABLE = "tests/parity/pipeline/test_layout_table.py"
+_FEW = f"{_TABLE}::test_a_few_pairs_train_like_one_process"
+_EACH = f"{_TABLE}::test_a_value_trains_with_every_pipeline[{{}}]"
 _SCHEDULES = "tests/parity/pipeline/test_schedules.py::test_a_schedule_equals_one_process"
 _PARITY = "tests/parity/test_parity.py::test_fp32_layout_equals_reference"
 # The test that trains with a value of `AXES`, and compares with one process where the value divides anything.
@@ -45,7 +64,7 @@ TESTED_BY: Mapping[str, str] = {
     "blocks recomputed": "tests/parity/test_switches.py::test_layout_equals_one_process",
     "float32": _PARITY,
     "bf16": "tests/parity/test_parity.py::test_bf16_layout_stays_near_reference",
-    "fp16": "tests/engine/deepspeed/test_deepspeed_internals.py",
+    "fp16": _FEW,
     "next tokens": _PARITY,
     "masked tokens": "tests/parity/test_bert.py::test_a_layout_equals_plain_torch",
     "labels alone": _PARITY,
@@ -69,27 +88,29 @@ TESTED_BY: Mapping[str, str] = {
     "on the device": _PARITY,
     "on the host": "tests/engine/optimizer/test_offloading.py::test_offloading_changes_no_step",
 }
+# The tests of pairs of a pipeline and another value, in the order of their numbers on the page.
+PAIRS_TESTED_BY = (_PARITY, _SCHEDULES, TESTED_BY["1f1b, engine deepspeed"], _FEW, _EACH.format("VALUE"))
+
 _BEGIN = """# Which layouts go with what
 
-What can be combined, what is refused, and the test that trains with each value. The page is written from the rules
-that refuse a command before it starts, by `docs/site/layouts.py`.
+What can be combined, what is refused, and the tests that train it. The page is written from the rules that refuse a
+command before it starts, by `docs/site/layouts.py`.
 
-Data parallelism can be combined with everything here: start more processes. For a command of your own, `doctor.py` says
-what could be changed about it:
+Data parallelism can be combined with everything here: start more processes. The tests of schedules, experts and
+optimizers have it together with pipelines. For a command of your own, `doctor.py` says what could be changed about it:
 
 ```text
 python tools/doctor.py --layouts -- pretrain_gpt.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16
 ```
-
-A cell below is a pair of values; `tests/parity/pipeline/test_layout_table.py` trains pairs of a schedule and another
-value, all of them with `--cases`.
 
 The tables hold what the flags alone decide. On a GPU, offloading also needs ZeRO 1 or more, and `--compile` cannot be
 combined with dropout in fused attention.
 
 ## Pipelines
 
-`yes`: the value works with this schedule, whatever the others are, unless a row of the next table forbids it.
+`yes`: the value works with this pipeline, whatever the others are, unless a row of the next table forbids it. The
+number is that of a test below, which trains the two together and compares with one process; of the other axes it has
+the first value.
 """
 
 
@@ -119,7 +140,11 @@ def page(refused: Sequence[tuple[tuple[str, ...], str]]) -> str:
         "",
         "## Tests",
         "",
-        "The network trains in fp16 on GPUs only, so its test holds the scale of the loss.",
+        "The tests of the pairs above. Those with the name of a value in brackets run with `--cases 401` or more.",
+        "",
+        *(f"{number}. `{test}`" for number, test in enumerate(PAIRS_TESTED_BY, 1)),
+        "",
+        "The tests of each value, most of them in several layouts:",
         "",
     ]
     lines += ["| value | flags | test |", "|---|---|---|"]
@@ -131,15 +156,31 @@ def page(refused: Sequence[tuple[tuple[str, ...], str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def test_of(pipeline: str, value: str) -> str:
+    """The test that trains with both, if they go together."""
+    from megatron.config.support import AXES
+
+    (axis,) = (axis for axis, values in AXES.items() if value in values)
+    is_first = value == next(iter(AXES[axis]))
+    own = TESTED_BY[pipeline]
+    if is_first or (own == _SCHEDULES and (axis in ("ZeRO", "recompute") or value == "tensor 2")):
+        return own
+    return _FEW if (pipeline, value) in FEW else _EACH.format(value)
+
+
 def _matrix(refused: Sequence[frozenset[str]]) -> Iterator[str]:
     from megatron.config.support import AXES
 
-    pipelines = list(AXES["pipeline"])
+    pipelines, numbers = list(AXES["pipeline"]), {test: number for number, test in enumerate(PAIRS_TESTED_BY, 1)}
     yield "| | " + " | ".join(pipelines) + " |"
     yield "|---" * (1 + len(pipelines)) + "|"
     for axis, values in AXES.items():
         for value in values if axis != "pipeline" else ():
-            cells = ["no" if any(one <= {pipeline, value} for one in refused) else "yes" for pipeline in pipelines]
+            tests = [test_of(pipeline, value).replace(f"[{value}]", "[VALUE]") for pipeline in pipelines]
+            cells = [
+                "no" if any(one <= {pipeline, value} for one in refused) else f"yes {numbers[test]}"
+                for pipeline, test in zip(pipelines, tests, strict=True)
+            ]
             yield f"| {value} | " + " | ".join(cells) + " |"
 
 
@@ -161,6 +202,18 @@ def refused_on(text: str) -> dict[tuple[str, ...], str]:
         for cell, sentence in rows
         for firsts, *rest in [cell.split(" + ")]
         for first in firsts.split(" or ")
+    }
+
+
+def yes_cells(text: str) -> dict[tuple[str, str], str]:
+    """The cells of the page's first table that do not say no: pipeline and value, and the test that the cell names."""
+    table = text.partition("## Pipelines\n")[2].partition("\n## ")[0]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    return {
+        (pipeline, value): PAIRS_TESTED_BY[int(cell.removeprefix("yes ")) - 1].replace("[VALUE]", f"[{value}]")
+        for value, *cells in rows
+        for pipeline, cell in zip(header, cells, strict=True)
+        if cell != "no"
     }
 
 

@@ -130,6 +130,21 @@ def words_of(pairs: Mapping[str, Any]) -> list[str]:
     return [word for option, text in texts.items() for word in _as_written(option, [text])]
 
 
+def flags_with_fields(argv: Sequence[str]) -> list[tuple[list[str], frozenset[str]]]:
+    """Each of the trainer's flags on a command line with its values, and the fields that it sets, by "section.field".
+
+    Unknown flags are left out.
+    """
+    tables = (shorthand_flags(), legacy_flags())
+    flags = {**field_flags(), **{name: entry.flag for table in tables for name, entry in table.items()}}
+    reading = read_command_line(flags, argv, prog=None, description="", groups=[("", list(flags))])
+    found = []
+    for name, option, given in reading.occurrences:
+        ((meant,), _) = expand_shorthands([{name: reading.values.get(name)}], with_defaults=False)
+        found.append(([*_as_written(option, given)], frozenset(meant)))
+    return found
+
+
 def _as_written(option: str, given: Sequence[str]) -> Iterator[str]:
     """An option and its values; a single value that looks like an option stays joined to it."""
     if len(given) == 1 and given[0].startswith("-"):

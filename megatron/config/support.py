@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from megatron.config.parse import read_flags
+from megatron.config.parse import RequestDraft, read_flags
+from megatron.config.pipeline_rules import schedule_name
+from megatron.config.program_flags import flags_with_fields
 from megatron.config.sections.optimizers import OPTIMIZERS
 from megatron.config.sections.pipelines import DEEPSPEED, ENGINES, OWN, SCHEDULE_CHUNKS
 
@@ -76,6 +78,21 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
         "optimizer state": {"on the device": "--no-cpu-optimizer", "on the host": "--cpu-optimizer"},
     }
 )
+_NO_PIPELINE, _STAGES = next(iter(AXES["pipeline"])), "--pipeline-model-parallel-size"
+# What a command may say of an axis with other flags than those of its values.
+_ALSO: Mapping[str, frozenset[str]] = types.MappingProxyType(
+    {
+        "pipeline": frozenset(
+            {
+                "parallel.enable_zbh1_pipeline",
+                "parallel.virtual_pipeline_model_parallel_size",
+                "parallel.num_layers_per_virtual_pipeline_stage",
+            }
+        ),
+        "recompute": frozenset({"recompute.recompute_activations", "recompute.activations_checkpoint_method"}),
+    }
+)
+_OF_NETWORKS = frozenset({"model.attention_dropout"})  # which some values set, and others leave as they are
 _AXIS_OF = {value: axis for axis, values in AXES.items() for value in values}
 
 
@@ -107,6 +124,22 @@ class Alternative:
     is_given: bool
 
 
+@dataclass(frozen=True)
+class LayoutSurvey:
+    """A command, and what it could be with one change.
+
+    What is wrong with all of them has nothing to do with the layout, such as a missing flag, and is left out.
+
+    Attributes:
+        pipeline: the command's pipeline, by name of `AXES` unless its schedule is a file.
+        problems: what is wrong with the command as it is.
+    """
+
+    pipeline: str
+    problems: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+
+
 def words_of(values: Sequence[str]) -> list[str]:
     """The flags of some values."""
     return [word for value in values for word in AXES[_AXIS_OF[value]][value].split()]
@@ -136,30 +169,47 @@ def refusals(base: Sequence[str], most: int = 3) -> Iterator[RefusedCombination]
                     yield RefusedCombination(values, " ".join(problems))
 
 
-def alternatives(words: Sequence[str]) -> list[Alternative]:
-    """A command with each value of each axis in turn.
-
-    What is wrong with all of them has nothing to do with the layout, such as a missing flag, and is left out.
+def survey(words: Sequence[str]) -> LayoutSurvey:
+    """A command with each value of each axis in turn, in place of what it says of this axis.
 
     Raises:
         ConfigError: a file of flags cannot be read.
     """
-    given = read_flags(words).sections
-    stages = given["parallel"].pipeline_model_parallel_size
+    flags = flags_with_fields(words)
+    given = read_flags(_without(flags, frozenset()))
+    stages, pipeline = given.sections["parallel"].pipeline_model_parallel_size, _pipeline_of(given)
     drafts = {}
     for axis, values in AXES.items():
+        replaced = {field for value in values for _, fields in flags_with_fields(words_of([value])) for field in fields}
+        others = _without(flags, replaced.union(_ALSO.get(axis, ())) - _OF_NETWORKS)
         for value in values:
-            flags = words_of([value])
-            if axis == "pipeline" and stages > 1 and value != next(iter(values)):
-                flags += ["--pipeline-model-parallel-size", str(stages)]
-            drafts[axis, value] = read_flags([*words, *flags])
-    everywhere = set.intersection(*(set(draft.problems) for draft in drafts.values()))
-    return [
+            size = [_STAGES, str(stages)] if axis == "pipeline" and stages > 1 and value != _NO_PIPELINE else []
+            drafts[axis, value] = read_flags([*others, *words_of([value]), *size])
+    everywhere = set(given.problems).intersection(*(draft.problems for draft in drafts.values()))
+    alternatives = [
         Alternative(
             axis,
             value,
-            tuple(problem for problem in draft.problems if problem not in everywhere),
-            draft.sections == given,
+            _others(draft.problems, everywhere),
+            value == pipeline if axis == "pipeline" else draft.sections == given.sections,
         )
         for (axis, value), draft in drafts.items()
     ]
+    return LayoutSurvey(pipeline, _others(given.problems, everywhere), tuple(alternatives))
+
+
+def _without(flags: Sequence[tuple[list[str], Set[str]]], fields: Set[str]) -> list[str]:
+    return [word for written, set_by_it in flags if not fields & set_by_it for word in written]
+
+
+def _others(problems: Sequence[str], known: Set[str]) -> tuple[str, ...]:
+    return tuple(problem for problem in problems if problem not in known)
+
+
+def _pipeline_of(draft: RequestDraft) -> str:
+    """The pipeline of a command, by name of `AXES` unless its schedule is a file."""
+    parallel = draft.sections["parallel"]
+    if parallel.pipeline_model_parallel_size == 1:
+        return _NO_PIPELINE
+    name = schedule_name(parallel, draft.sections["model"].num_layers)
+    return name if parallel.pipeline_engine == OWN else f"{name}, engine {parallel.pipeline_engine}"

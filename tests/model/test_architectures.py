@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.model.blocks.position import rotary_frequencies
 from megatron.model.gpt import gpt_layers, whole_logits
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
@@ -102,6 +103,13 @@ def test_a_window_hides_what_lies_further_back() -> None:
     reach = 3 + 2 * (4 - 1)  # two blocks, each looking three tokens back
     assert not torch.allclose(after[:, reach], before[:, reach], atol=1e-5)
     torch.testing.assert_close(after[:, reach + 1 :], before[:, reach + 1 :], rtol=0, atol=1e-6)
+
+
+def test_two_rotated_channels_have_one_frequency_however_long_the_text() -> None:
+    scaled = {"rope_scaling_type": "dynamic", "rope_original_max_positions": 8, "rope_scaling_factor": 2.0}
+    config = config_of({"position_embedding_type": "rope", "kv_channels": 8, "rotary_percent": 0.25, **scaled})
+    frequencies, factor = rotary_frequencies(config, 64)
+    assert frequencies.tolist() == [1.0] and factor == 1.0
 
 
 def loss_of(model: LayerStack, settings: StepSettings | None = None) -> torch.Tensor:

@@ -58,10 +58,12 @@ def layout_flags(recipe: Recipe, layout: tuple[int, int, int], zero_stage: int, 
     return [*flags, "--data-path", "none", "--vocab-file", "none", "--merge-file", "none", *extra]
 
 
-def layout_config(recipe: Recipe, layout: tuple[int, int, int], zero_stage: int, extra: list[str]) -> RunConfig:
-    """The resolved configuration of the recipe in a layout."""
+def layout_config(
+    recipe: Recipe, layout: tuple[int, int, int], zero_stage: int, extra: list[str], machine: Machine | None = None
+) -> RunConfig:
+    """The resolved configuration of the recipe in a layout; on CPUs if no machine is given."""
     tp, pp, dp = layout
-    machine = Machine(device_type="cpu", world_size=tp * pp * dp, supports_fp16=False, supports_bf16=True)
+    machine = machine or Machine(device_type="cpu", world_size=tp * pp * dp, supports_fp16=False, supports_bf16=True)
     tokenizer = TokenizerFacts(vocab_size=recipe.vocab_size, eod_id=0, fingerprint="none")
     return resolve(parse(layout_flags(recipe, layout, zero_stage, extra)), machine, tokenizer)
 

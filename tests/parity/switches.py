@@ -20,7 +20,8 @@ SWITCHES: dict[str, list[str]] = {
                "--attention-window", "5", "--attention-window-pattern", "1", "0", "--attention-logit-softcap", "5",
                "--output-logit-softcap", "3", "--embedding-multiplier", "5.5", "--softmax-scale", "0.2",
                "--kv-channels", "6"],
-    "qwen3": [*ROPE, *RMS, "--qk-layernorm", "--no-add-bias-linear", "--add-qkv-bias", "--num-query-groups", "1"],
+    "qwen3": [*ROPE, *RMS, "--qk-layernorm", "--no-add-bias-linear", "--add-qkv-bias", "--num-query-groups", "1",
+              "--rope-scaling-type", "dynamic", "--rope-original-max-positions", "8", "--rope-scaling-factor", "2"],
     "olmo2": [*ROPE, *RMS, "--qk-layernorm", "--qk-layernorm-scope", "all", "--norm-placement", "post_branch",
               "--num-query-groups", "2"],
     "olmo2-multi-query": [*ROPE, *RMS, "--qk-layernorm", "--qk-layernorm-scope", "all", "--num-query-groups", "1"],
@@ -45,4 +46,17 @@ SWITCHES: dict[str, list[str]] = {
     "mup": ["--use-mup", "--mup-base-hidden-size", "8", "--mup-base-head-dim", "4"],
     "mup, experts": ["--use-mup", "--mup-base-hidden-size", "16", "--untie-embeddings-and-output-weights",
                      "--num-experts", "4"],
+    "gpt-oss": [*ROPE, *RMS, "--softmax-type", "learnable", "--num-query-groups", "2", "--attention-window", "5",
+                "--attention-window-pattern", "1", "0", "--rotary-base-windowed", "100"],
+    "off by one, longrope": [*ROPE, "--softmax-type", "off-by-one", "--rope-scaling-type", "longrope",
+                             "--rope-original-max-positions", "8", "--rope-short-factors", "1", "1.5", "2", "3",
+                             "--rope-long-factors", "1", "2", "3", "4",
+                             "--norm-placement", "post", "--activation-function", "elu",
+                             "--init-method", "xavier_normal"],
 }  # fmt: skip
+# What test_bert.py and experts/test_balancing.py train.
+ELSEWHERE = {
+    *("bidirectional", "masked_lm_head", "sentence_order_head"),
+    *("moe_router_enable_expert_bias", "moe_token_drop_policy", "moe_aux_loss_scope", "disable_moe_token_dropping"),
+    *("openai_gelu", "bias_gelu_fusion"),  # an activation function by another name
+}

@@ -8,10 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
+from megatron.config import ModelConfig
+from megatron.config.flags.fields import flags_of
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import train_layouts
+from tests.parity.layouts import layout_config, train_layouts
 from tests.parity.reference import Recipe
-from tests.parity.switches import SWITCHES
+from tests.parity.switches import ELSEWHERE, SWITCHES
 
 pytestmark = pytest.mark.slow
 # Two micro-batches a step, or one on each of two replicas; the second step shows the update of the first.
@@ -36,6 +38,14 @@ def trained(zero_stage: int) -> list[str]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Curve]:
     return run_ranks(train_switches, 1, (1, 1, 1), 1, [])[0]
+
+
+def test_every_switch_is_turned() -> None:
+    models = [layout_config(RECIPE, (1, 1, 1), 0, flags).model for flags in SWITCHES.values()]
+    for flag in flags_of(ModelConfig):
+        choices = (False, True) if flag.element is bool else () if flag.is_tuple else flag.facts.choices
+        turned = {getattr(model, flag.field) for model in models}
+        assert turned >= set(choices) or flag.field in ELSEWHERE, (flag.name, set(choices) - turned)
 
 
 def test_every_architecture_is_another_network(expected):

@@ -182,12 +182,32 @@ def test_an_installed_package_has_a_version() -> None:
     assert sys.version_info >= (3, 10)
 
 
+SMALL = ["pretrain_gpt.py", "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"]
+
+
 def test_the_layouts_that_a_command_could_have(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["pretrain_gpt.py", "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--compile"]
+    command = [*SMALL, "--compile"]
     assert doctor.main(["--layouts", "--", *command]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
-    assert {"ZeRO", "  given   ZeRO 1", "  works   ZeRO 2", "  REFUSED ZeRO 3"} <= set(lines)
+    test = "(tests/parity/pipeline/test_layout_table.py::test_a_value_trains_with_every_pipeline[ZeRO 2])"
+    assert {"ZeRO", f"  works   ZeRO 2  {test}", "  REFUSED ZeRO 3"} <= set(lines)
+    assert any(line.startswith("  given   ZeRO 1  (tests/parity/test_parity.py::") for line in lines)
     assert lines[lines.index("  REFUSED ZeRO 3") + 1].startswith("          --compile cannot be combined with --zero-")
     assert doctor.main(["--layouts", "--json", "--", *command]) == ExitCode.DONE
-    found = {one["value"]: one for one in json.loads(capsys.readouterr().out)}
-    assert found["ZeRO 3"]["problems"] and not found["ZeRO 2"]["problems"]
+    report = json.loads(capsys.readouterr().out)
+    found = {one["value"]: one for one in report["alternatives"]}
+    assert report["problems"] == [] and found["ZeRO 3"]["problems"] and not found["ZeRO 2"]["problems"]
+
+
+def test_of_a_refused_command_the_changes_that_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv"]
+    assert doctor.main(["--layouts", "--", *SMALL, *pipeline, "--zero-stage", "3"]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "REFUSED" and lines[1].startswith("  --zero-stage 3 cannot be used with --pipeline-model-par")
+    assert lines[2] == "One of these changes is enough."
+    assert [line.split("  (")[0].strip() for line in lines[3:]] == [
+        *("pipeline", "works   no pipeline"),
+        *("ZeRO", "works   ZeRO 1", "works   ZeRO 0", "works   ZeRO 2"),
+    ]
+    assert doctor.main(["--layouts", "--", *SMALL, *pipeline, "--zero-stage", "3", "--compile"]) == ExitCode.DONE
+    assert "No single change of the layout is enough." in capsys.readouterr().out

@@ -87,7 +87,7 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
     kind, factor = config.rope_scaling_type, config.rope_scaling_factor
     if kind == "linear":
         return _plain_frequencies(base, width) / factor, 1.0
-    if kind == "dynamic":
+    if kind == "dynamic" and width > 2:  # the one frequency of two channels is 1, whatever the base
         context = config.original_context
         stretch = factor * max(length, context) / context - (factor - 1)
         return _plain_frequencies(base * stretch ** (width / (width - 2)), width), 1.0

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from docs.site.layouts import COMMAND, PAGE, TESTED_BY, page, refused_on
-from megatron.config.support import AXES, problems_of, words_of
+from docs.site.layouts import COMMAND, FEW, PAGE, PAIRS_TESTED_BY, TESTED_BY, page, refused_on, yes_cells
+from megatron.config.support import AXES, problems_of, survey, words_of
+from tests.engine.pipeline import test_deepspeed_pipeline
+from tests.parity import test_parity
+from tests.parity.layouts import layout_flags
+from tests.parity.pipeline import test_layout_table, test_schedules
 
 ROOT = Path(__file__).resolve().parents[3]
 REFUSED = refused_on(PAGE.read_text(encoding="utf-8"))
@@ -34,9 +38,46 @@ def test_any_other_combination_works(request: pytest.FixtureRequest) -> None:
         assert bool(problems_of([*COMMAND, *words_of(values)])) == is_refused, (values, WRITE)
 
 
+def given_in(words: list[str]) -> set[tuple[str, str]]:
+    """The pairs of a command's pipeline and another value that it has."""
+    found = survey(words)
+    return {(found.pipeline, one.value) for one in found.alternatives if one.is_given and one.axis != "pipeline"}
+
+
+def trained_by() -> dict[str, set[tuple[str, str]]]:
+    """The pairs that each test declares to train, by its number on the page."""
+    whole, schedules, deepspeed, few, each = PAIRS_TESTED_BY
+    recomputed = dict(zip(test_schedules.RECOMPUTED, AXES["recompute"], strict=True))
+    columns = set(AXES["ZeRO"]) | set(AXES["recompute"]) | set(AXES["tensor parallelism"])
+    cases = [(tp, case) for (tp, _, _), some in test_schedules.KEPT.items() for case in some]
+    plain = given_in(layout_flags(test_parity.RECIPE, (1, 1, 1), 1, test_schedules.DROPOUT))
+    return {
+        whole: plain,
+        schedules: {
+            *((case.schedule, value) for _, case in cases for _, value in plain if value not in columns),
+            *((case.schedule, f"ZeRO {case.zero_stage}") for _, case in cases),
+            *((case.schedule, recomputed[case.recomputed]) for _, case in cases),
+            *((case.schedule, f"tensor {tp}") for tp, case in cases),
+        },
+        deepspeed: given_in(layout_flags(test_deepspeed_pipeline.RECIPE, (1, 2, 1), 1, test_deepspeed_pipeline.OTHER)),
+        few: set(FEW),
+        **{
+            each.replace("VALUE", value): {(pipeline, value) for pipeline in pipelines}
+            for value, pipelines in test_layout_table.PAIRS.items()
+        },
+    }
+
+
+def test_the_test_of_each_cell_trains_its_pair() -> None:
+    cells, trained = yes_cells(PAGE.read_text(encoding="utf-8")), trained_by()
+    assert set(cells.values()) == set(trained)
+    for pair, test in cells.items():
+        assert pair in trained[test], (pair, test)
+
+
 def test_every_value_names_a_test_that_exists() -> None:
     assert set(TESTED_BY) == {value for axis in AXES.values() for value in axis}
-    for test in TESTED_BY.values():
+    for test in (*TESTED_BY.values(), *(test.partition("[")[0] for test in PAIRS_TESTED_BY)):
         path, _, name = test.partition("::")
         defined = [node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)]
-        assert not name or name in defined, test
+        assert name in defined, test

@@ -10,19 +10,20 @@ import pytest
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import layout_config, local_batches
+from tests.parity.layouts import layout_config, layout_name, local_batches
 from tests.parity.reference import Recipe
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=3, hidden_size=16)
 SHORT = dataclasses.replace(RECIPE, sequence_length=8)
+OWN, OTHER = ["--hidden-dropout", "0.1"], ["--hidden-dropout", "0.1", "--pipeline-engine", "deepspeed"]
 
 
-def figures_of_engines(rank: int) -> dict[str, list[float]]:
+def figures_of_engines(rank: int, layout: tuple[int, int, int]) -> dict[str, list[float]]:
     """Losses and norms with each engine; the samples of the last step are shorter than those of the others."""
     found: dict[str, list[float]] = {}
     mesh: Any = None
-    for name in ("own", "deepspeed"):
-        config = layout_config(RECIPE, (1, 2, 1), 1, ["--pipeline-engine", name, "--hidden-dropout", "0.1"])
+    for name, flags in {"own": OWN, "deepspeed": OTHER}.items():
+        config = layout_config(RECIPE, layout, 1, flags)
         mesh = mesh or open_mesh(config.parallel)
         engine = build_engine(config, mesh)
         found[name] = []
@@ -33,6 +34,8 @@ def figures_of_engines(rank: int) -> dict[str, list[float]]:
     return found
 
 
-def test_both_engines_train_alike() -> None:
-    for found in run_ranks(figures_of_engines, 2):
+@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2)], ids=layout_name)
+def test_both_engines_train_alike(layout: tuple[int, int, int]) -> None:
+    _, pp, dp = layout
+    for found in run_ranks(figures_of_engines, pp * dp, layout):
         assert found["own"] == pytest.approx(found["deepspeed"], rel=1e-6)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 
+from megatron.config import Machine
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
+from tests.helpers.samples import DEFAULT_CASES, sampled
 from tests.parity.layouts import layout_config, layout_name, local_batches
 from tests.parity.reference import Recipe
 
@@ -24,15 +26,18 @@ RECIPE = dataclasses.replace(
     Recipe(), num_layers=5, hidden_size=16, steps=len(BATCH_SIZES), learning_rate=2.0e-3, clip=0.2
 )
 DROPOUT = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+DEEP = ["--num-layers", "9"]  # a block for each of eight chunks, and one more
 LOSS_RATIO, NORM_RATIO = 4.0e-7, 1.0e-6
+GPU_RATIO = 1.0e-5  # kernels of a GPU add in another order in each run
 EVALUATED = 2  # before this step, a single micro-batch
-RECOMPUTED = {"none": [], "attention": ["--recompute-activations"], "blocks": ["--checkpoint-activations"]}
+RECOMPUTED = {"none": [], "attention": ["--recompute-granularity", "selective"], "blocks": ["--checkpoint-activations"]}
 
 Curve = list[tuple[float, float]]
+Layout = tuple[int, int, int]
 
 
 class Case(NamedTuple):
-    """A pipeline of two ranks, in a layout."""
+    """A pipeline in a layout."""
 
     schedule: str
     zero_stage: int
@@ -43,19 +48,37 @@ class Case(NamedTuple):
         return ["--pipeline-schedule", self.schedule, *RECOMPUTED[self.recomputed]]
 
 
-# Every pair of values of two columns is in one of the layouts.
-KEPT = {
-    (1, 2, 1): [Case("1f1b", 2, "blocks"), Case("zbv", 0, "attention"), Case("interleaved-zb", 1, "blocks")],
-    (1, 2, 2): [Case("interleaved", 2, "none"), Case("zbv", 2, "blocks"), Case("v-1f1b", 1, "attention")],
-    (2, 2, 1): [Case("zb-h1", 2, "attention"), Case("interleaved-zb", 0, "none"), Case("v-half", 1, "blocks")],
-}
+ZERO_STAGES = (0, 1, 2)
+LAYOUTS = [(1, 2, 1), (1, 2, 2), (2, 2, 1)]
 
 
-def train_cases(rank: int, layout: tuple[int, int, int], cases: list[tuple[int, list[str]]]) -> list[Curve]:
+def covering_cases() -> dict[Layout, list[Case]]:
+    """Cases of which any two of schedule, ZeRO stage, recomputation and layout have every pair of values.
+
+    Schedule `i` has a case `j` for each ZeRO stage: its layout is number `i + j` and its recomputation number `2i + j`,
+    counted modulo 3. One more case, of eight ranks, has both tensor and data parallelism.
+    """
+    cases: dict[Layout, list[Case]] = {layout: [] for layout in LAYOUTS}
+    for i, schedule in enumerate(SCHEDULE_CHUNKS):
+        for j, stage in enumerate(ZERO_STAGES):
+            cases[LAYOUTS[(i + j) % 3]].append(Case(schedule, stage, list(RECOMPUTED)[(2 * i + j) % 3]))
+    return {**cases, (2, 2, 2): [Case("zbv", 2, "attention")]}
+
+
+KEPT = covering_cases()
+FOUR_STAGES = [Case("interleaved-zb", 2, "attention"), Case("zbv", 1, "blocks")]
+ALL = [Case(*case) for case in itertools.product(SCHEDULE_CHUNKS, ZERO_STAGES, RECOMPUTED)]
+# Several chunks on one device, which sends itself no messages.
+ONE_DEVICE = [Case("interleaved", 0, "none"), Case("zbv", 1, "blocks"), Case("interleaved-zb", 2, "attention")]
+
+
+def train_cases(rank: int, layout: Layout, cases: list[tuple[int, list[str]]], device_type: str = "cpu") -> list[Curve]:
     """The curves of loss and gradient norm of ZeRO stages and flags; last the loss of an evaluation."""
     curves, mesh = [], None
+    tp, pp, dp = layout
+    machine = Machine(device_type=device_type, world_size=tp * pp * dp, supports_fp16=False, supports_bf16=True)
     for zero_stage, flags in cases:
-        config = layout_config(RECIPE, layout, zero_stage, [*DROPOUT, *flags])
+        config = layout_config(RECIPE, layout, zero_stage, [*DROPOUT, *flags], machine)
         mesh = mesh or open_mesh(config.parallel)
         engine = build_engine(config, mesh)
         curve = []
@@ -70,27 +93,66 @@ def train_cases(rank: int, layout: tuple[int, int, int], cases: list[tuple[int, 
     return curves
 
 
+def one_device_curves(device_type: str) -> list[Curve]:
+    """Those of a whole network, of a deep one, and of the chunks on one device."""
+    cases = [(0, []), (0, DEEP), *((case.zero_stage, case.flags) for case in ONE_DEVICE)]
+    backend = "gloo" if device_type == "cpu" else "nccl"
+    return list(run_ranks(train_cases, 1, (1, 1, 1), cases, device_type, backend=backend)[0])
+
+
 @pytest.fixture(scope="module")
-def expected() -> Curve:
-    return run_ranks(train_cases, 1, (1, 1, 1), [(0, [])])[0][0]
+def alone() -> list[Curve]:
+    return one_device_curves("cpu")
 
 
-def check(layout: tuple[int, int, int], cases: list[Case], expected: Curve) -> None:
+def check_curve(case: Case, curve: Curve, expected: Curve, loss_ratio: float, norm_ratio: float) -> None:
     assert min(norm for _, norm in expected) > RECIPE.clip, "clipping must be active"
+    for step, (found, one) in enumerate(zip(curve, expected, strict=True)):
+        assert found[0] == pytest.approx(one[0], rel=loss_ratio), f"{case}: loss of step {step}"
+        assert found[1] == pytest.approx(one[1], rel=norm_ratio), f"{case}: gradient norm of step {step}"
+
+
+def check(layout: Layout, cases: list[Case], expected: Curve, flags: Sequence[str] = ()) -> None:
     tp, pp, dp = layout
-    asked = [(case.zero_stage, case.flags) for case in cases]
+    asked = [(case.zero_stage, [*case.flags, *flags]) for case in cases]
     for curves in run_ranks(train_cases, tp * pp * dp, layout, asked, timeout_seconds=60 + 20 * len(cases)):
         for case, curve in zip(cases, curves, strict=True):
-            for step, (found, one) in enumerate(zip(curve, expected, strict=True)):
-                assert found[0] == pytest.approx(one[0], rel=LOSS_RATIO), f"{case}: loss of step {step}"
-                assert found[1] == pytest.approx(one[1], rel=NORM_RATIO), f"{case}: gradient norm of step {step}"
+            check_curve(case, curve, expected, LOSS_RATIO, NORM_RATIO)
+
+
+def test_every_pair_of_values_is_in_a_case() -> None:
+    columns = (list(SCHEDULE_CHUNKS), ZERO_STAGES, list(RECOMPUTED), (1, 2), (1, 2))
+    rows = [(*case, tp, dp) for (tp, _, dp), cases in KEPT.items() for case in cases]
+    for one, other in itertools.combinations(range(len(columns)), 2):
+        covered = {(row[one], row[other]) for row in rows}
+        assert covered == set(itertools.product(columns[one], columns[other]))
 
 
 @pytest.mark.parametrize("layout", KEPT, ids=layout_name)
-def test_a_schedule_equals_one_process(layout: tuple[int, int, int], expected: Curve) -> None:
-    check(layout, KEPT[layout], expected)
+def test_a_schedule_equals_one_process(layout: Layout, alone: list[Curve]) -> None:
+    check(layout, KEPT[layout], alone[0])
 
 
-@pytest.mark.parametrize("layout", sampled([*KEPT, (2, 2, 2)], []), ids=layout_name)
-def test_all_combinations_equal_one_process(layout: tuple[int, int, int], expected: Curve) -> None:
-    check(layout, [Case(*case) for case in itertools.product(SCHEDULE_CHUNKS, (0, 1, 2), RECOMPUTED)], expected)
+def test_four_stages_equal_one_process(alone: list[Curve], request: pytest.FixtureRequest) -> None:
+    is_campaign = request.config.getoption("--cases") > DEFAULT_CASES
+    check((1, 4, 1), ALL if is_campaign else FOUR_STAGES, alone[1], DEEP)
+
+
+def check_chunks_on_one_device(curves: list[Curve], loss_ratio: float, norm_ratio: float) -> None:
+    whole, _, *of_cases = curves
+    for case, curve in zip(ONE_DEVICE, of_cases, strict=True):
+        check_curve(case, curve, whole, loss_ratio, norm_ratio)
+
+
+def test_chunks_on_one_device_equal_the_whole_network(alone: list[Curve]) -> None:
+    check_chunks_on_one_device(alone, LOSS_RATIO, NORM_RATIO)
+
+
+@pytest.mark.gpu
+def test_chunks_on_a_gpu_equal_the_whole_network() -> None:
+    check_chunks_on_one_device(one_device_curves("cuda"), GPU_RATIO, GPU_RATIO)
+
+
+@pytest.mark.parametrize("layout", sampled([*LAYOUTS, (2, 2, 2)], []), ids=layout_name)
+def test_all_combinations_equal_one_process(layout: Layout, alone: list[Curve]) -> None:
+    check(layout, ALL, alone[0])

@@ -34,6 +34,8 @@ TORCH_SCHEDULES = {
     "zbv": schedules.ScheduleZBVZeroBubble,
 }
 STAGES = 2
+# tp, pp and dp, the ZeRO stage of the engine, and schedules; torch's own optimizer is never divided.
+CASES = [((1, STAGES, 1), 0, tuple(TORCH_SCHEDULES)), ((1, STAGES, 2), 1, ("interleaved-zb", "zbv"))]
 LOSS_RATIO, NORM_RATIO = 4.0e-7, 1.0e-6
 
 Curve = list[tuple[float, float]]
@@ -83,7 +85,7 @@ class TorchPipeline:
             )
             for chunk, places in chunks.layers.items()
         ]
-        micro_batches = RECIPE.global_batch_size // RECIPE.micro_batch_size
+        micro_batches = RECIPE.global_batch_size // (RECIPE.micro_batch_size * mesh.dp.size)
         self.schedule: Any = TORCH_SCHEDULES[name](stages, micro_batches, loss_fn=self.loss, scale_grads=False)
         self.parameters = list(self.stack.parameters())
         self.optimizer = torch.optim.AdamW(
@@ -106,16 +108,22 @@ class TorchPipeline:
             torch.cat([torch.from_numpy(getattr(batch, name)) for batch in batches])
             for name in ("labels", "loss_mask", "tokens", "sample_ids")
         )
-        self.tokens_in_batch = float(masks.sum())
+        counted = masks.sum()
+        dist.all_reduce(counted, group=self.mesh.dp.group)
+        self.tokens_in_batch = float(counted)
         found: list[torch.Tensor] = []
         inputs = [tokens] if self.mesh.pp.rank == 0 else []
         given = {"target": torch.stack([labels, masks.long()], -1), "losses": found} if self.has_last else {}
         self.optimizer.zero_grad()
         self.schedule.step(*inputs, sample_ids=ids, **given)
+        for each in self.parameters:
+            dist.all_reduce(each.grad, group=self.mesh.dp.group)
         for weight, axis in self.tied:
             dist.all_reduce(weight.grad, group=axis.group)
         squares = [each.grad.square().sum() for each in self.parameters if shard_spec_of(each).is_counted(self.mesh)]
-        figures = torch.stack([torch.stack([torch.zeros(()), *found]).sum().detach(), torch.stack(squares).sum()])
+        figures = torch.stack(
+            [torch.stack([torch.zeros(()), *found]).sum().detach(), torch.stack(squares).sum() / self.mesh.dp.size]
+        )
         dist.all_reduce(figures)
         norm = float(figures[1].sqrt())
         for each in self.parameters:
@@ -124,12 +132,14 @@ class TorchPipeline:
         return float(figures[0]), norm
 
 
-def curves_of_both(rank: int) -> dict[str, tuple[Curve, Curve]]:
+def curves_of_both(
+    rank: int, layout: tuple[int, int, int], zero_stage: int, names: tuple[str, ...]
+) -> dict[str, tuple[Curve, Curve]]:
     """For each schedule the losses and norms of the engine, and those of torch."""
     mesh: Any = None
     curves = {}
-    for name in TORCH_SCHEDULES:
-        config = layout_config(RECIPE, (1, STAGES, 1), 0, [*DROPOUT, "--pipeline-schedule", name])
+    for name in names:
+        config = layout_config(RECIPE, layout, zero_stage, [*DROPOUT, "--pipeline-schedule", name])
         mesh = mesh or open_mesh(config.parallel)
         engine, torchs = build_engine(config, mesh), TorchPipeline(config, mesh, name)
         found: tuple[Curve, Curve] = [], []
@@ -142,9 +152,12 @@ def curves_of_both(rank: int) -> dict[str, tuple[Curve, Curve]]:
     return curves
 
 
-def test_a_schedule_equals_the_one_of_torch() -> None:
-    for curves in run_ranks(curves_of_both, STAGES):
-        assert set(curves) == set(TORCH_SCHEDULES)
+@pytest.mark.parametrize(("layout", "zero_stage", "names"), CASES, ids=["pp2", "pp2-dp2"])
+def test_a_schedule_equals_the_one_of_torch(
+    layout: tuple[int, int, int], zero_stage: int, names: tuple[str, ...]
+) -> None:
+    for curves in run_ranks(curves_of_both, STAGES * layout[2], layout, zero_stage, names):
+        assert set(curves) == set(names)
         for name, (engine, torchs) in curves.items():
             assert min(norm for _, norm in torchs) > RECIPE.clip, "clipping must be active"
             assert [loss for loss, _ in engine] == pytest.approx([loss for loss, _ in torchs], rel=LOSS_RATIO), name
