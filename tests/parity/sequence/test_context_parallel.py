@@ -87,6 +87,14 @@ CASES = {
         f"--attention-dropout 0.1 {DROPS}",
         2,
     ),
+    "sequence-parallel-padded": Case(
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        f"{PADDED} --reset-attention-mask --reset-position-ids --attention-dropout 0.1 {DROPS}",
+        2,
+    ),
+    "sequence-parallel-sentences-padded": Case(
+        "--tensor-model-parallel-size 4 --sequence-parallel", f"{MASKED} {SENTENCES} {PADDED}", 3
+    ),
     "ring-masked": Case(RING_4, f"{MASKED} {DROPS}", 3),
     "ring-sentences-padded": Case(RING_4, f"{MASKED} {SENTENCES} {PADDED}"),
     "sentences-sequence-parallel": Case(
@@ -157,7 +165,8 @@ FEW = [
         "ring-sentences-padded",
         "mixed-sinks",
     ),
-    *("ulysses-alibi-pp", "ulysses-prefix", "sequence-parallel-4", "sequence-parallel-pp"),
+    *("ulysses-alibi-pp", "ulysses-prefix", "sequence-parallel-4", "sequence-parallel-padded"),
+    "sequence-parallel-sentences-padded",
 ]
 
 
