@@ -98,21 +98,6 @@ def widths_problems(widths: Mapping[str, int], tp_size: int) -> Iterator[str]:
             )
 
 
-def lengths_problems(lengths: Mapping[str, Sequence[int]], tp_size: int) -> Iterator[str]:
-    """Under sequence parallelism every tensor-parallel rank must get equally many tokens of a sample.
-
-    Args:
-        lengths: tokens of a sample, by flag.
-    """
-    for flag, values in lengths.items():
-        if any(value % tp_size for value in values):
-            given, nearest = (" ".join(map(str, numbers)) for numbers in (values, _ascending(values, tp_size)))
-            yield (
-                f"{flag} {given} cannot be split over --tensor-model-parallel-size {tp_size} ranks, as "
-                f"--sequence-parallel does. Use {flag} {nearest}, or drop --sequence-parallel."
-            )
-
-
 def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
     """Every pipeline stage must get a layer."""
     if num_layers >= stages:
@@ -129,15 +114,6 @@ def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
-
-
-def _ascending(values: Sequence[int], unit: int) -> list[int]:
-    """Multiples of `unit` near ascending values, each multiple once."""
-    found: list[int] = []
-    for value in reversed(values):  # downwards: the last may be the length of a sample
-        nearest = round(value / unit) * unit
-        found.append(min(nearest, found[-1] - unit) if found else nearest)
-    return [max(value, place * unit) for place, value in enumerate(reversed(found), start=1)]
 
 
 def _ratio(left: int, right: int) -> float:

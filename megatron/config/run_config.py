@@ -16,7 +16,7 @@ from megatron.config.files.flag_files import FlagFilesConfig
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import ConfigSection
-from megatron.config.layout import heads_problems, lengths_problems, widths_problems
+from megatron.config.layout import heads_problems, widths_problems
 from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, LossConfig
@@ -285,8 +285,6 @@ def cross_problems(
         )
     yield from curriculum_problems(optim, data.seq_length, loss)
     ranks = parallel.tensor_model_parallel_size
-    if parallel.splits_sequence:
-        yield from lengths_problems({"--seq-length": (data.seq_length,), **optim.curriculum_length_flags}, ranks)
     if model.num_attention_heads > 0 and ranks > 0:
         yield from heads_problems(model.num_attention_heads, ranks)
     if ranks > 0:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from megatron.config.layout import divisors
 from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.sections.computation import KernelConfig
-from megatron.config.sections.curriculum import FIXED_DISCRETE
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.model import ModelRequest
 from megatron.config.sections.optim import OptimRequest
@@ -24,13 +23,14 @@ def sequence_problems(
     data: DataConfig,
 ) -> Iterator[str]:
     """One sentence for everything that keeps a sequence from being divided as was asked."""
-    if parallel.sequence_size <= 1 or any(parallel.problems()):  # said already; sizes of 0 divide nothing
-        return
+    is_shared = parallel.sequence_size > 1
+    if not (is_shared or parallel.splits_sequence) or parallel.sequence_size < 1 or any(parallel.problems()):
+        return  # nothing is divided, or it was said already why not
     yield from _length_problems(model, parallel, optim, loss, data.seq_length)
     yield from _heads_problems(model, parallel)
     if parallel.ring_size > 1:
         yield from _ring_problems(model, parallel, loss)
-    if kernels.compile:
+    if kernels.compile and is_shared:
         yield (
             f"--compile does not go with {_asked(parallel)}: ranks exchange messages in the middle of a block. Drop "
             "--compile."
@@ -48,7 +48,9 @@ def sequence_notices(parallel: ParallelRequest) -> Iterator[str]:
 
 
 def length_unit(parallel: ParallelRequest, *, causal: bool) -> int:
-    """What lengths must be multiples of: a ring cuts causal samples into two blocks a rank."""
+    """What lengths must be multiples of: a ring cuts causal samples into two blocks a rank, and each rank's tokens are
+    divided once more over the tensor-parallel ranks under sequence parallelism.
+    """
     ring = parallel.ring_size
     within = parallel.tensor_model_parallel_size if parallel.splits_sequence else 1
     return math.lcm(2 * ring if causal and ring > 1 else ring, parallel.sequence_size * within)
@@ -74,7 +76,7 @@ def _unpadded(model: ModelRequest, loss: LossConfig, length: int) -> str | None:
 
 
 def _asked(parallel: ParallelRequest) -> str:
-    """The flags that divide sequences, as they were given."""
+    """The flags that have ranks share sequences, as they were given."""
     sizes = {
         "--context-parallel-size": parallel.context_parallel_size,
         "--ds-sequence-parallel-size": parallel.ds_sequence_parallel_size,
@@ -82,27 +84,27 @@ def _asked(parallel: ParallelRequest) -> str:
     return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
 
+def _dividing(parallel: ParallelRequest) -> str:
+    """The flags that say what lengths must be multiples of, as they were given."""
+    within = f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} --sequence-parallel"
+    return " ".join(filter(None, [_asked(parallel), within if parallel.splits_sequence else ""]))
+
+
 def _length_problems(
     model: ModelRequest, parallel: ParallelRequest, optim: OptimRequest, loss: LossConfig, sequence_length: int
 ) -> Iterator[str]:
     """Lengths that cannot be divided, where samples are not padded."""
     unit = length_unit(parallel, causal=not model.bidirectional)
-    lengths: dict[str, tuple[int, ...]] = {"--seq-length": (sequence_length,)}
-    if optim.curriculum_learning:
-        if optim.curriculum_schedule == FIXED_DISCRETE:
-            lengths["--curriculum-lengths"] = optim.curriculum_lengths
-        else:
-            lengths["--curriculum-length-step"] = (optim.curriculum_length_step,)
-            if optim.curriculum_max_length is not None:
-                lengths["--curriculum-max-length"] = (optim.curriculum_max_length,)
+    lengths = {"--seq-length": (sequence_length,), **optim.curriculum_length_flags}
+    way = "fewer ranks" if parallel.sequence_size > 1 else "drop --sequence-parallel"
     for name, values in lengths.items():
         odd = next((value for value in values if value % unit), None)
         reason = None if odd is None else _unpadded(model, loss, odd // unit * unit + unit)
         if odd is not None and reason is not None:
             lower = odd // unit * unit
             yield (
-                f"{name} {odd} cannot be divided over {_asked(parallel)}: lengths must be multiples of {unit}. Use "
-                f"{f'{lower} or ' if lower else ''}{lower + unit}, or fewer ranks; {reason}."
+                f"{name} {odd} cannot be divided over {_dividing(parallel)}: lengths must be multiples of {unit}. Use "
+                f"{f'{lower} or ' if lower else ''}{lower + unit}, or {way}; {reason}."
             )
 
 

@@ -199,10 +199,14 @@ class MicroBatches:
 
 
 def _padding_like(row: Sample, token: int) -> Sample:
-    """A sample without loss that has the fields of another one."""
+    """A sample without loss that has the fields of another one, and is one document.
+
+    Were each of its tokens, which end documents, a document of its own, attention would be computed in calls of one
+    token.
+    """
     tokens = np.full_like(row.tokens, token)
     if row.labels is None:
-        return Sample(tokens)
+        return Sample(tokens, segment_ids=np.zeros_like(tokens[:-1]))
     types = None if row.token_types is None else np.zeros_like(row.token_types)
     segments = np.zeros_like(tokens)
     return Sample(tokens, segment_ids=segments, labels=tokens, token_types=types, is_swapped=row.is_swapped)

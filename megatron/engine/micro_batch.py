@@ -60,22 +60,25 @@ class DeviceBatch:
     ) -> DeviceBatch:
         """Copies what a stage uses to the device of `scales`, without synchronizing.
 
-        Where ranks share the samples, that is what lies at this rank's places; samples that cannot be divided are
-        padded with tokens that have no loss.
+        Where ranks share the samples, that is what lies at this rank's places; samples that cannot be divided over
+        them, or over those that split hidden states, are padded with tokens that have no loss.
         """
         inputs, split, places = objective.inputs(batch), settings.split, None
         samples, length = inputs[0].shape[:2]
-        added = 0
-        if split is not None:
-            added = split.padded(length, settings.sequence_parallel.size) - length
+        within = settings.sequence_parallel.size
+        added = -length % within if split is None else split.padded(length, within) - length
+        if split is None:
+            length += added
+        else:
             segments = getattr(batch, "segment_ids", None) if split.by_document else None
             places = split.places(length + added, None if segments is None else _padded("segment_ids", segments, added))
             length = places.shape[1]
 
         def move(name: str, array: np.ndarray) -> torch.Tensor:
-            if places is not None and array.ndim == 2:
+            if array.ndim == 2:  # of samples, or the predicted places of each and what is taken there
                 array = _padded(name, array, added)
-                array = array if name.endswith(WHOLE_TENSORS) else _taken(array, places)
+                if places is not None and not name.endswith(WHOLE_TENSORS):
+                    array = _taken(array, places)
             return device.copy_to_device(array, scales.device)
 
         targets = objective.targets(batch) if with_targets else {}

@@ -161,7 +161,8 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
     """What else there is to choose with these axes."""
     share, pp = job.global_batch // axes["dp"], axes["pp"]
     stages = ENGINES[DEFAULT_ENGINE].zero_stages if pp > 1 else (0, 1, 2, 3)
-    can_split = axes["tp"] > 1 and job.sequence_length % (axes["tp"] * axes["cp"]) == 0
+    divides = job.sequence_length % (axes["tp"] * axes["cp"]) == 0
+    can_split = axes["tp"] > 1 and (divides or fixed.get("splits_sequence", False))  # padding is not proposed
     for micro in (fixed["micro_batch"],) if "micro_batch" in fixed else _MICRO_BATCHES:
         if share % micro:
             continue

@@ -66,7 +66,8 @@ def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSe
     mask = MaskKind.DOCUMENTS if separates else MaskKind.CAUSAL
     split = None
     if mesh is not None:
-        split = SequenceSplit.of(mesh, causal=not config.model.bidirectional, by_document=separates)
+        causal, window = not config.model.bidirectional, config.model.widest_window
+        split = SequenceSplit.of(mesh, causal=causal, by_document=separates, window=window)
     return StepSettings(
         seed=config.random.seed,
         recompute=recompute,

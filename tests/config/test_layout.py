@@ -10,7 +10,6 @@ from megatron.config.layout import (
     divisors,
     heads_problems,
     layout_problems,
-    lengths_problems,
     nearest_layouts,
     stages_problems,
     widths_problems,
@@ -66,16 +65,6 @@ def test_a_layout_that_does_not_fill_the_world(world: int, tp: int, pp: int, wor
 def test_proposed_layouts_leave_room_for_the_ranks_of_a_sequence(world: int, words: str) -> None:
     (problem,) = layout_problems(world, 4, 1, sequence_size=2)
     assert re.search(words, problem), problem
-
-
-@pytest.mark.parametrize(
-    ("lengths", "ranks", "advised"),
-    [((15, 17, 64), 2, "14 16 64"), ((61, 63, 64), 4, "56 60 64"), ((1, 2, 3), 2, "2 4 6"), ((8, 30), 4, "8 32")],
-)
-def test_lengths_that_are_proposed_ascend(lengths: tuple[int, ...], ranks: int, advised: str) -> None:
-    (problem,) = lengths_problems({"--curriculum-lengths": lengths}, ranks)
-    assert f"Use --curriculum-lengths {advised}, or drop --sequence-parallel." in problem
-    assert not list(lengths_problems({"--curriculum-lengths": tuple(map(int, advised.split()))}, ranks))
 
 
 def test_heads_and_layers() -> None:

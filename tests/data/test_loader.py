@@ -165,6 +165,7 @@ def test_a_short_last_batch_is_padded_with_samples_without_loss(dataset):
     assert [row[0] for row in rows] == list(range(8, 16))
     assert [sum(row[3]) for row in rows] == [8, 8, 8, 0, 0, 0, 0, 0]
     assert rows[2][1] == dataset[10][:-1].tolist() and rows[3][1] == [3] * 8
+    assert [row[4] for row in rows[3:]] == [[0] * 8] * 5  # one document, although every token ends one
 
 
 class MaskedRows(Rows):

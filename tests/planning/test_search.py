@@ -83,6 +83,10 @@ def test_the_words_of_a_layout_replace_every_axis_of_the_command(flag: str, axis
         (("--zero-stage", "0"), "zero", 0),
         (("--pipeline-schedule", "zb-h1"), "schedule", "zb-h1"),
         (("--no-sequence-parallel",), "splits_sequence", False),
+        (
+            ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "127"),
+            *("splits_sequence", True),  # although samples have to be padded
+        ),
     ],
 )
 def test_a_given_flag_is_looked_at_though_a_plan_would_not_try_it(

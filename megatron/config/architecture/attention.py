@@ -102,6 +102,12 @@ class AttentionFields(ConfigSection):
         windowed = not pattern or bool(pattern[layer % len(pattern)])
         return self.attention_window if windowed else None
 
+    @property
+    def widest_window(self) -> int | None:
+        """The window, if every block has it; None if a token may attend to all others in some."""
+        is_full = any(self.window_of(layer) is None for layer in range(self.num_layers))
+        return None if is_full else self.attention_window
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         heads, groups = self.num_attention_heads, self.num_query_groups

@@ -53,6 +53,8 @@ class ParallelRequest(ConfigSection):
         "how attention reaches the tokens of other ranks: p2p passes keys and values on in a ring, a2a exchanges "
         "tokens for heads, a2a+p2p does that within groups that make a ring",
         choices=(RING, ULYSSES, RING_OF_ULYSSES),
+        remedy="All layers have the same, since it decides which tokens a rank has; Megatron-LM's allgather, with "
+        f"which every rank holds all keys and values, is {RING} here, with which it holds those of two ranks.",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
         (), "ranks of a group and groups of the ring, for --cp-comm-type a2a+p2p", nargs="+", at_least=1

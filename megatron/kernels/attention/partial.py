@@ -88,11 +88,18 @@ class PartialAttention:
             gradient, query, key, value, out, logsumexp, 0.0, causal, attn_mask=bias, scale=self.scale
         )
 
-    def _is_explicit(self, query: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    def holds_scores(self, query: torch.Tensor) -> bool:
+        """Whether all scores of a block are in memory at once, so that a block must not be large.
+
+        Shapes: query `[b, a, q, d]`.
+        """
         if self.explicit or self.softcap is not None:
             return True
         is_half = query.dtype in (torch.float16, torch.bfloat16)
-        return query.is_cuda and (bias is not None or not is_half or query.shape[-1] % 8 > 0 or query.shape[-1] > 256)
+        return query.is_cuda and (not is_half or query.shape[-1] % 8 > 0 or query.shape[-1] > 256)
+
+    def _is_explicit(self, query: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        return self.holds_scores(query) or (query.is_cuda and bias is not None)
 
     def _scores(
         self, query: torch.Tensor, key: torch.Tensor, causal: bool, bias: torch.Tensor | None

@@ -136,14 +136,10 @@ class SelfAttention(nn.Module):
 
         Shapes: query `[b, a/tu, s/r, d]`, key and value `[b, g, s/r, d]`; result as query.
         """
-        slopes = self._slopes(context)
-        return ring_plan(
-            context,
-            query,
-            self._partial(context),
-            Visibility(self.bidirectional, self.window, bool(slopes), self.softcap is not None),
-            slopes,
-        ).attend(query, key, value, self._sinks(query, context))
+        slopes, attention = self._slopes(context), self._partial(context)
+        seen = Visibility(self.bidirectional, self.window, bool(slopes), attention.holds_scores(query))
+        plan = ring_plan(context, query, attention, seen, slopes)
+        return plan.attend(query, key, value, self._sinks(query, context))
 
     def _partial(self, context: StepContext) -> PartialAttention:
         """Attention to some keys, to be merged with that to others, or with the sinks."""

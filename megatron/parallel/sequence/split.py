@@ -30,19 +30,24 @@ class SequenceSplit:
         ulysses: the ranks that exchange positions for heads.
         causal: whether tokens attend to earlier ones only, so that a later token costs more.
         by_document: whether they attend to their own document only.
+        window: how many tokens they attend to at most, themselves included; None for any number. Where layers differ,
+            that of the layer that sees most, whose work is the most.
     """
 
     ring: Axis
     ulysses: Axis
     causal: bool = True
     by_document: bool = False
+    window: int | None = None
 
     @classmethod
-    def of(cls, mesh: ParallelMesh, *, causal: bool, by_document: bool) -> SequenceSplit | None:
+    def of(
+        cls, mesh: ParallelMesh, *, causal: bool, by_document: bool, window: int | None = None
+    ) -> SequenceSplit | None:
         """The split that the axes of a mesh make; None if no rank shares a sequence with another."""
         if mesh.cp.size * mesh.sp.size == 1:
             return None
-        return cls(mesh.cp, mesh.sp, causal, by_document)
+        return cls(mesh.cp, mesh.sp, causal, by_document, window)
 
     @property
     def size(self) -> int:
@@ -71,7 +76,7 @@ class SequenceSplit:
         """The places of the tokens of each rank of the ring, ascending.
 
         A causal sample is cut into twice as many blocks as there are ranks, of which a rank gets an early and a late
-        one; where documents make the work uneven, into more.
+        one; where documents or a window make the work uneven, into more.
 
         Shapes: segment_ids `[b, s]`; result int64 `[b, ring, s/ring]`, b = 1 if the samples are all divided alike.
 
@@ -85,12 +90,11 @@ class SequenceSplit:
                 f"A sample of {length} tokens cannot be divided over {self.size} ranks (--context-parallel-size, "
                 f"--ds-sequence-parallel-size). Use lengths that are multiples of {unit}."
             )
-        places = np.arange(length)
         if ranks == 1 or not self.causal:
-            return places.reshape(1, ranks, -1)
+            return np.arange(length).reshape(1, ranks, -1)
         if segment_ids is None or not self.by_document:
-            return balanced_parts(places + 1, ranks)[None]
-        return np.stack([balanced_parts(_visible_tokens(row), ranks) for row in segment_ids])
+            segment_ids = np.zeros((1, length), np.int64)
+        return np.stack([balanced_parts(_visible_tokens(row, self.window), ranks) for row in segment_ids])
 
     def places(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
         """The places of this rank's tokens. Shapes: as of `parts`; result int64 `[b or 1, s/size]`."""
@@ -141,8 +145,9 @@ def _owners(blocks: Sequence[int] | np.ndarray, ranks: int, each: int) -> np.nda
     return np.argsort(np.argsort(first))[owners]  # ranks in the order of their first blocks
 
 
-def _visible_tokens(segment_ids: np.ndarray) -> np.ndarray:
+def _visible_tokens(segment_ids: np.ndarray, window: int | None) -> np.ndarray:
     """How many tokens of its document each token sees. Shapes: `[s]` to the same."""
     places = np.arange(len(segment_ids))
     begins = np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]])
-    return places - np.maximum.accumulate(np.where(begins, places, 0)) + 1
+    visible = places - np.maximum.accumulate(np.where(begins, places, 0)) + 1
+    return visible if window is None else np.minimum(visible, window)

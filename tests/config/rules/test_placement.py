@@ -9,9 +9,6 @@ from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 EXPERTS = "--num-experts 4 "
-CURRICULUM = "--tensor-model-parallel-size 2 --sequence-parallel --curriculum-learning "
-DISCRETE = CURRICULUM + "--curriculum-schedule fixed_discrete "
-GROWING = CURRICULUM + "--curriculum-min-length 8 --curriculum-steps 10 "
 NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --checkpoint-activations "
 
 
@@ -24,19 +21,6 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
         ),
         ("--recompute-granularity full --recompute-num-layers 4", "--checkpoint-num-layers 4 is refused"),
         ("--recompute-granularity full --recompute-method block", "--recompute-method block is refused.* uniform"),
-        (
-            "--tensor-model-parallel-size 4 --num-attention-heads 4 --sequence-parallel --seq-length 30",
-            "--seq-length 30 cannot be split over --tensor-model-parallel-size 4 .* Use --seq-length 32, or drop",
-        ),
-        (
-            DISCRETE + "--curriculum-lengths 7 17 --curriculum-max-steps 3",
-            "--curriculum-lengths 7 17 cannot be split .* Use --curriculum-lengths 8 16, or drop",
-        ),
-        (
-            GROWING + "--curriculum-length-step 3",
-            "--curriculum-length-step 3 cannot be split over .* Use --curriculum-length-step 4, or drop",
-        ),
-        (GROWING + "--curriculum-max-length 9", "--curriculum-max-length 9 cannot be split over"),
         (
             NARROW + "--partition-activations",
             "--distribute-saved-activations cannot split --hidden-size 54 over --tensor-model-parallel-size 4",
@@ -84,7 +68,6 @@ def test_what_is_not_done_is_refused(text: str, sentence: str) -> None:
         "--checkpoint-num-layers 2",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity selective",
-        GROWING,
         NARROW + "--partition-activations --sequence-parallel",
         "--partition-activations --checkpoint-activations",
         "--moe-expert-parallel-size 1 --num-experts 1 --moe-train-capacity-factor 2.0",

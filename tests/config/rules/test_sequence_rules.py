@@ -12,6 +12,7 @@ from tests.config.command_lines import small
 
 PLAIN = "--attention-dropout 0 --num-attention-heads 4 --hidden-size 32 --seq-length 32 --max-position-embeddings 32 "
 RING = PLAIN + "--context-parallel-size 4 "
+SPLIT = PLAIN + "--tensor-model-parallel-size 2 --sequence-parallel "
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,14 @@ RING = PLAIN + "--context-parallel-size 4 "
             RING + "--objective multitask",
             "--objective multitask does not go with --cp-comm-type p2p.* Use --cp-comm-type a2a",
         ),
+        (
+            RING + "--cp-comm-type p2p a2a",
+            r"--cp-comm-type takes one value, 2 given \(p2p a2a\). All layers have the same, since",
+        ),
+        (
+            RING + "--cp-comm-type allgather",
+            r"--cp-comm-type allgather is unknown. Use one of: p2p, a2a, a2a\+p2p. .*allgather, .* is p2p here",
+        ),
         (PLAIN + "--context-parallel-size 0", "--context-parallel-size 0 is out of range"),
         (
             RING + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 8",
@@ -58,6 +67,25 @@ RING = PLAIN + "--context-parallel-size 4 "
             "--curriculum-learning --curriculum-schedule fixed_discrete --curriculum-lengths 8 12 "
             "--curriculum-max-steps 3",
             "--curriculum-lengths 12 cannot be divided.*; --rope-scaling-type dynamic depends on the length",
+        ),
+        (
+            SPLIT + "--num-experts 4 --seq-length 31",
+            "--seq-length 31 cannot be divided over --tensor-model-parallel-size 2 --sequence-parallel: lengths must "
+            "be multiples of 2. Use 30 or 32, or drop --sequence-parallel; routers would see padding.",
+        ),
+        (
+            SPLIT + "--seq-length 33 --max-position-embeddings 33",
+            "--seq-length 33 cannot be divided.* Use 32 or 34, or drop .*; padding needs --max-position-embeddings 34",
+        ),
+        (
+            SPLIT + "--num-experts 4 --curriculum-learning --curriculum-schedule fixed_discrete --curriculum-lengths 7 "
+            "17 --curriculum-max-steps 3",
+            "--curriculum-lengths 7 cannot be divided over --tensor-model-parallel-size 2 --sequence-parallel.* 6 or 8",
+        ),
+        (
+            SPLIT + "--num-experts 4 --context-parallel-size 3",
+            "--seq-length 32 cannot be divided over --context-parallel-size 3 --tensor-model-parallel-size 2 "
+            "--sequence-parallel: lengths must be multiples of 6",
         ),
         (RING + "--compile", "--compile does not go with --context-parallel-size 4: ranks exchange messages"),
         (
@@ -88,6 +116,14 @@ def test_tokens_of_one_rank_are_not_divided() -> None:
     (notice,) = small("--sequence-parallel").notices
     assert "no effect with --tensor-model-parallel-size 1" in notice and "Use --tensor-model-parallel-size 2" in notice
     assert not small("--sequence-parallel --tensor-model-parallel-size 2").notices
+
+
+def test_samples_are_padded_for_ranks_that_split_hidden_states() -> None:
+    config = small(
+        SPLIT + "--seq-length 31 --curriculum-learning --curriculum-min-length 4 "
+        "--curriculum-length-step 3 --curriculum-steps 9"
+    )
+    assert padded_length(config.data.seq_length, config.parallel, causal=True) == 32
 
 
 @pytest.mark.parametrize("more", ["", "--bidirectional --objective masked --masked-lm-head"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -74,3 +76,22 @@ def test_queries_that_see_nothing_of_a_block_leave_the_result_alone() -> None:
         total = torch.logaddexp(logsumexp, before[1])
         of_queries = attention.backward(gradient, query, key, value, merged, total, bias=bias)[0]
         assert torch.isfinite(of_queries).all() and (of_queries[:, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "size", "cuda", "holds"),
+    [
+        (PartialAttention(1.0), torch.float32, 12, False, False),
+        (PartialAttention(1.0, softcap=5.0), torch.bfloat16, 64, False, True),
+        (PartialAttention(1.0, explicit=True), torch.bfloat16, 64, True, True),
+        (PartialAttention(1.0), torch.bfloat16, 64, True, False),
+        (PartialAttention(1.0), torch.float32, 64, True, True),
+        (PartialAttention(1.0), torch.bfloat16, 12, True, True),
+        (PartialAttention(1.0), torch.float16, 264, True, True),
+    ],
+)
+def test_scores_are_held_where_no_fused_kernel_runs(
+    attention: PartialAttention, dtype: torch.dtype, size: int, cuda: bool, holds: bool
+) -> None:
+    query = SimpleNamespace(dtype=dtype, is_cuda=cuda, shape=(1, 2, 8, size))
+    assert attention.holds_scores(query) == holds  # type: ignore[arg-type]

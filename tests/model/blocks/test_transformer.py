@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.model.blocks.embedding import OutputHead, PositionEmbedding, WordEmbedding
 from megatron.model.blocks.transformer import TransformerBlock
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.joining import open_mesh
@@ -58,6 +59,8 @@ class SentValues:
             ("all_reduce", 0, 2), ("all_gather_into_tensor", 0, 1), ("reduce_scatter_tensor", 1, 1),
         ):  # fmt: skip
             monkeypatch.setattr(dist, name, self._counted(name, getattr(dist, name), argument, times))
+        for name in ("all_gather", "all_to_all", "all_to_all_single", "broadcast", "reduce", "reduce_scatter"):
+            monkeypatch.setattr(dist, name, None)  # which would not be counted
 
     def _counted(self, name, send, argument, times):
         def counted(*arguments, **options):
@@ -67,26 +70,43 @@ class SentValues:
         return counted
 
 
-def count_values(rank: int) -> dict[str, list[dict[str, int]]]:
-    """The values that a block's forward and backward pass send, without and with sequence parallelism."""
+def count_values(rank: int) -> dict[str, dict[str, list[dict[str, int]]]]:
+    """The values that the forward and the backward pass of each layer send, without and with sequence parallelism."""
     plain, found = open_mesh(Layout(2)), {}
     config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0)
     for name, mesh in (("plain", plain), ("split", dataclasses.replace(plain, splits_sequence=True))):
-        block, axis = TransformerBlock(config, mesh, 0), mesh.sequence_parallel
+        axis, found[name] = mesh.sequence_parallel, {}
+        tokens = torch.randint(0, 101, (3, 8), generator=torch.Generator().manual_seed(1))
         hidden = torch.randn(3, 8 // axis.size, config.hidden_size, requires_grad=True)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            sent = SentValues(monkeypatch)
-            output = block(hidden, StepContext(torch.arange(3), sequence_parallel=axis))
-            forward = dict(sent.values)
-            sent.values.clear()
-            output.sum().backward()
-            found[name] = [forward, dict(sent.values)]
+        for layer, given in (
+            (WordEmbedding(config, mesh), tokens),
+            (PositionEmbedding(config, mesh), hidden),
+            (TransformerBlock(config, mesh, 0), hidden),
+            (OutputHead(config, mesh), hidden),
+        ):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                sent = SentValues(monkeypatch)
+                output = layer(given, StepContext(torch.arange(3), sequence_parallel=axis))
+                forward = dict(sent.values)
+                sent.values.clear()
+                output.sum().backward()
+                found[name][type(layer).__name__] = [forward, dict(sent.values)]
     return found
 
 
 def test_ranks_send_what_the_formula_says() -> None:
     whole = 3 * 8 * 32  # b, s, h
+    gathered, summed = "all_gather_into_tensor", "reduce_scatter_tensor"
     for found in run_ranks(count_values, 2):
-        assert found["plain"] == [{"all_reduce": 4 * whole}] * 2
-        gathered, summed = "all_gather_into_tensor", "reduce_scatter_tensor"
-        assert found["split"] == [{gathered: 2 * whole, summed: 2 * whole}, {gathered: 4 * whole, summed: 2 * whole}]
+        assert found["plain"] == {
+            "WordEmbedding": [{"all_reduce": 2 * whole}, {}],
+            "PositionEmbedding": [{}, {}],
+            "TransformerBlock": [{"all_reduce": 4 * whole}] * 2,
+            "OutputHead": [{}, {"all_reduce": 2 * whole}],
+        }
+        assert found["split"] == {
+            "WordEmbedding": [{summed: whole}, {gathered: whole}],
+            "PositionEmbedding": [{}, {}],  # the sum of its gradients goes once a step, for all micro-batches
+            "TransformerBlock": [{gathered: 2 * whole, summed: 2 * whole}, {gathered: 4 * whole, summed: 2 * whole}],
+            "OutputHead": [{gathered: whole}, {summed: whole}],
+        }

@@ -7,6 +7,7 @@ import torch
 
 from megatron.model.interface.key_value_cache import BatchCaches
 from megatron.model.interface.step_context import MaskKind, StepContext, StepSettings, TextPart, restarted_positions
+from megatron.parallel.mesh import Axis
 
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])
 IDS = torch.tensor([7, 9])
@@ -68,3 +69,8 @@ def test_a_pipeline_needs_the_width_of_hidden_states() -> None:
     assert StepSettings(hidden_size=8).hidden_shape(2, 5) == (2, 5, 8)
     with pytest.raises(ValueError, match=r"needs StepSettings\.hidden_size"):
         StepSettings().hidden_shape(2, 5)
+
+
+def test_stages_that_split_hidden_states_send_each_other_a_part_of_the_tokens() -> None:
+    settings = StepSettings(hidden_size=8, sequence_parallel=Axis("tp", 1, 2, (0, 1)))
+    assert settings.hidden_shape(2, 6) == (2, 3, 8)

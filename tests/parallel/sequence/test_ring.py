@@ -87,13 +87,14 @@ def attend(
     for name in names:
         case = CASES[name]
         states, segments, gradient = inputs(case)
-        split = SequenceSplit.of(mesh, causal=not case.bidirectional, by_document=case.documents)
+        bounds = {"by_document": case.documents, "window": case.window}
+        split = SequenceSplit.of(mesh, causal=not case.bidirectional, **bounds)  # type: ignore[arg-type]
         assert split is not None
         places = torch.from_numpy(split.places(LENGTH, segments.numpy())).expand(BATCH, -1)
         query, key, value = (_at(part, places).requires_grad_() for part in states)
         slopes = split.of_heads(case.slopes)
-        seen = Visibility(case.bidirectional, case.window, bool(slopes), case.softcap is not None)
         form = PartialAttention(SCALE, case.softcap, case.explicit)
+        seen = Visibility(case.bidirectional, case.window, bool(slopes), form.holds_scores(query))
         plan = RingPlan.of(split, LENGTH, segments if case.documents else None, form, seen, slopes, mesh.device)
         exchanged = to_heads(query, key, value, split.ulysses)
         out = to_positions(plan.attend(*exchanged), split.ulysses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from megatron.parallel.mesh import Axis, ParallelMesh, standard_axes
 from megatron.parallel.sequence.split import SequenceSplit, balanced_parts, length_unit
 
 
-def _split(ring: int, ulysses: int = 1, **options: bool) -> SequenceSplit:
+def _split(ring: int, ulysses: int = 1, **options: Any) -> SequenceSplit:
     split = SequenceSplit.of(
         ParallelMesh.at(standard_axes(ring * ulysses, cp=ring, sp=ulysses), 0),
         **{"causal": True, "by_document": False, **options},
@@ -37,18 +38,27 @@ def test_encoders_and_ulysses_have_consecutive_tokens() -> None:
     assert later.places(16).tolist() == [[12, 13, 14, 15]]
 
 
+@pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_documents_are_divided_into_equal_lengths_and_nearly_equal_work(ranks: int) -> None:
+def test_documents_are_divided_into_equal_lengths_and_nearly_equal_work(ranks: int, window: int | None) -> None:
     generator = np.random.default_rng(ranks)
     length, rows = 8192, 4
     lengths = np.minimum(generator.lognormal(5.5, 1.3, (rows, 400)).astype(np.int64) + 1, length)
     segment_ids = np.stack([np.repeat(np.arange(400), row)[:length] for row in lengths])
-    parts = _split(ranks, by_document=True).parts(length, segment_ids)
+    parts = _split(ranks, by_document=True, window=window).parts(length, segment_ids)
     for row, of_row in zip(segment_ids, parts, strict=True):
         assert sorted(of_row.ravel().tolist()) == list(range(length)) and (np.diff(of_row, axis=1) > 0).all()
         starts = np.searchsorted(row, row)
-        work = (np.arange(length) - starts + 1)[of_row].sum(axis=1)
-        assert work.max() / work.mean() < 1.1
+        work = np.minimum(np.arange(length) - starts + 1, window or length)[of_row].sum(axis=1)
+        assert work.max() / work.mean() < 1.05
+
+
+def test_a_wide_window_does_not_leave_early_and_late_blocks_unlike() -> None:
+    """A rank whose late block costs no more than the others would have too little to do with its early one."""
+    parts = _split(8, window=4096).parts(8192)[0]
+    work = np.minimum(np.arange(8192) + 1, 4096)[parts].sum(axis=1)
+    early_and_late = np.minimum(np.arange(8192) + 1, 4096)[_split(8).parts(8192)[0]].sum(axis=1)
+    assert early_and_late.max() / early_and_late.mean() > 1.25 and work.max() / work.mean() < 1.05
 
 
 def test_no_more_blocks_than_the_work_takes() -> None:

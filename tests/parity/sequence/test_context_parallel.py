@@ -87,6 +87,14 @@ CASES = {
         f"--attention-dropout 0.1 {DROPS}",
         2,
     ),
+    "sequence-parallel-padded": Case(
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        f"{PADDED} --reset-attention-mask --reset-position-ids --attention-dropout 0.1 {DROPS}",
+        2,
+    ),
+    "sequence-parallel-sentences-padded": Case(
+        "--tensor-model-parallel-size 4 --sequence-parallel", f"{MASKED} {SENTENCES} {PADDED}", 3
+    ),
     "ring-masked": Case(RING_4, f"{MASKED} {DROPS}", 3),
     "ring-sentences-padded": Case(RING_4, f"{MASKED} {SENTENCES} {PADDED}"),
     "sentences-sequence-parallel": Case(
@@ -94,9 +102,27 @@ CASES = {
     ),
     "ulysses-prefix-padded": Case("--ds-sequence-parallel-size 4", f"--objective prefix {PADDED}"),
     "ulysses-masked": Case("--ds-sequence-parallel-size 2", f"{MASKED} --attention-dropout 0.1"),
+    "ring-bf16": Case(RING_4, f"--bf16 --reset-attention-mask {DROPS}", 2),
+    "ulysses-bf16": Case("--ds-sequence-parallel-size 4", f"--bf16 --reset-attention-mask {DROPS}", 2),
     "mixed": Case(MIXED, f"--num-query-groups 1 --reset-attention-mask {DROPS}"),
     "mixed-flags": Case("--context-parallel-size 2 --ds-sequence-parallel-size 2", DROPS, 0),
 }
+
+
+class Limits(NamedTuple):
+    """How far a layout may be from one process, relative; `metric` also of an evaluation."""
+
+    loss: float
+    norm: float
+    metric: float
+
+
+def limits_of(name: str) -> Limits:
+    """In bfloat16 the result of attention is rounded otherwise in blocks, and weights of the next step with it."""
+    if "--bf16" in CASES[name].network:
+        return Limits(1e-3, 1e-2, 1e-3)
+    is_ring = not name.startswith(("ulysses", "sequence-parallel"))
+    return Limits(1e-6 if is_ring else 4e-7, 1e-6, 4e-6)
 
 
 def case_config(case: Case, world_size: int) -> RunConfig:
@@ -157,7 +183,8 @@ FEW = [
         "ring-sentences-padded",
         "mixed-sinks",
     ),
-    *("ulysses-alibi-pp", "ulysses-prefix", "sequence-parallel-4", "sequence-parallel-pp"),
+    *("ulysses-alibi-pp", "ulysses-prefix", "sequence-parallel-4", "sequence-parallel-padded"),
+    *("sequence-parallel-sentences-padded", "ring-bf16", "ulysses-bf16"),
 ]
 
 
@@ -166,11 +193,11 @@ def test_losses_and_norms_are_those_of_one_process(names: list[str]) -> None:
     (alone,) = run_ranks(train, 1, names, 1)
     for of_rank in run_ranks(train, 4, names, 4, timeout_seconds=300):
         for name in names:
+            limit = limits_of(name)
             steps, evaluated = of_rank[name]
             wanted, wanted_evaluated = alone[name]
             for (loss, norm, means), (true_loss, true_norm, true_means) in zip(steps, wanted, strict=True):
-                is_ring = not name.startswith(("ulysses", "sequence-parallel"))
-                assert loss == pytest.approx(true_loss, rel=1e-6 if is_ring else 4e-7), name
-                assert norm == pytest.approx(true_norm, rel=1e-6), name
-                assert means == pytest.approx(true_means, rel=4e-6), name
-            assert evaluated == pytest.approx(wanted_evaluated, rel=4e-6), name
+                assert loss == pytest.approx(true_loss, rel=limit.loss), name
+                assert norm == pytest.approx(true_norm, rel=limit.norm), name
+                assert means == pytest.approx(true_means, rel=limit.metric), name
+            assert evaluated == pytest.approx(wanted_evaluated, rel=limit.metric), name

@@ -15,14 +15,22 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ExitCode
 from tests.helpers.machines.rank_processes import RankEnd, run_rank_processes
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
 HANG_SECONDS = 3
-# Tensor and pipeline sizes, ranks, and the schedule of the pipeline.
-LAYOUTS = {"tp2": (2, 1, 2, "1f1b"), "dp2": (1, 1, 2, "1f1b"), "pp2": (1, 2, 2, "1f1b"), "tp2pp2": (2, 2, 4, "zbv")}
+# Ranks, and the flags of the layout; in a ring (cp2) a rank waits for another in the middle of attention.
+_STAGES = {"pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "dp2": (2, {}),
+    "pp2": (2, {**_STAGES, "pipeline_schedule": "1f1b"}),
+    "tp2pp2": (4, {**_STAGES, "tensor_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    "cp2": (2, {"context_parallel_size": 2, "attention_dropout": 0}),
+}
 PHASES = ("data", "forward", "p2p", "backward", "step", "evaluation", "save")
 STARTS = ("join", "load", "index")  # a rank that is stopped there is found; one that is stuck, only after minutes
 HANGS = ("stop", "spin", "sleep", "hold")
@@ -57,7 +65,7 @@ class Fault:
         common = {"error": int(ExitCode.DATA), "bug": 1}.get(self.kind, int(ExitCode.REQUEUE))
         if self.is_hang:
             common = int(ExitCode.HANG)
-        found = [common] * LAYOUTS[self.layout][2]
+        found = [common] * LAYOUTS[self.layout][0]
         if self.kind in ("stop", "hold"):
             found[self.rank] = -9  # killed by another rank
         elif self.kind in ENDS:
@@ -77,7 +85,7 @@ class Outcome:
 
 def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
     """Runs the program with a fault."""
-    tp_size, pp_size, world_size, schedule = LAYOUTS[fault.layout]
+    world_size, layout = LAYOUTS[fault.layout]
     note = folder / "struck"
     folder.mkdir()
     flags = corpus.flags(
@@ -89,10 +97,8 @@ def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
         eval_interval=3,
         micro_batch_size=1,
         lr_warmup_fraction=None,
-        tensor_model_parallel_size=tp_size,
-        pipeline_model_parallel_size=pp_size,
-        pipeline_schedule=schedule,
         num_layers=4,
+        **layout,
     )
     told = {"kind": fault.kind, "rank": fault.rank, "phase": fault.phase, "step": fault.step, "note": str(note)}
     told["hang_seconds"] = HANG_SECONDS
@@ -123,6 +129,8 @@ def _problems(fault: Fault, ends: list[RankEnd], seconds: float, messages: list[
         yield f"exit codes {codes} and not {fault.codes()}:\n{texts}"
     if len(messages) != 1 or not _names(fault, messages[0]):
         yield f"the messages are {messages}:\n{texts}"
+    if fault.layout == "cp2" and not re.search(rf", cp {fault.rank}\b.*\) ", messages[0] if messages else ""):
+        yield f"the message does not say where in the ring the rank is:\n{texts}"
     if "Traceback" in texts and fault.kind != "bug":
         yield f"a traceback:\n{texts}"
     if seconds > _SLACK_SECONDS + (HANG_SECONDS if fault.is_hang else 0):
@@ -139,8 +147,8 @@ def draw(number: int, drawn: random.Random) -> Fault:
     kinds = [*HANGS, *ENDS]
     layout = list(LAYOUTS)[number % len(LAYOUTS)]
     kind = kinds[number // len(LAYOUTS) % len(kinds)]
-    world_size, pp_size = LAYOUTS[layout][2], LAYOUTS[layout][1]
-    phases = [phase for phase in PHASES if pp_size > 1 or phase != "p2p"]
+    world_size, has_stages = LAYOUTS[layout][0], "pipeline_schedule" in LAYOUTS[layout][1]
+    phases = [phase for phase in PHASES if has_stages or phase != "p2p"]
     places = phases if kind in HANGS else [*phases, "init"]  # a hang in start-up is only found after minutes
     if kind in ("sleep", "spin", "error", "kill"):
         places.append("loader")

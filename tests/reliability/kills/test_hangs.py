@@ -24,7 +24,7 @@ FAULTS = [
     Fault("dp2", "stop", 0, "join"),
     Fault("dp2", "stop", 1, "load"),
     Fault("dp2", "stop", 0, "index"),
-    Fault("dp2", "stop", 1, "evaluation"),
+    Fault("cp2", "stop", 1, "forward"),
     Fault("tp2pp2", "stop", 3, "backward"),
     Fault("tp2pp2", "spin", 2, "p2p"),
     Fault("tp2", "kill", 0, "init"),
@@ -34,6 +34,7 @@ FAULTS = [
     Fault("tp2", "stop", 1, "forward"),
     Fault("tp2", "hold", 0, "step"),
     Fault("dp2", "sleep", 1, "loader"),
+    Fault("dp2", "stop", 1, "evaluation"),
 ]
 
 

@@ -42,6 +42,15 @@ def test_the_ranks_of_the_largest_run_take_four_rows() -> None:
     assert len(rows) == 5
 
 
+def test_ranks_that_share_sequences_are_axes_of_the_grid() -> None:
+    rows = layout_rows({"pp": 2, "dp": 2, "cp": 2, "sp": 2, "tp": 2}, 1, None)
+    assert rows == [
+        ("layout", "32 ranks = 2 pp x 2 dp x 2 cp x 2 sp x 2 tp, ZeRO stage 1"),
+        ("", "stage 0   [0-7] [8-15]"),
+        ("", "stage 1   [16-23] [24-31]"),
+    ]
+
+
 def test_a_pipeline_says_how_long_it_is_idle_and_what_its_stages_hold() -> None:
     assert pipeline_rows(resolved(1, "1f1b", 1), 8) == []
     idle = "idle if all passes take equally long; activations of"
