@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -228,13 +229,18 @@ def collapsed(mode: str, mesh: ParallelMesh | None = None) -> Experts:
 def order_of_events(mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
     """What happens in a forward and in a backward pass: exchanges that begin and finish, and the shared expert."""
     events: list[str] = []
+
+    def recording(name: str) -> Callable[..., torch.Tensor]:
+        plain = getattr(RowExchange, name)
+
+        def call(*args: Any, **options: Any) -> torch.Tensor:
+            events.append(name)
+            return plain(*args, **options)  # type: ignore[no-any-return]
+
+        return call
+
     for name in ("begin", "finish"):
-
-        def recorded(*args: Any, plain: Any = getattr(RowExchange, name), event: str = name, **options: Any) -> Any:
-            events.append(event)
-            return plain(*args, **options)
-
-        monkeypatch.setattr(RowExchange, name, recorded)
+        monkeypatch.setattr(RowExchange, name, recording(name))
     layer = collapsed("shared", mesh)
     shared = layer.shared_experts
     assert shared is not None
