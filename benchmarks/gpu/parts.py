@@ -38,6 +38,7 @@ PARTS = {
     "llama1b-4096": Part("training", "measure_model", 170),
     "355m": Part("training", "measure_model", 170),
     "345m-fp16": Part("block", "train_the_block", 120),
+    "experts": Part("experts", "measure_experts", 150),
     "zero": Part("training", "measure_zero", 180),
     "sanitizer": Part("programs", "sanitize", 400),
 }

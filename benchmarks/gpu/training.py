@@ -56,7 +56,7 @@ def measure_model(context: Context) -> None:
         if began_at + longest > ends_at:
             context.recorder.note("not measured", "out of time", of=contender.name, length=length)
             continue
-        rate = _measured(context, contender, shape, length, micro_batch)
+        rate = measured(context, contender, shape, length, micro_batch)
         longest = max(longest, time.monotonic() - began_at)
         if rate is not None:
             rates[contender] = rate
@@ -115,8 +115,12 @@ def _peer_step(
     yield lambda: loop.step([batch], 3e-4)
 
 
-def _measured(context: Context, contender: Contender, shape: Shape, length: int, micro_batch: int) -> float | None:
-    """Tokens per second; None if it failed, which is recorded."""
+def measured(context: Context, contender: Contender, shape: Shape, length: int, micro_batch: int) -> float | None:
+    """Tokens per second; None if it failed, which is recorded.
+
+    Args:
+        shape: what counts for the share of the peak.
+    """
     warm_ups, steps = (1, 1) if context.is_tiny else (5, 15)
     device, of = context.device, {"of": contender.name, "length": length, "batch": micro_batch}
     forget_memory(device)
@@ -161,7 +165,7 @@ def measure_zero(context: Context) -> None:
     for stage in (0, 3) if context.is_tiny else (0, 1, 2, 3):
         request = request_of(context, shape, length, micro_batch, "--zero-stage", str(stage))
         contender = Contender(f"ZeRO {stage}, {shape.name}", True, lambda request=request: our_step(request))
-        _measured(context, contender, shape, length, micro_batch)
+        measured(context, contender, shape, length, micro_batch)
 
 
 def _batch(samples: int, length: int, vocab: int) -> Batch:

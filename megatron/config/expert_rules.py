@@ -43,8 +43,8 @@ def expert_problems(model: ModelRequest, parallel: ParallelRequest) -> Iterator[
     if uneven:
         fitting = [each for each in divisors(counts[0]) if not any(count % each for count in counts)]
         yield (
-            f"--expert-model-parallel-size {parallel.expert_model_parallel_size} does not divide --num-experts "
-            f"{uneven[0]}: every rank must hold equally many. Use {_any_of(fitting)}."
+            f"{_asked(size, parallel)} does not divide --num-experts {uneven[0]}: every rank must hold equally many. "
+            f"Use {_any_of(fitting)}."
         )
     within = parallel.expert_tensor_parallel_size
     if within is not None and within not in (1, ranks):
@@ -71,10 +71,17 @@ def expert_world_problems(model: ModelRequest, parallel: ParallelRequest, world_
         started = f"{world_size} {'was' if world_size == 1 else 'were'} started"
         whole = "" if parallel.splits_each_expert or tensor == 1 else f" x tensor {tensor}"
         yield (
-            f"--expert-model-parallel-size {parallel.expert_model_parallel_size} does not divide the {ranks} ranks "
-            f"(data x context{whole}) of a stage that could hold different experts: {started}. Use "
-            f"{_any_of(fitting)}, or start a multiple of {world_size // ranks * size}."
+            f"{_asked(size, parallel)} does not divide the {ranks} ranks (data x context{whole}) of a stage that could "
+            f"hold different experts: {started}. Use {_any_of(fitting)}, or start a multiple of "
+            f"{world_size // ranks * size}."
         )
+
+
+def _asked(size: int, parallel: ParallelRequest) -> str:
+    """The flag, and the size that it comes to where that is another."""
+    wanted = parallel.expert_model_parallel_size
+    less = "" if size == wanted else f" comes to {size} ranks, as many as some layer has experts, and {size}"
+    return f"--expert-model-parallel-size {wanted}{less}"
 
 
 def _any_of(sizes: list[int]) -> str:

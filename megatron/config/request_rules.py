@@ -111,10 +111,10 @@ def compile_problems(
             "block. Use --zero-stage 2, or drop --compile."
         )
     if model.num_experts > 1:
-        yield (
-            f"--compile cannot be combined with --num-experts {model.num_experts}: the host reads how many tokens an "
-            "expert gets, in the middle of the block. Drop --compile."
-        )
+        reason = "the host reads how many tokens an expert gets, in the middle of the block"
+        if model.drops_tokens:
+            reason = "routers record by the number of their layer, so no two blocks could share a program"
+        yield f"--compile cannot be combined with --num-experts {model.num_experts}: {reason}. Drop --compile."
     schedule = schedule_name(parallel, model.num_layers)
     chunks = parallel.pipeline_model_parallel_size * chunks_per_rank(parallel, model.num_layers)
     if schedule in SPLIT_SCHEDULES and chunks > 1:
@@ -197,6 +197,11 @@ def placement_problems(
         yield (
             f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {stages}. Use "
             "--pipeline-model-parallel-size 1, or drop --no-pipeline-parallel."
+        )
+    if asked.get("enable_expert_tensor_parallelism") and not parallel.splits_each_expert:
+        yield (
+            f"--enable-expert-tensor-parallelism contradicts --expert-tensor-parallel-size "
+            f"{parallel.expert_tensor_parallel_size}, with which experts are whole. Drop one of them."
         )
     if asked.get("use_distributed_optimizer") and parallel.zero_stage == 0:
         yield (

@@ -282,18 +282,19 @@ class Engine:
         """The metrics of another objective over one global batch, equal on all ranks, without training.
 
         The micro-batches of a call have the same shape, which may differ from the shape in training, and no rank shares
-        its samples with another: every rank of `mesh.loss` is given its own.
+        its samples with another: every rank of `mesh.loss` is given its own. Experts drop no tokens, so that no sample
+        depends on the others.
 
         Shapes: each metric `[n]` float64, on the CPU, with the `n` of `Objective.metric_sizes`.
         """
         own, self.objective = self.objective, objective
         alone = Axis.single("tp")
-        divided, whole = self.steps, dataclasses.replace(self.steps, split=None, sequence_parallel=alone)
-        try:
-            self.steps = whole  # ranks could not share the tokens of any length
+        steps = self.steps
+        try:  # ranks could not share the tokens of any length
+            self.steps = dataclasses.replace(steps, split=None, sequence_parallel=alone, drops_tokens=False)
             sums = self._evaluated(micro_batches)[2:].cpu()
         finally:
-            self.objective, self.steps = own, divided
+            self.objective, self.steps = own, steps
         sizes = objective.metric_sizes
         return dict(zip(sizes, sums.split(list(sizes.values())), strict=True))
 

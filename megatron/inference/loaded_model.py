@@ -46,7 +46,8 @@ class LoadedModel:
     """A network in evaluation mode with everything needed to feed it text.
 
     Attributes:
-        config: of the run that saved the checkpoint, with the flags applied to it and this mesh's layout.
+        config: of the run that saved the checkpoint, with the flags applied to it and this mesh's layout; its experts
+            drop no tokens.
         model: this rank's layers: its pipeline stage; `Forward` runs all stages.
         path: the checkpoint that was loaded.
         step: its training step.
@@ -117,7 +118,9 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     tokenizer = _tokenizer(config, given, newest.path)
     check_same_tokenizer(f"the checkpoint {newest.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
-    config = replace(config, model=replace(config.model, padded_vocab_size=padded))
+    # A text must not depend on those beside it, so experts drop no tokens.
+    model_config = replace(config.model, padded_vocab_size=padded, disable_moe_token_dropping=True)
+    config = replace(config, model=model_config)
     network = network_layers(config.model, mesh)
     bounds = stage_bounds(network, mesh.pp.size)
     model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]])

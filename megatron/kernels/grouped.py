@@ -16,13 +16,13 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     """Multiplies every row by the transposed matrix of its group; the gradient of an empty group's matrix is zero.
 
     On Hopper and data center Blackwell GPUs in bfloat16 one kernel computes all groups. Elsewhere it is a product per
-    group, for which the host reads `ends`, so a GPU is waited for.
+    group, for which the host reads `ends`, so a GPU is waited for; so it is without any rows, which no kernel is given.
 
     Shapes: x `[m, i]`, weight `[g, o, i]`, ends `[g]` int64, one past the last row of each group, the last being m;
         result `[m, o]`.
     """
     generation = _generation(x)
-    if not _has_grouped_kernel(x, weight, generation):
+    if len(x) == 0 or not _has_grouped_kernel(x, weight, generation):
         if ends.is_meta:  # without values: an even load
             return equal_groups_linear(x, weight)
         return _GroupedLinear.apply(x, weight, ends.tolist())  # type: ignore[no-any-return]

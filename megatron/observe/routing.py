@@ -20,6 +20,7 @@ from megatron.model.blocks.router import (
 )
 
 MOST_LISTED = 512  # experts of all layers together whose shares are recorded with every step
+EXTREMES = 4  # of each layer in a network of more, the busiest and the idlest experts that are recorded
 COLLAPSE_STEPS = 20
 _COLLAPSE_RATIO = 0.1
 
@@ -36,6 +37,7 @@ class LayerRouting:
         dropped_ratio: share of the choices that experts did not take; None without a capacity.
         shares: the share of each expert in the choices; empty in a network of many experts.
         dropped_ratios: the share of each expert's tokens that it did not take; empty without a capacity, and as shares.
+        busiest, idlest: by expert, the largest and the smallest shares, in order; empty where `shares` has all.
     """
 
     experts: int
@@ -44,6 +46,8 @@ class LayerRouting:
     dropped_ratio: float | None = None
     shares: tuple[float, ...] = ()
     dropped_ratios: tuple[float, ...] = ()
+    busiest: Mapping[int, float] = field(default_factory=dict)
+    idlest: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ def _layer(tokens: Sequence[float], dropped: Sequence[float] | None, is_listed: 
     shares = [count / total for count in tokens]
     entropy = -math.fsum(share * math.log(share) for share in shares if share > 0)
     ratios = [lost / max(count, 1.0) for lost, count in zip(dropped or (), tokens, strict=False)]
+    order = [] if is_listed else sorted(range(len(shares)), key=shares.__getitem__)
     return LayerRouting(
         experts=len(tokens),
         largest_load=max(shares) * len(shares),
@@ -123,6 +128,8 @@ def _layer(tokens: Sequence[float], dropped: Sequence[float] | None, is_listed: 
         dropped_ratio=None if dropped is None else math.fsum(dropped) / total,
         shares=tuple(round(share, 5) for share in shares) if is_listed else (),
         dropped_ratios=tuple(round(ratio, 5) for ratio in ratios) if is_listed else (),
+        busiest={expert: round(shares[expert], 5) for expert in order[: -EXTREMES - 1 : -1]},
+        idlest={expert: round(shares[expert], 5) for expert in order[:EXTREMES]},
     )
 
 
@@ -135,7 +142,7 @@ def mean_routing(steps: Sequence[RoutingFigures]) -> RoutingFigures | None:
 
 
 def _mean(parts: Sequence[Figures]) -> Figures:
-    """The mean of every figure that the parts have, of tuples entry by entry."""
+    """The mean of every figure that the parts have, of tuples entry by entry; single experts are the last step's."""
     values = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
     return dataclasses.replace(parts[0], **{name: _mean_value(of_parts) for name, of_parts in values.items()})
 
@@ -143,7 +150,7 @@ def _mean(parts: Sequence[Figures]) -> Figures:
 def _mean_value(values: Sequence[Any]) -> Any:
     if isinstance(values[0], tuple):
         return tuple(math.fsum(entries) / len(entries) for entries in zip(*values, strict=True))
-    return math.fsum(values) / len(values) if isinstance(values[0], float) else values[0]
+    return math.fsum(values) / len(values) if isinstance(values[0], float) else values[-1]
 
 
 class CollapseWatch:

@@ -87,7 +87,9 @@ class Job:
         routed = model.experts_of(index) * expert
         others = everything.parameters - routed - model.experts_of(index) * hidden
         rest = whole.parameters - self._attention - everything.parameters + model.experts_of(index) * hidden
-        return Parameters(attention + others // tp + rest, routed // (tp * layout.ep))
+        return Parameters(
+            attention + others // tp + rest, routed // (layout.ep if layout.keeps_experts_whole else tp * layout.ep)
+        )
 
     def ends_parameters(self, layout: Layout, *, first: bool, last: bool) -> Parameters:
         """The parameters before the first block and after the last one on a rank that holds these ends."""

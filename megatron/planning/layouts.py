@@ -24,7 +24,7 @@ class Layout:
     """How a run is divided over devices.
 
     Attributes:
-        tp, cp, ulysses, ep, pp, dp: the sizes of the axes; `ep` divides `dp`.
+        tp, cp, ulysses, ep, pp, dp: the sizes of the axes; `ep` divides `expert_copies`.
         splits_sequence: whether tensor-parallel ranks have different tokens between products.
         schedule: of the pipeline, by name or file.
         chunks: parts of the network on each pipeline rank.
@@ -32,6 +32,7 @@ class Layout:
         recompute: nothing, attention or whole blocks.
         micro_batch: samples of a pass.
         micro_batches: passes of a step.
+        keeps_experts_whole: whether experts are divided over the tensor-parallel ranks too, in place of being split.
     """
 
     tp: int
@@ -47,6 +48,7 @@ class Layout:
     recompute: str
     micro_batch: int
     micro_batches: int
+    keeps_experts_whole: bool = False
 
     @property
     def devices(self) -> int:
@@ -57,6 +59,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks over which gradients are averaged and ZeRO divides its share."""
         return self.dp * self.cp * self.ulysses
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that hold different experts or copies of them."""
+        return self.replicas * (self.tp if self.keeps_experts_whole else 1)
 
     @property
     def sequence(self) -> int:
@@ -80,6 +87,7 @@ class Layout:
             words += ["--virtual-pipeline-model-parallel-size", str(self.chunks)]
         # Sizes of 1 as well: the command that this is added to may have another.
         words += ["--context-parallel-size", str(self.cp), "--ds-sequence-parallel-size", str(self.ulysses)]
+        words += ["--expert-tensor-parallel-size", "1" if self.keeps_experts_whole else str(self.tp)]
         return [*words, "--expert-model-parallel-size", str(self.ep)]
 
     def __str__(self) -> str:

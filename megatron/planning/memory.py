@@ -102,7 +102,7 @@ def _state(job: Job, layout: Layout, share: Parameters) -> tuple[int, int, int]:
     stage = layout.zero if job.weight_bytes == _FP32 else max(layout.zero, 1)
     parts = [
         predicted_bytes([[count]], Partitioning(stage, ranks, weight_bytes=job.weight_bytes))
-        for count, ranks in ((share.dense, layout.replicas), (share.experts, max(1, layout.replicas // layout.ep)))
+        for count, ranks in ((share.dense, layout.replicas), (share.experts, layout.expert_copies // layout.ep))
         if count
     ]
     return (

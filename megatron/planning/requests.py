@@ -41,6 +41,7 @@ _FIXED = {
     "parallel.context_parallel_size": "cp",
     "parallel.ds_sequence_parallel_size": "ulysses",
     "parallel.expert_model_parallel_size": "ep",
+    "parallel.expert_tensor_parallel_size": "keeps_experts_whole",
     "parallel.zero_stage": "zero",
     "parallel.pipeline_schedule": "schedule",
     "parallel.virtual_pipeline_model_parallel_size": "chunks",
@@ -144,6 +145,7 @@ def layout_of(request: RunRequest, devices: int) -> Layout:
         recompute=kind,
         micro_batch=micro,
         micro_batches=max(1, batch // (micro * dp)),
+        keeps_experts_whole=parallel.expert_tensor_parallel_size == 1,
     )
 
 

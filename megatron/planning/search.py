@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -127,16 +128,17 @@ def _first(
 
 def layouts(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """All layouts that divide the network, the batch and the devices evenly, pipelines with 1F1B and interleaved."""
-    for axes in _axes(job, fixed.get("ulysses", 1)):
+    for axes in _axes(job, fixed.get("ulysses", 1), keeps_experts_whole=fixed.get("keeps_experts_whole", False)):
         if any(fixed.get(name, value) != value for name, value in axes.items()):
             continue
         for chosen in _choices(job, axes, fixed):
             yield Layout(**axes, **chosen)
 
 
-def _axes(job: Job, ulysses: int) -> Iterator[dict[str, Any]]:
-    """The sizes of the axes; that of Ulysses is given."""
+def _axes(job: Job, ulysses: int, *, keeps_experts_whole: bool) -> Iterator[dict[str, Any]]:
+    """The sizes of the axes, and whether experts are whole; that and the size of Ulysses are given."""
     model, cluster = job.model, job.cluster
+    expert_sizes = divisors(math.gcd(*model.expert_counts)) if model.num_experts > 1 else [1]
     for tp in divisors(cluster.devices_per_node):
         if any(size % tp for size in (model.num_attention_heads, *model.widths.values())) or cluster.devices % tp:
             continue
@@ -152,9 +154,10 @@ def _axes(job: Job, ulysses: int) -> Iterator[dict[str, Any]]:
                 dp = rest // cp
                 if dp > job.global_batch or job.global_batch % dp:
                     continue
-                experts = [size for size in divisors(model.num_experts) if dp % size == 0]
-                for ep in experts if model.num_experts > 1 else [1]:
-                    yield {"tp": tp, "cp": cp, "ulysses": ulysses, "ep": ep, "pp": pp, "dp": dp}
+                copies = rest * ulysses * (tp if keeps_experts_whole else 1)
+                for ep in (size for size in expert_sizes if copies % size == 0):
+                    sizes = {"tp": tp, "cp": cp, "ulysses": ulysses, "ep": ep, "pp": pp, "dp": dp}
+                    yield {**sizes, "keeps_experts_whole": keeps_experts_whole}
 
 
 def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -244,7 +247,7 @@ def _resized(job: Job, layout: Layout, name: str, size: int) -> Layout | None:
     ):
         return None
     schedule: dict[str, Any] = {"schedule": "1f1b", "chunks": 1} if changed.pp == 1 or layout.pp == 1 else {}
-    if job.sequence_length % (changed.cp * 2) and changed.cp > 1:
+    if (job.sequence_length % (changed.cp * 2) and changed.cp > 1) or dp * changed.expert_copies % changed.ep:
         return None
     return dataclasses.replace(
         changed,

@@ -139,12 +139,13 @@ def _traffic(job: Job, layout: Layout, blocks: list[int]) -> float:
     elements = 30 * model.hidden_size / within + 2 * projected
     if model.position_embedding_type == ROPE:
         elements += 4 * projected
+    own = tp if layout.keeps_experts_whole else 1  # ranks that route different tokens
     total = 0.0
     for block in blocks:
         width = model.moe_router_topk * model.moe_ffn_hidden_size if model.has_experts(block) else model.ffn_hidden_size
         inner = (8 if model.gated_linear_unit else 5) * width / tp
         biases = (projected + width / tp + 2 * model.hidden_size / within) * model.add_bias_linear
-        routed = 8 * model.moe_router_topk * model.hidden_size if model.has_experts(block) else 0
+        routed = 8 * model.moe_router_topk * model.hidden_size / own if model.has_experts(block) else 0
         total += elements + inner + biases + routed
     return total * tokens * job.weight_bytes
 
@@ -163,7 +164,7 @@ def _messages(job: Job, layout: Layout, blocks: list[int], attention: float) -> 
         ring = _seconds(sent["cp"] / passes, cluster.bandwidth(layout.sequence, layout.tp), len(blocks) * 6 * latency)
         parts["sequence messages"] = max(0.0, ring - attention) if layout.ulysses == 1 else ring
     if layout.ep > 1:
-        reach = cluster.bandwidth(layout.ep, layout.tp * layout.sequence)
+        reach = cluster.bandwidth(layout.ep, 1 if layout.keeps_experts_whole else layout.tp)  # neighbours
         parts["expert messages"] = _seconds(sent["ep"] / passes, reach, len(blocks) * 4 * latency)
     return parts
 
@@ -188,7 +189,8 @@ def _sent_in_passes(job: Job, layout: Layout, blocks: list[int]) -> dict[str, fl
     if layout.ep > 1:
         routed = sum(model.has_experts(block) for block in blocks)
         share = (layout.ep - 1) / layout.ep
-        sent["ep"] = passes * routed * 4 * share * model.moe_router_topk * hidden
+        own = hidden / layout.tp if layout.keeps_experts_whole else hidden
+        sent["ep"] = passes * routed * 4 * share * model.moe_router_topk * own
     if layout.pp > 1:
         sent["pp"] = passes * layout.chunks * 2 * hidden / (layout.tp if layout.splits_sequence else 1)
     return sent

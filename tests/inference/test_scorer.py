@@ -84,6 +84,14 @@ def test_the_batch_size_does_not_change_scores(loaded: LoadedModel) -> None:
     assert close(LoadedScorer(loaded, 64).score(some_queries()), alone)
 
 
+def test_with_a_capacity_no_score_depends_on_other_queries(tmp_path: Path) -> None:
+    flags = "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 0.5"
+    folder = make_checkpoint(tmp_path, *flags.split(), "--moe-min-capacity", "0")
+    loaded = open_checkpoint(str(folder), {}, ParallelMesh.single())
+    alone = [LoadedScorer(loaded).score([query])[0] for query in some_queries()]
+    assert close(LoadedScorer(loaded, 64).score(some_queries()), alone)
+
+
 def test_a_query_longer_than_the_network_is_refused(loaded: LoadedModel) -> None:
     scorer = LoadedScorer(loaded)
     assert scorer.max_length == POSITIONS + 1

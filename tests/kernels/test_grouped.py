@@ -52,6 +52,20 @@ def test_result_and_gradients(
     assert not weight.grad[empty].any()
 
 
+@pytest.mark.parametrize("generation", [0, 9, 10])
+def test_without_rows_no_kernel_is_called(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token of any rank chose the experts of this one."""
+    monkeypatch.setattr(grouped, "_generation", lambda x: generation)
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *_, **__: pytest.fail("a kernel without rows"), raising=False)
+    x = torch.empty(0, INPUT, dtype=torch.bfloat16, requires_grad=True)
+    weight = operands(2, torch.bfloat16)[1]
+    result = grouped_linear(x, weight, torch.tensor([0, 0]))
+    result.sum().backward()
+    assert result.shape == (0, OUTPUT) and x.grad is not None and x.grad.shape == x.shape
+    assert weight.grad is not None and not weight.grad.any()
+
+
 def test_only_what_needs_a_gradient_gets_one() -> None:
     x, weight = operands(4, torch.float32)
     grouped_linear(x.detach(), weight, torch.tensor(ENDS["all filled"])).sum().backward()
@@ -137,6 +151,14 @@ def test_empty_groups_have_no_gradient_on_blackwell(ends: list[int], monkeypatch
     for value, known in zip(found(x, weight, ends), expected(x, weight, ends), strict=True):
         assert (value.double() - known).abs().max() <= 2e-2 * known.abs().max()
     assert calls == [torch.int32]
+
+
+@pytest.mark.gpu
+def test_without_rows_on_a_gpu() -> None:
+    weight = operands(2, torch.bfloat16)[1].detach().cuda().requires_grad_()
+    x = torch.empty(0, INPUT, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    grouped_linear(x, weight, torch.tensor([0, 0], device="cuda")).sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
 
 
 @pytest.mark.gpu

@@ -16,7 +16,14 @@ from megatron.observe.dashboard.table import MetricsTable
 from megatron.observe.metrics import StepMetrics, mean_of, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.report import Report, ReportOutputs
-from megatron.observe.routing import COLLAPSE_STEPS, MOST_LISTED, CollapseWatch, RoutingFigures, routing_figures
+from megatron.observe.routing import (
+    COLLAPSE_STEPS,
+    EXTREMES,
+    CollapseWatch,
+    RoutingFigures,
+    mean_routing,
+    routing_figures,
+)
 from megatron.observe.styles import megatron
 from tests.train.samples import WORKLOAD, Outcome, metrics, optim_config, report_config
 
@@ -64,10 +71,22 @@ def test_dropped_tokens_are_a_share_of_the_choices() -> None:
     assert figures().dropped_ratio is None and "dropped tokens" not in figures().by_label
 
 
-def test_a_network_of_many_experts_lists_no_shares() -> None:
-    many = {**RECORDED, expert_tokens(0): (1.0,) * (MOST_LISTED + 1)}
-    assert figures(many).layers[0].shares == ()
-    assert figures(many).layers[0].effective_experts == pytest.approx(MOST_LISTED + 1)
+def test_a_network_of_many_experts_lists_the_busiest_and_the_idlest() -> None:
+    """48 layers of 128 experts, as in Qwen3-30B-A3B: a record a step that stays small."""
+    counts = [2.0] * 128
+    counts[7], counts[90], counts[3] = 40.0, 30.0, 0.0
+    many = figures({**RECORDED, **{expert_tokens(layer): tuple(counts) for layer in range(48)}})
+    layer = many.layers[47]
+    assert layer.shares == () and len(layer.busiest) == len(layer.idlest) == EXTREMES
+    total = sum(counts)
+    assert list(layer.busiest.items())[:2] == [(7, round(40 / total, 5)), (90, round(30 / total, 5))]
+    assert next(iter(layer.idlest.items())) == (3, 0.0)
+    assert len(json.dumps(dataclasses.asdict(many))) < 20_000
+    assert figures().layers[0].busiest == {}
+    other = figures({**RECORDED, **{expert_tokens(layer): tuple(reversed(counts)) for layer in range(48)}})
+    mean = mean_routing([many, other])
+    assert mean is not None and mean.layers[47].busiest == other.layers[47].busiest
+    assert mean.layers[47].largest_load == pytest.approx(layer.largest_load)
 
 
 def test_a_network_without_experts_has_no_figures() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,7 +14,16 @@ from megatron.config.parse import read_flags
 from megatron.errors import ConfigError
 from megatron.planning.layouts import Layout
 from megatron.planning.report import plan_lines
-from megatron.planning.requests import cluster_of, job_of, layout_of, own_lines, planned, read_planned, request_lines
+from megatron.planning.requests import (
+    cluster_of,
+    job_of,
+    layout_of,
+    own_lines,
+    planned,
+    read_planned,
+    request_lines,
+    rules_of,
+)
 from megatron.planning.search import LayoutPlan, estimate, layouts, neighbours
 
 LLAMA_70B = (
@@ -166,9 +174,53 @@ def test_unknown_hardware_is_refused(words: tuple[str, ...], sentence: str) -> N
         planned(given, request)
 
 
-def test_experts_are_divided_over_ranks_of_their_own() -> None:
-    words, request = read_planned(["--model-preset", "mixtral-8x7b", "--planned-devices", "16", "--bf16"])
+PYRAMID = (
+    *("--num-layers", "4", "--num-experts", "32", "32", "64", "64", "--hidden-size", "1024"),
+    *("--num-attention-heads", "16", "--seq-length", "8192", "--max-position-embeddings", "8192"),
+    *("--planned-devices", "64", "--global-batch-size", "64", "--bf16", "--attention-dropout", "0"),
+)
+LONG = (
+    *("--model-preset", "mixtral-8x7b", "--planned-devices", "16", "--bf16", "--global-batch-size", "2"),
+    *("--seq-length", "32768"),
+)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sizes", "more"),
+    [
+        (PYRAMID, {1, 2, 4, 8, 16, 32}, lambda each: each.ep == 32),  # 64 would leave some layer with too few
+        (LONG, {1, 2, 4, 8}, lambda each: each.ep > each.dp and each.cp > 1),
+        ((*LONG, "--expert-tensor-parallel-size", "1"), {1, 2, 4, 8}, lambda each: each.ep > each.dp * each.cp),
+    ],
+    ids=["pyramid", "context", "whole"],
+)
+def test_experts_are_divided_as_the_run_would_divide_them(
+    argv: tuple[str, ...], sizes: set[int], more: Callable[[Layout], bool]
+) -> None:
+    words, request = read_planned(argv)
+    cluster = cluster_of(request)
+    job, problems = job_of(request, cluster), rules_of(words, cluster.devices, request.program)
+    tried = list(layouts(job, {"keeps_experts_whole": "--expert-tensor-parallel-size" in argv}))
+    assert {layout.ep for layout in tried} == sizes
+    some = [layout for layout in tried if more(layout) and layout.splits_sequence == (layout.tp > 1)]
+    assert some and not problems(some[0]) and not problems(some[-1])
+    again = layout_of(read_flags([*words, *some[-1].words()]).request(), cluster.devices)
+    assert dataclasses.replace(again, schedule=some[-1].schedule) == some[-1]
+
+
+def test_experts_that_are_to_be_whole_are_whole_in_every_layout() -> None:
+    words, request = read_planned([*LONG, "--expert-tensor-parallel-size", "1", "--micro-batch-size", "1"])
     plan, _ = planned(words, request)
-    sizes = {layout.ep for layout in itertools.islice(layouts(plan.job, {}), 20000)}
-    assert sizes >= {1, 2, 4, 8}
-    assert plan.best
+    assert plan.best and all(each.layout.keeps_experts_whole for each in plan.best)
+    assert "--expert-tensor-parallel-size 1 " in " ".join(plan.best[0].layout.words())
+
+
+def test_whole_experts_send_and_hold_what_their_ranks_have() -> None:
+    _, request = read_planned(LONG)
+    job = job_of(request, cluster_of(request, 16))
+    common = {"pp": 1, "dp": 2, "splits_sequence": True, "schedule": "1f1b", "chunks": 1, "zero": 1}
+    split = Layout(2, 4, 1, 8, **common, recompute="full", micro_batch=1, micro_batches=1)  # type: ignore[arg-type]
+    whole = dataclasses.replace(split, keeps_experts_whole=True)
+    of_split, of_whole = (job.block_parameters(0, layout).experts for layout in (split, whole))
+    assert of_whole == 2 * of_split and (split.expert_copies, whole.expert_copies) == (8, 16)
+    assert estimate(job, whole).time.sent["ep"] == estimate(job, split).time.sent["ep"] / 2

@@ -284,6 +284,10 @@ _IGNORED_ROWS: tuple[Row, ...] = (
         "every expert is split over the tensor-parallel ranks, as all matrices are.",
         ("enable_expert_tensor_parallelism",),
     ),
+    (
+        "a shared expert computes while tokens are on their way to the others; no other micro-batch does.",
+        ("overlap_moe_expert_parallel_comm",),
+    ),
     ("experts are chosen by their scores alone, without sampling.", ("disable_moe_top2_2nd_expert_sampling",)),
     (
         "it selects how experts are computed, not what.",

@@ -199,7 +199,8 @@ def _outputs(stack: LayerStack, batch: ProofBatch, model: ModelConfig) -> Iterat
     """Logits of a batch at its positions, and the logits of the order if the network has that head."""
     ids = batch.tokens
     is_padded = batch.is_text is not None
-    settings = StepSettings(mask=MaskKind.DOCUMENTS if is_padded else MaskKind.CAUSAL)
+    mask = MaskKind.DOCUMENTS if is_padded else MaskKind.CAUSAL
+    settings = StepSettings(mask=mask, drops_tokens=False)  # transformers drops none
     context = settings.context(
         torch.arange(ids.shape[0]),
         (~batch.is_text).long() if batch.is_text is not None else None,

@@ -25,7 +25,8 @@ class ExpertCapacity:
     (`position`); the others pass it by and are left with what their other experts compute, without new weights.
 
     Tokens compete within their micro-batch, so what is dropped depends on its size, but not on the layout that trains
-    it: ranks that share samples decide together. Generation drops nothing, or a text would depend on those beside it.
+    it: ranks that share samples decide together. Where a sample must not depend on those beside it, which are generated
+    texts and scored queries, nothing is dropped (`StepContext.drops_tokens`).
 
     Source: Lepikhin et al., "GShard", 2020, section 2.2; NVIDIA Megatron-LM `megatron/core/transformer/moe/
     moe_utils.py`, `get_capacity` and `apply_router_token_dropping`; DeepSpeed `moe/sharded_moe.py`, `_capacity`.
@@ -52,7 +53,7 @@ class ExpertCapacity:
 
         Shapes: weights and experts `[n, k]`.
         """
-        if not self.is_on or context.caches is not None:
+        if not self.is_on or not context.drops_tokens or context.caches is not None:
             return None
         weights, split = weights.detach(), context.split
         queue = self._places(weights, experts)

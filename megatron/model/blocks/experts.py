@@ -196,7 +196,7 @@ class ExpertNetworks(nn.Module):
         """
         inner = self.linear_fc1(x, ends)
         if self.is_gated:
-            inner = gated(inner.view(x.shape[0], 2, -1), self.function, implementation=self.implementation)
+            inner = gated(inner.unflatten(1, (2, -1)), self.function, implementation=self.implementation)
         else:
             inner = activation(inner, self.function, implementation=self.implementation)
         return self.linear_fc2(inner, ends)  # type: ignore[no-any-return]

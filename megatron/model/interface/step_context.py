@@ -97,6 +97,7 @@ class StepContext:
         sequence_parallel: the ranks over which the tokens of hidden states are split between matrix products; all other
             tensors of the context are of whole sequences.
         caches: keys and values of earlier tokens; None outside generation.
+        drops_tokens: whether experts with a capacity drop tokens, so that a sample depends on those beside it.
         split: how ranks share the samples; None if this rank computes on all of their tokens.
         texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
             row is one text.
@@ -119,6 +120,7 @@ class StepContext:
     factored_logits: bool = False
     sequence_parallel: Axis = _ALONE
     caches: KeyValueCaches | None = None
+    drops_tokens: bool = True
     split: SequenceSplit | None = None
     texts: tuple[TextPart, ...] = ()
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
@@ -200,6 +202,7 @@ class StepSettings:
         hidden_size: width of the hidden states.
         explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
         factored_logits: whether the head returns `FactoredLogits`, for objectives that never hold the logits.
+        drops_tokens: see `StepContext`.
         split: how ranks share the samples; None if each rank computes on whole ones.
         sequence_parallel: the ranks over which the tokens of hidden states are split; see `StepContext`.
     """
@@ -215,6 +218,7 @@ class StepSettings:
     hidden_size: int = 0
     explicit_attention: bool = False
     factored_logits: bool = False
+    drops_tokens: bool = True
     split: SequenceSplit | None = None
     sequence_parallel: Axis = _ALONE
 
@@ -290,6 +294,7 @@ class StepSettings:
             factored_logits=self.factored_logits,
             sequence_parallel=self.sequence_parallel,
             caches=caches,
+            drops_tokens=self.drops_tokens,
             split=self.split,
             auxiliary=AuxiliaryLosses(backward_scale),
         )

@@ -48,6 +48,16 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
             "--no-pipeline-parallel --pipeline-model-parallel-size 2",
             "--no-pipeline-parallel contradicts --pipeline-model",
         ),
+        (
+            EXPERTS + "--enable-expert-tensor-parallelism --expert-tensor-parallel-size 1 --sequence-parallel "
+            "--tensor-model-parallel-size 2",
+            "--enable-expert-tensor-parallelism contradicts --expert-tensor-parallel-size 1, with which experts are wh",
+        ),
+        (
+            "--num-experts 4 6 --num-layers 4 --expert-model-parallel-size 6",
+            "--expert-model-parallel-size 6 comes to 4 ranks, as many as some layer has experts, and 4 does not divide "
+            "--num-experts 6: every rank must hold equally many. Use one of 1, 2",
+        ),
         ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer contradicts --zero-stage 0"),
         (
             "--accumulate-allreduce-grads-in-fp32 --fp16 --zero-stage 3",

@@ -99,6 +99,10 @@ def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> Non
             "--compile cannot be combined with --num-experts 4: the host reads how many tokens an expert gets",
         ),
         (
+            "--num-experts 4 --moe-expert-capacity-factor 1",
+            "--compile cannot be combined with --num-experts 4: routers record by the number of their layer",
+        ),
+        (
             "--pipeline-model-parallel-size 2 --enable-zbh1-pipeline",
             "--compile cannot be combined with the pipeline schedule zb-h1: .* Use --pipeline-schedule 1f1b, or drop",
         ),

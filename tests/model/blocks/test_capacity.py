@@ -74,14 +74,15 @@ def test_fewer_choices_than_experts() -> None:
     assert slots is not None and slots.places.tolist() == [[0, 0]] and bool(slots.kept.all())
 
 
-def test_nothing_is_dropped_without_a_capacity_or_in_generation() -> None:
+def test_nothing_is_dropped_without_a_capacity_or_where_samples_are_alone() -> None:
     weights, experts = (value.flatten(0, 1) for value in choices())
     free = ExpertCapacity(tiny_config(num_experts=EXPERTS), EXPERTS)
     assert free.slots(weights, experts, new_context(), training=True) is None
     off = capacity_of(disable_moe_token_dropping=True)
     assert off.slots(weights, experts, new_context(), training=True) is None
-    generating = dataclasses.replace(new_context(), caches=BatchCaches(4))
-    assert capacity_of().slots(weights, experts, generating, training=False) is None
+    for alone in ({"caches": BatchCaches(4)}, {"drops_tokens": False}):
+        context = dataclasses.replace(new_context(), **alone)  # type: ignore[arg-type]
+        assert capacity_of().slots(weights, experts, context, training=False) is None
 
 
 def share(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, ParallelRequest
 from megatron.errors import ConfigError
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.router import expert_tokens, router_metric_sizes
@@ -19,6 +20,7 @@ from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec, draw_initial_values, name_parameters
 from megatron.model.interface.step_context import StepContext
+from megatron.parallel.expert.exchange import RowExchange
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.parallel.shard_spec import shard_spec_of
@@ -205,6 +207,91 @@ def test_split_over_tp_equals_whole() -> None:
             for name in ("output", "hidden"):
                 torch.testing.assert_close(found[name], expected[name])
         assert any(ranks[0][mode][1][name] != ranks[1][mode][1][name] for name in specs_of(layer))
+
+
+COLLAPSED = {
+    "gated": GATED,
+    "shared": {**GATED, "moe_shared_expert_intermediate_size": 10},
+    "recomputed": {**GATED, "moe_shared_expert_intermediate_size": 10},
+}
+
+
+def collapsed(mode: str, mesh: ParallelMesh | None = None) -> Experts:
+    """A layer whose router sends everything to the first two experts; its losses, which are each rank's, are off."""
+    layer = build(experts_config(**COLLAPSED[mode], moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0), mesh)
+    layer.router.weight.data.copy_(torch.arange(6.0).flip(0).unsqueeze(1).expand(6, 8))
+    if mode == "recomputed":
+        plain = layer.forward
+        layer.forward = lambda x, context: checkpoint(plain, x, context, use_reentrant=False)  # type: ignore[method-assign]
+    return layer
+
+
+def order_of_events(mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """What happens in a forward and in a backward pass: exchanges that begin and finish, and the shared expert."""
+    events: list[str] = []
+
+    def recording(name: str) -> Callable[..., torch.Tensor]:
+        plain = getattr(RowExchange, name)
+
+        def call(*args: Any, **options: Any) -> torch.Tensor:
+            events.append(name)
+            return plain(*args, **options)  # type: ignore[no-any-return]
+
+        return call
+
+    for name in ("begin", "finish"):
+        monkeypatch.setattr(RowExchange, name, recording(name))
+    layer = collapsed("shared", mesh)
+    shared = layer.shared_experts
+    assert shared is not None
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    shared.linear_fc1.weight.register_hook(lambda _: events.append("shared"))
+    output = layer(inputs(experts_config()).abs().requires_grad_(), new_context())
+    forward = [*events]
+    output.sum().backward()
+    return forward, events[len(forward) :]
+
+
+def divided(rank: int) -> tuple[dict[str, dict[str, torch.Tensor]], tuple[list[str], list[str]]]:
+    """Gradients of layers of which the second rank gets no token, and the order of what happens in one."""
+    mesh = open_mesh(ParallelRequest(expert_model_parallel_size=2))
+    hidden = inputs(experts_config()).abs() + rank
+    found = {mode: gradients(collapsed(mode, mesh), hidden, new_context()) for mode in COLLAPSED}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return found, order_of_events(mesh, monkeypatch)
+
+
+Divided = list[tuple[dict[str, dict[str, torch.Tensor]], tuple[list[str], list[str]]]]
+
+
+@pytest.fixture(scope="module")
+def over_two_ranks() -> Divided:
+    """What `divided` found on each of two ranks."""
+    return run_ranks(divided, 2)
+
+
+def test_over_two_ranks_of_which_one_gets_no_token(over_two_ranks: Divided) -> None:
+    for mode in COLLAPSED:
+        layer = collapsed(mode)
+        alone = [gradients(layer, inputs(experts_config()).abs() + rank, new_context()) for rank in range(2)]
+        for rank, (found, _) in enumerate(over_two_ranks):
+            for name, value in found[mode].items():
+                of_all = alone[0][name]  # the gradients of both passes together
+                if name.startswith("experts."):
+                    of_all = of_all.chunk(2)[rank]
+                elif name in ("output", "hidden"):
+                    of_all = alone[rank][name]
+                else:
+                    continue  # each rank's own part of a sum
+                torch.testing.assert_close(value, of_all, msg=lambda text, at=(mode, name): f"{at}: {text}")
+        assert over_two_ranks[0][0][mode]["experts.linear_fc1.weight"].any()
+        assert not over_two_ranks[1][0][mode]["experts.linear_fc1.weight"].any()
+
+
+def test_the_shared_expert_computes_while_rows_are_on_their_way(over_two_ranks: Divided) -> None:
+    for _, (forward, backward) in over_two_ranks:
+        assert forward == ["begin", "shared", "finish", "begin", "finish"]
+        assert backward == ["begin", "finish", "begin", "shared", "finish"]
 
 
 def test_names_and_logical_shapes() -> None:

@@ -64,6 +64,7 @@ FEW = [
     Case(4, 1, TP + SP + WHOLE),
     Case(2, 1, PP + "--pipeline-schedule interleaved-zb"),
     Case(2, 2, PP + CP + "--pipeline-schedule zbv " + RECOMPUTE),
+    Case(2, 1, TP + PP + SP + WHOLE),
 ]
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "v-half", "v-1f1b")
 _PIPELINES = [f"{PP}--pipeline-schedule {name} " for name in _SCHEDULES]
@@ -74,6 +75,13 @@ ALL = [
     *(Case(size, stage, TP + SP + WHOLE + RECOMPUTE) for size, stage in itertools.product((1, 4), range(4))),
     *(Case(2, stage, flags) for flags, stage in itertools.product(_PIPELINES, (0, 1))),
     *(Case(2, 2, flags) for flags in _PIPELINES[:-1]),
+]
+
+# Of eight ranks: three axes at once, and four ranks of experts beside another axis.
+EIGHT = [
+    *(Case(2, stage, TP + PP + flags) for stage, flags in itertools.product(range(3), ("", SP + RECOMPUTE))),
+    *(Case(4, stage, TP + flags) for stage, flags in itertools.product(range(4), ("", SP))),
+    *(Case(4, stage, PP + flags) for stage, flags in itertools.product(range(3), ("", RECOMPUTE))),
 ]
 
 Curve = list[float]
@@ -101,10 +109,14 @@ def train(rank: int, cases: Sequence[Case], world_size: int) -> list[tuple[Curve
     return found
 
 
-@pytest.mark.parametrize("cases", sampled([FEW, ALL], [FEW]), ids=["few", "all"])
-def test_experts_on_other_ranks_train_like_one_process(cases: list[Case]) -> None:
+SETS = {"few": (RANKS, FEW), "all": (RANKS, ALL), "eight ranks": (2 * RANKS, EIGHT)}
+
+
+@pytest.mark.parametrize("name", sampled(SETS, ["few"]))
+def test_experts_on_other_ranks_train_like_one_process(name: str) -> None:
+    ranks, cases = SETS[name]
     ((curve, evaluated, size, _),) = run_ranks(train, 1, [Case(1, 0)], 1)[0]
-    for of_rank in run_ranks(train, RANKS, cases, RANKS, timeout_seconds=60 + 20 * len(cases)):
+    for of_rank in run_ranks(train, ranks, cases, ranks, timeout_seconds=60 + 5 * ranks * len(cases)):
         for case, (losses, other, parameters, differences) in zip(cases, of_rank, strict=True):
             assert losses == pytest.approx(curve, rel=1e-6), case
             assert other == pytest.approx(evaluated, rel=1e-6), case

@@ -27,6 +27,10 @@ from tests.train.samples import model_config
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=2, hidden_size=16, steps=3)
 
+CAPACITY = (
+    "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-expert-capacity-factor 0.5 --moe-min-capacity 0"
+)
+
 
 def some_queries() -> list[Query]:
     """Queries of all lengths that fit, in no order."""
@@ -60,10 +64,28 @@ def train(engine: Engine, config: RunConfig, *, scores: bool) -> tuple[list[list
     return asked, curve
 
 
+def score_in_one_process(rank: int) -> tuple[Any, list[Score], list[Score]]:
+    """The results of one process; and, of experts with a capacity, the scores of queries together and one by one."""
+    found = train_and_score(rank, [((1, 1, 1), 0)])["(1, 1, 1) ZeRO-0"]
+    config = layout_config(RECIPE, (1, 1, 1), 0, CAPACITY.split())
+    scorer = EngineScorer(build_engine(config, open_mesh(config.parallel)), config.model, 4 * RECIPE.sequence_length)
+    return found, scorer.score(some_queries()), [scorer.score([query])[0] for query in some_queries()]
+
+
 @pytest.fixture(scope="module")
-def single() -> Any:
-    (found,) = run_ranks(train_and_score, 1, [((1, 1, 1), 0)])
-    return found["(1, 1, 1) ZeRO-0"]
+def one_process() -> tuple[Any, list[Score], list[Score]]:
+    return run_ranks(score_in_one_process, 1)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def single(one_process: tuple[Any, list[Score], list[Score]]) -> Any:
+    return one_process[0]
+
+
+def test_with_a_capacity_no_score_depends_on_other_queries(one_process: tuple[Any, list[Score], list[Score]]) -> None:
+    _, together, alone = one_process
+    assert [one.predicted for one in together] == [one.predicted for one in alone]
+    np.testing.assert_allclose([one.logprob for one in together], [one.logprob for one in alone], rtol=2e-5)
 
 
 def test_scores_are_log_probabilities_of_the_targets(single: Any) -> None:
