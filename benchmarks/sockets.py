@@ -71,6 +71,11 @@ def _count(rank: int, size: int, port: int, answers: Any) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    counted_sockets(rank, answers)
+
+
+def counted_sockets(rank: int, answers: Any) -> None:
+    """Joins the other ranks, sends them messages of every kind, and puts rank and number of sockets into `answers`."""
     before = _open_sockets()
     mesh = open_mesh(Layout())
     joined = _open_sockets()

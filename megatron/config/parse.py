@@ -362,8 +362,9 @@ def _read_preset(name: str | None, flags: Mapping[str, Flag]) -> FileReading:
         return FileReading()
     try:
         return read_config_file(str(preset_path(name)), flags, _SECTIONS)
-    except ConfigError as failure:
-        return FileReading(problems=failure.problems)
+    except ConfigError as failure:  # the sizes that it would have set are not asked for
+        sizes = {flag.field for flag in flags.values() if flag.required} | {"max_position_embeddings"}
+        return FileReading(problems=failure.problems, broken=sizes)
 
 
 def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import torch.distributed as dist
 
@@ -24,17 +24,25 @@ from megatron.launch.slurm import SlurmJob, find_slurm_job
 from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, requested_axes, requested_experts
 from megatron.parallel.messages import is_lost_peer
-from megatron.parallel.processes import ProcessIdentity
+from megatron.parallel.processes import ProcessIdentity, allow_open_files
 from megatron.parallel.rank_start import die_with_deepspeed_runner, die_with_launcher, launched_ranks
 from megatron.parallel.tree_opening import LOOPBACK
 
 _LOOKUP_TRIES = 3  # one second apart
+# A rank connects to the store for the roll call, for its groups and for torch's own watch of them.
+_CONNECTIONS_OF_A_RANK, _OTHER_FILES = 4, 1024
 # How long after the limit a thread waits for the main thread to give up.
 _GRACE_SECONDS = 2.0
 # How long the ranks that gave up wait for each other, and for a store that may not answer; longer than that.
 _ANSWER_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
-_FIRST, _LAST, _GAVE_UP = "come", "joined", "gave up"
+# How long they wait for the one of them that finds out who is missing.
+_ACCOUNT_SECONDS = 30.0
+# How often a rank asks the store, which answers some 65,000 questions a second (measured on two cores) of all ranks.
+_LOOK_SECONDS, _LOOKS_OF_ALL_RANKS = 0.1, 8192
+_KEYS_OF_A_QUESTION = 1024
+_MOST_NAMED = 16
+_FIRST, _LAST, _ANSWERED = "come", "joined", "answered"
+_GAVE_UP, _TURNS, _FINDERS, _ACCOUNT, _READERS = "gave up", "turns", "finders", "account", "readers"
 
 
 def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
@@ -45,8 +53,8 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
     because DeepSpeed reads them. A rank started by a launcher is killed when the launcher ends.
 
     Raises:
-        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not
-        enough GPUs.
+        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, there are not
+        enough GPUs, or rank 0 may not have a connection with every rank.
     """
     ranks = launched_ranks(parallel.local_rank)
     sizes = requested_axes(parallel, ranks.world_size)
@@ -171,6 +179,14 @@ def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     Source: torch/distributed/rendezvous.py, `_create_c10d_store`.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    needed = _CONNECTIONS_OF_A_RANK * ranks.world_size + _OTHER_FILES
+    if ranks.rank == 0 and not is_agents and not allow_open_files(needed):
+        raise LaunchError(
+            f"Rank 0 holds the store at which {ranks.world_size:,} ranks meet, with {_CONNECTIONS_OF_A_RANK} "
+            f"connections of each, and may not have the {needed:,} files open that this takes. Raise the hard limit of "
+            f"its machine (ulimit -Hn {needed} as administrator; LimitNOFILE of the service that starts jobs), or "
+            "start the ranks with torchrun, whose agent holds the store."
+        )
     store = dist.TCPStore(
         ranks.master_address,
         ranks.master_port,
@@ -237,6 +253,7 @@ class RollCall:
         self._address = address
         self._limit_seconds = limit_seconds
         self._end = end or _end
+        self._look_seconds = max(_LOOK_SECONDS, size / _LOOKS_OF_ALL_RANKS)
         self._store: dist.Store | None = None
         self._holder: ProcessIdentity | None = None
         self._until = time.monotonic() + limit_seconds
@@ -272,6 +289,7 @@ class RollCall:
             HangError: some are not within the limit.
         """
         if self._store is not None:
+            self._store.set(f"{_ANSWERED}/{self._rank}", "yes")
             self._meet(self._store, _LAST)
 
     @property
@@ -290,11 +308,11 @@ class RollCall:
         if store.add(stage, 1) == self._size:
             store.set(f"{stage}/all", "yes")
         while not store.check([f"{stage}/all"]):
-            if self.is_late or store.check([f"{_GAVE_UP}/any"]):
+            if self.is_late or store.check([_GAVE_UP]):
                 failure = self.missing()
                 if failure is not None:
                     raise failure
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._look_seconds)
         self._until = time.monotonic() + self._limit_seconds
 
     def _guard(self) -> None:
@@ -307,42 +325,98 @@ class RollCall:
 
     def _account(self) -> tuple[int, str] | None:
         """The first rank that is missing and a sentence about all of them; None if there is none."""
-        answers: list[dict[int, ProcessIdentity | None]] = []
+        if self._store is None:
+            return 0, self._sentence([0], {})
+        answers: list[dict[str, Any]] = []
+        has_answered = threading.Event()
 
-        def ask() -> None:
-            try:
-                answers.append({0: None} if self._store is None else self._absent(self._store))
-            except RuntimeError:  # the rank that held the store has ended
-                answers.append({})
+        def ask(store: dist.Store) -> None:
+            with contextlib.suppress(RuntimeError):  # the rank that held the store has ended
+                store.set(f"{_ANSWERED}/{self._rank}", "yes")
+                has_answered.set()
+                answers.append(self._published(store))
+            has_answered.set()
 
-        thread = threading.Thread(target=ask, daemon=True)
+        thread = threading.Thread(target=ask, args=(self._store,), daemon=True)
         thread.start()
-        thread.join(_ANSWER_SECONDS + 1.0)
-        absent = answers[0] if answers else {0: self._holder}
-        if not absent:
-            return None
-        for process in absent.values():
-            if process is not None:
-                process.kill()  # nobody else would, if no launcher does: it does not run
-        named = ", ".join(f"{rank}" + (f" ({process})" if process else "") for rank, process in absent.items())
-        what = "has" if len(absent) == 1 else "have"
-        return min(absent), (
-            f"rank {named} {what} not joined the other ranks of {self._size} at {self._address} within "
-            f"{self._limit_seconds:g} s (--distributed-timeout-minutes): stopped, dead or cut off. See the log of that "
-            "rank and its machine, then run the same command again."
+        if has_answered.wait(_ANSWER_SECONDS + 1.0):
+            thread.join(_ACCOUNT_SECONDS)
+        if answers:
+            absent: list[int] = answers[0]["ranks"]
+            came = {int(rank): ProcessIdentity(**entry) for rank, entry in answers[0]["came"].items()}
+        elif self._holder is not None and self._holder.is_stopped():
+            absent, came = [0], {0: self._holder}
+        else:
+            return (self._rank, self._unknown()) if thread.is_alive() else None
+        for process in came.values():
+            process.kill()  # nobody else would, if no launcher does: it does not run
+        return (absent[0], self._sentence(absent, came)) if absent else None
+
+    def _sentence(self, absent: Sequence[int], came: Mapping[int, ProcessIdentity]) -> str:
+        shown = [f"{rank}" + (f" ({came[rank]})" if rank in came else "") for rank in absent[:_MOST_NAMED]]
+        shown += [f"{len(absent) - _MOST_NAMED:,} more"] if len(absent) > _MOST_NAMED else []
+        return (
+            f"rank {', '.join(shown)} {'has' if len(absent) == 1 else 'have'} not joined the other ranks of "
+            f"{self._size} at {self._address} within {self._limit_seconds:g} s (--distributed-timeout-minutes): "
+            "stopped, dead or cut off. See the log of that rank and its machine, then run the same command again."
         )
 
-    def _absent(self, store: dist.Store) -> dict[int, ProcessIdentity | None]:
-        """The ranks that have not come; if all have, those that neither are connected nor gave up as this one did."""
-        store.set(f"{_GAVE_UP}/{self._rank}", "yes")
-        store.set(f"{_GAVE_UP}/any", "yes")
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        late = [rank for rank in others if not store.check([f"{_FIRST}/{rank}"])]
-        silent, until = [rank for rank in others if rank not in late], time.monotonic() + _ANSWER_SECONDS
-        while silent and time.monotonic() < until:  # also so that this rank does not end before they have asked
+    def _unknown(self) -> str:
+        return (
+            f"rank {self._rank} waited {self._limit_seconds:g} s (--distributed-timeout-minutes) for the other ranks "
+            f"of {self._size}; which of them are missing is unknown, because the store at {self._address} does not "
+            "say. See the log of rank 0 and its machine, then run the same command again."
+        )
+
+    def _published(self, store: dist.Store) -> dict[str, Any]:
+        """The missing ranks, in order, and the processes of those that came: the first rank to ask finds them."""
+        store.set(_GAVE_UP, "yes")
+        turn = store.add(_TURNS, 0)
+        if store.add(f"{_FINDERS}/{turn}", 1) == 1:
+            absent = self._absent(store)
+            came = {rank: process for rank in absent[:_MOST_NAMED] if (process := _identity(store, rank)) is not None}
+            entries = {rank: dataclasses.asdict(process) for rank, process in came.items()}
+            if not absent:  # the last of them has come by now: whoever gives up later looks again
+                store.delete_key(_GAVE_UP)
+                store.add(_TURNS, 1)
+            store.set(f"{_ACCOUNT}/{turn}", json.dumps({"ranks": absent, "came": entries}))
+        while not store.check([f"{_ACCOUNT}/{turn}"]):
+            time.sleep(self._look_seconds)
+        account: dict[str, Any] = json.loads(store.get(f"{_ACCOUNT}/{turn}"))
+        self._let_others_read(store, turn, self._size - len(account["ranks"]) if account["ranks"] else 0)
+        return account
+
+    def _let_others_read(self, store: dist.Store, turn: int, count: int) -> None:
+        """Keeps rank 0, with which the store may end, until so many ranks have read who is missing."""
+        readers, until = store.add(f"{_READERS}/{turn}", 1), time.monotonic() + _ANSWER_SECONDS + self._look_seconds
+        while self._rank == 0 and readers < count and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-            silent = [rank for rank in silent if not any(store.check([f"{note}/{rank}"]) for note in (_GAVE_UP, _LAST))]
-        return {rank: _identity(store, rank) for rank in late or silent}
+            readers = store.add(f"{_READERS}/{turn}", 0)
+
+    def _absent(self, store: dist.Store) -> list[int]:
+        """The ranks that have not come; if all have, those that neither are connected nor gave up as this one did."""
+        everyone = range(self._size)
+        late = _lacking(store, _FIRST, everyone)
+        until = time.monotonic() + _ANSWER_SECONDS
+        while not late and time.monotonic() < until and not _have_all(store, _ANSWERED, everyone):
+            time.sleep(self._look_seconds)
+        return late or _lacking(store, _ANSWERED, everyone)
+
+
+def _have_all(store: dist.Store, note: str, ranks: range) -> bool:
+    """Whether all of these ranks have left a note."""
+    starts = range(0, len(ranks), _KEYS_OF_A_QUESTION)
+    return all(store.check([f"{note}/{rank}" for rank in ranks[at : at + _KEYS_OF_A_QUESTION]]) for at in starts)
+
+
+def _lacking(store: dist.Store, note: str, ranks: range) -> list[int]:
+    """The ranks that have left no note, by halves: a question is about up to 1,024 of them."""
+    if not ranks or (len(ranks) <= _KEYS_OF_A_QUESTION and _have_all(store, note, ranks)):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    middle = len(ranks) // 2
+    return [*_lacking(store, note, ranks[:middle]), *_lacking(store, note, ranks[middle:])]
 
 
 def _identity(store: dist.Store, rank: int) -> ProcessIdentity | None:

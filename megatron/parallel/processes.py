@@ -1,8 +1,11 @@
-"""Identifies a process so that one with the same number, later or in another container, is not mistaken for it."""
+"""Identifies a process so that one with the same number, later or in another container, is not mistaken for it; and
+how many files this one may have open."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 from dataclasses import dataclass
@@ -47,6 +50,13 @@ class ProcessIdentity:
             return False
         return True
 
+    def is_stopped(self) -> bool:
+        """Whether it is a neighbour of this process that a signal or a debugger has stopped."""
+        if not self.is_neighbour(ProcessIdentity.own()) or not self.born:
+            return False
+        fields = _stat_fields(self.process_id)
+        return len(fields) >= 20 and fields[19] == self.born and fields[0] in "Tt"
+
     def __str__(self) -> str:
         return f"process {self.process_id} on {self.host}" + (f", {self.place}" if self.place else "")
 
@@ -68,12 +78,28 @@ def network_namespace() -> str:
 
 def born_at(process_id: int) -> str:
     """When a process started, in clock ticks since boot, to tell reused ids apart; empty if it is gone."""
-    try:
-        text = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()  # field 22 of proc(5), counted from after the name; Z is dead already
+    fields = _stat_fields(process_id)
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+
+
+def allow_open_files(count: int) -> bool:
+    """Raises the soft limit on open files to this many, or as far as the hard limit lets it; whether that suffices."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return True
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a limit below the hard one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+        soft = max(soft, wanted)
+    return soft >= count
+
+
+def _stat_fields(process_id: int) -> list[str]:
+    """What proc(5) says of a process, from field 3 on, which comes after the name; empty if it is gone."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _first_line(path: Path) -> str:

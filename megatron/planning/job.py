@@ -41,6 +41,10 @@ class Job:
         weight_bytes: bytes of a weight and of an activation, 2 or 4.
         cluster: the devices.
         has_fused_kernels: whether attention keeps no scores and a gated activation only its input, as on GPUs.
+        block_state_bytes: bytes that the optimizer keeps of an element of a block, beside its fp32 weight.
+        end_state_bytes: the same of embeddings and the head.
+        is_orthogonalized: whether the matrices of blocks are brought together for the update, as by Muon.
+        offloads_optimizer: whether the optimizer's part is in the memory of the host.
     """
 
     model: ModelConfig
@@ -49,6 +53,10 @@ class Job:
     weight_bytes: int
     cluster: Cluster
     has_fused_kernels: bool = True
+    block_state_bytes: int = 8
+    end_state_bytes: int = 8
+    is_orthogonalized: bool = False
+    offloads_optimizer: bool = False
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron.config.architecture.positions import ROPE
-from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
+from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.planning.job import Job, Parameters
 from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, blocks_of_chunks, schedule_figures
 
@@ -29,10 +29,11 @@ class Memory:
         weights: what the network computes with.
         gradients: their sums, and those of a backward pass until they are added.
         held_gradients: their sums.
-        optimizer: fp32 copies of the weights and Adam's two moments.
+        optimizer: fp32 copies of the weights, moments and means of weights, unless they are in the host's memory.
         activations: what forward passes keep for backward passes, of all that are under way.
         buffers: logits, messages, and blocks that are recomputed.
         margin: allowance for fragmentation and libraries.
+        host: what is in the memory of the host, which is none of the others.
     """
 
     weights: int
@@ -42,6 +43,7 @@ class Memory:
     buffers: int
     held_gradients: int
     margin: int = 0
+    host: int = 0
 
     @property
     def counted(self) -> int:
@@ -82,34 +84,36 @@ def memory_of_ranks(job: Job, layout: Layout) -> list[Memory]:
 
 def _memory_at(job: Job, layout: Layout, chunks: tuple[range, ...], own: tuple[int, ...], alive: int) -> Memory:
     first, last = 0 in own, len(chunks) - 1 in own
-    share = job.ends_parameters(layout, first=first, last=last)
+    ends = job.ends_parameters(layout, first=first, last=last)
+    blocks = Parameters(0)
     for chunk in own:
         for block in chunks[chunk]:
-            share += job.block_parameters(block, layout)
-    weights, gradients, optimizer = _state(job, layout, share)
+            blocks += job.block_parameters(block, layout)
+    state = _state(job, layout, ends, blocks)
+    gradients, optimizer = state.on_device - state.parameters, state.optimizer
+    if job.offloads_optimizer:
+        optimizer = 0
+    else:
+        gradients -= optimizer
     largest = max(own, key=lambda chunk: len(chunks[chunk]))
     kept = sum(block_activations(job, layout, block) for block in chunks[largest])
     activations = int(alive * kept)
     # A backward pass leaves gradients while it frees activations.
-    passing = job.weight_bytes * share.total // layout.chunks if layout.zero in (1, 2) else 0
+    passing = job.weight_bytes * (ends + blocks).total // layout.chunks if layout.zero in (1, 2) else 0
     at_peak = gradients + max(0, passing - kept)
     buffers = _buffers(job, layout, chunks[largest], last=last)
-    return Memory(weights, at_peak, optimizer, activations, buffers, gradients).with_margin()
+    host = state.total - state.on_device
+    return Memory(state.parameters, at_peak, optimizer, activations, buffers, gradients, host=host).with_margin()
 
 
-def _state(job: Job, layout: Layout, share: Parameters) -> tuple[int, int, int]:
+def _state(job: Job, layout: Layout, ends: Parameters, blocks: Parameters) -> Amounts:
     """Bytes of weights, gradients and optimizer."""
     stage = layout.zero if job.weight_bytes == _FP32 else max(layout.zero, 1)
-    parts = [
-        predicted_bytes([[count]], Partitioning(stage, ranks, weight_bytes=job.weight_bytes))
-        for count, ranks in ((share.dense, layout.replicas), (share.experts, layout.expert_copies // layout.ep))
-        if count
-    ]
-    return (
-        sum(part.parameters for part in parts),
-        sum(part.gradients for part in parts),
-        sum(part.optimizer for part in parts),
-    )
+    counts = [ends.dense, blocks.dense, blocks.experts]
+    ranks = [layout.replicas, layout.replicas, layout.expert_copies // layout.ep]
+    states = [job.end_state_bytes, job.block_state_bytes, job.block_state_bytes]
+    how = Partitioning(stage, layout.replicas, job.offloads_optimizer, weight_bytes=job.weight_bytes)
+    return predicted_bytes([[count] for count in counts], how, ranks, states)
 
 
 def local_tokens(job: Job, layout: Layout) -> int:

@@ -85,6 +85,9 @@ def memory_lines(chosen: LayoutEstimate) -> Iterator[str]:
     kinds = ", ".join(f"{name} {_gib(count)}" for name, count in chosen.memory.by_kind().items() if count)
     room = chosen.job.cluster.device.memory_bytes
     yield f"  GiB on the fullest rank: {_gib(chosen.memory.total)} of {_gib(room)}: {kinds}"
+    if chosen.memory.host:
+        host = _gib(chosen.memory.host)
+        yield f"  GiB of the host's memory for each rank: {host}; the time of the updates there is not counted"
 
 
 def neighbour_lines(chosen: LayoutEstimate, problems: Callable[[Layout], Sequence[str]]) -> Iterator[str]:

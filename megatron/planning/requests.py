@@ -11,9 +11,11 @@ from megatron.config import NO_PROGRAM, Machine, Program, RunRequest, TokenizerF
 from megatron.config.parse import read_flags
 from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
 from megatron.config.run_config import GIVEN
+from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.parallel import RING
 from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.config.world import batch_sizes, world_problems
+from megatron.engine.memory.closed_form import state_bytes
 from megatron.errors import ConfigError
 from megatron.planning.hardware import Cluster, device_of, links_of
 from megatron.planning.job import Job
@@ -121,7 +123,17 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
     alone = dataclasses.replace(request, parallel=parallel, optim=optim)
     config = resolve(alone, Machine("cuda", 1, True, True), TokenizerFacts(vocabulary, vocabulary - 1, ""))
     weight_bytes = 4 if request.precision.dtype_name == "float32" else 2
-    return Job(config.model, request.data.seq_length, batch, weight_bytes, cluster)
+    return Job(
+        config.model,
+        request.data.seq_length,
+        batch,
+        weight_bytes,
+        cluster,
+        block_state_bytes=state_bytes(request.optim, of_blocks=True),
+        end_state_bytes=state_bytes(request.optim, of_blocks=False),
+        is_orthogonalized=request.optim.optimizer == MUON,
+        offloads_optimizer=config.parallel.offloads_optimizer,
+    )
 
 
 def layout_of(request: RunRequest, devices: int) -> Layout:

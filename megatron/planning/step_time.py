@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.config.architecture.positions import ROPE
-from megatron.planning.job import Job
+from megatron.planning.job import Job, Parameters
 from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, blocks_of_chunks, schedule_figures
 from megatron.planning.memory import local_tokens
 
 _FP32 = 4
 _BACKWARD = 2.0  # products of a backward pass in times of those of the forward pass
 _ATTENTION_BACKWARD = 2.5  # fused attention computes the scores anew
-# Bytes that an update reads and writes for each parameter it updates: gradient, weight, two moments; and a copy in half
-# precision. And for each parameter of a rank: taking the gradients of passes, norm and clip.
-_UPDATE_BYTES, _GRADIENT_BYTES = 30.0, 14.0
+# Bytes that an update moves for each parameter it updates: the gradient and a copy in half precision, beside the weight
+# and what the optimizer keeps, which it reads and writes. And for each parameter of a rank: taking the gradients of
+# passes, norm and clip.
+_UPDATE_BYTES, _GRADIENT_BYTES = 6.0, 14.0
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,23 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     parts = {name: seconds * layout.micro_batches for name, seconds in slowest.parts.items()}
     work = sum(parts.values())
     own = figures.placement.chunks_of(rank)
-    share = job.ends_parameters(layout, first=0 in own, last=len(chunks) - 1 in own)
-    for chunk in own:
-        for block in chunks[chunk]:
-            share += job.block_parameters(block, layout)
+    ends = job.ends_parameters(layout, first=0 in own, last=len(chunks) - 1 in own)
+    share = sum((job.block_parameters(block, layout) for chunk in own for block in chunks[chunk]), Parameters(0))
     sent = _sent_in_passes(job, layout, [block for chunk in own for block in chunks[chunk]])
-    gradients = _gradient_bytes(job, layout, share.total)
+    gradients = _gradient_bytes(job, layout, (ends + share).total)
     cluster = job.cluster
     parts["gradients and weights"] = (
         _seconds(gradients, cluster.bandwidth(layout.replicas, layout.tp), 0.0) if layout.replicas > 1 else 0.0
     )
     device = cluster.device
-    updated = share.total / (layout.replicas if layout.zero else 1)
-    parts["update"] = (_UPDATE_BYTES * updated + _GRADIENT_BYTES * share.total) / device.memory_bandwidth
+    kept = ends.total * (_FP32 + job.end_state_bytes) + share.total * (_FP32 + job.block_state_bytes)
+    moved = (2 * kept + _UPDATE_BYTES * (ends + share).total) / (layout.replicas if layout.zero else 1)
+    parts["update"] = (moved + _GRADIENT_BYTES * (ends + share).total) / device.memory_bandwidth
+    if job.is_orthogonalized:
+        is_divided = layout.zero > 0 or job.weight_bytes < _FP32
+        sent |= {"dp of matrices": 0.0, "tp of matrices": 0.0} | _matrix_bytes(layout, share, is_divided=is_divided)
+        parts["matrix messages"] = sent["dp of matrices"] / cluster.bandwidth(layout.replicas, layout.tp)
+        parts["matrix messages"] += sent["tp of matrices"] / cluster.bandwidth(layout.tp, 1)
     again = 1 / 3 if layout.recompute == BLOCKS else 0.0
     count = sum(len(chunks[chunk]) for chunk in own)
     host = layout.micro_batches * count * device.host_seconds_per_layer * (1 + again) + device.host_seconds_per_step
@@ -212,6 +217,24 @@ def _gradient_bytes(job: Job, layout: Layout, parameters: int) -> float:
         return share * (2 * passes * k + k) * parameters
     gathers = 2 + (layout.recompute == BLOCKS)
     return share * passes * (gathers + 1) * k * parameters
+
+
+def _matrix_bytes(layout: Layout, share: Parameters, *, is_divided: bool) -> dict[str, float]:
+    """Bytes that a rank sends to bring the matrices of its blocks together and to divide them again, in fp32.
+
+    What it owns of a shard stays. Experts are lists of matrices, which tensor-parallel ranks do not bring together.
+    """
+    sent = {}
+    for name, count, ranks in (
+        ("dp", share.dense, layout.replicas),
+        ("dp", share.experts, max(1, layout.replicas // layout.ep)),
+        ("tp", share.dense / layout.replicas, layout.tp),
+    ):
+        # Without ZeRO each rank has all of a shard to begin with, and wants all of it back.
+        moved = count if name == "dp" and not is_divided else 2 * count / (ranks if name == "dp" else 1)
+        key = f"{name} of matrices"
+        sent[key] = sent.get(key, 0.0) + _FP32 * moved * (ranks - 1) / ranks
+    return sent
 
 
 def _seconds(count: float, bandwidth: float, latency: float) -> float:

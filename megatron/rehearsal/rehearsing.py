@@ -16,6 +16,7 @@ from megatron.config import RunConfig
 from megatron.config.schedule import global_batch_size
 from megatron.data.build import epoch_samples
 from megatron.data.sources.source import DataRequest
+from megatron.engine.memory.closed_form import state_bytes
 from megatron.errors import ConfigError, ExitCode
 from megatron.observe.quantities import short_bytes, short_count
 from megatron.parallel.mesh import requested_axes, requested_experts
@@ -23,6 +24,7 @@ from megatron.parallel.rank_tree import children_of
 from megatron.planning.report import memory_lines
 from megatron.planning.search import LayoutEstimate
 from megatron.rehearsal.checks import collective_problems, group_problems, peer_problems
+from megatron.rehearsal.deadlock import order_problems
 from megatron.rehearsal.programs import Programs, RankProgram
 from megatron.rehearsal.shares import Pieces, StepSamples, piece_problems, pieces_of, sample_problems, steps_of
 from megatron.rehearsal.walking import walk
@@ -52,8 +54,9 @@ class Rehearsal:
     def problems(self) -> Iterator[str]:
         """Everything that does not fit, each with its step and rank."""
         for step, programs in self.programs.items():
-            for check in (group_problems, collective_problems, peer_problems):
-                yield from (f"step {step}, {sentence}" for sentence in check(programs))
+            compared = (group_problems, collective_problems, peer_problems)
+            unlike = [sentence for check in compared for sentence in check(programs)]
+            yield from (f"step {step}, {sentence}" for sentence in unlike or order_problems(programs))
         saved = self.config.saving.save_interval or self.config.optim.train_iters
         yield from (f"step {saved}, checkpoint: {sentence}" for sentence in piece_problems(self.pieces))
         for given in self.steps:
@@ -124,15 +127,16 @@ def rehearsal_lines(rehearsal: Rehearsal, seconds: float) -> Iterator[str]:
         f"{len(programs.walked):,} classes of ranks"
     )
     for program in _shown_programs(programs):
-        kinds = Counter(entry.message.kind for entry in program.events)
+        messages = Counter(entry.message.kind for entry in program.events)
         weights = short_bytes(program.parameters)
-        sent = ", ".join(f"{number:,} {kind}" for kind, number in sorted(kinds.items()))
+        sent = ", ".join(f"{number:,} {kind}" for kind, number in sorted(messages.items()))
         yield f"rank {program.rank}: {weights} of weights; messages of a step: {sent or 'none'}"
+    kinds = 1 + state_bytes(config.optim, of_blocks=True) // 4  # the weight, and what the optimizer keeps in fp32
     parameters = sum(math.prod(shape) for shape in rehearsal.pieces.shapes.values())
     boxes, saved = sum(len(boxes) for boxes in rehearsal.pieces.boxes.values()), programs.saved_pieces()
     yield (
         f"{short_count(parameters)} parameters in {len(rehearsal.pieces.shapes):,} tensors, {boxes:,} parts of them on "
-        f"ranks; a checkpoint has {3 * saved.total():,} pieces in {len(saved):,} files"
+        f"ranks; a checkpoint has {kinds * saved.total():,} pieces in {len(saved):,} files"
     )
     sockets = max(2 * (len(children_of(rank, size)) + (rank > 0)) + 1 for rank in (0, 1, size - 1))
     yield f"sockets of a rank for control, background and the store: at most {sockets}, besides those of the backend"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import resource
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -10,10 +14,11 @@ import pytest
 import torch
 
 from megatron.errors import HangError, LaunchError
-from megatron.parallel import joining, messages
+from megatron.parallel import joining, messages, processes
 from megatron.parallel.joining import RollCall, close_mesh, open_mesh
 from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.processes import ProcessIdentity
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import LAUNCH_VARIABLES, run_ranks
 
@@ -114,3 +119,116 @@ def test_a_rank_that_never_joins_is_named_after_the_timeout() -> None:
     for text in texts[:2]:
         assert text.startswith("rank 2 has not joined the other ranks of 3 at 127.0.0.1:")
         assert "within 2 s (--distributed-timeout-minutes): stopped, dead or cut off." in text
+
+
+class BusyStore:
+    """The keys of a store whose every answer takes its share of a limited rate, as with so many ranks that ask it."""
+
+    RATE = 65_000  # questions a second, measured with several clients of one TCPStore on two cores
+
+    def __init__(self, asking: int, *, answers: bool = True) -> None:
+        self.kept: dict[str, str] = {}
+        self.questions = 0
+        self._asking = asking
+        self._answers = answers
+
+    def _answer(self) -> None:
+        self.questions += 1
+        time.sleep(self._asking / self.RATE if self._answers else 3600)
+
+    def set(self, key: str, value: str) -> None:
+        self._answer()
+        self.kept[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._answer()
+        return self.kept[key].encode()
+
+    def add(self, key: str, count: int) -> int:
+        self._answer()
+        self.kept[key] = str(int(self.kept.get(key, 0)) + count)
+        return int(self.kept[key])
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return all(key in self.kept for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.kept.pop(key, None) is not None
+
+
+def _late(rank: int, size: int, store: BusyStore) -> RollCall:
+    calling = RollCall(rank, size, "node1:1234", 0.0)
+    calling._store = store  # type: ignore[assignment]
+    return calling
+
+
+@pytest.mark.parametrize("size", [512, 16_384])
+def test_of_many_ranks_one_finds_who_is_missing_and_the_others_read_it(size: int) -> None:
+    """Each rank asks a number of questions that does not grow with the ranks, no more often than a store answers."""
+    store = BusyStore(asking=size // 16)
+    store.kept |= {f"{joining._FIRST}/{rank}": "{}" for rank in range(size) if rank not in (7, size - 1)}
+    expected = f"rank 7, {size - 1} have not joined the other ranks of {size} at node1:1234 within 0 s"
+    finder = _late(5, size, store).missing()
+    assert expected in str(finder)
+    assert store.questions < 80
+    before = store.questions
+    reader = _late(9, size, store)
+    assert str(reader.missing()) == str(finder)
+    assert store.questions - before <= 8
+    assert 2 * size / reader._look_seconds < BusyStore.RATE
+
+
+def test_of_ranks_that_came_those_that_do_not_answer_are_missing_and_a_later_turn_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "_ANSWER_SECONDS", 0.3)
+    store = BusyStore(asking=1)
+    gone = dataclasses.asdict(dataclasses.replace(ProcessIdentity.own(), host="node7", machine="another"))
+    store.kept |= {f"{joining._FIRST}/{rank}": json.dumps(gone) for rank in range(40)}
+    store.kept |= {f"{joining._ANSWERED}/{rank}": "yes" for rank in range(40)}
+    assert _late(0, 40, store).missing() is None
+    assert joining._GAVE_UP not in store.kept
+    for rank in range(20, 40):
+        del store.kept[f"{joining._ANSWERED}/{rank}"]
+    missing = str(_late(0, 40, store).missing())
+    assert missing.startswith(f"rank 20 (process {os.getpid()} on node7), 21 (process ")
+    assert ", 4 more have not joined" in missing
+
+
+def test_a_store_that_does_not_answer_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_ANSWER_SECONDS", -0.9)
+    monkeypatch.setattr(ProcessIdentity, "kill", _no_rendezvous)
+    missing = _late(3, 64, BusyStore(asking=1, answers=False)).missing()
+    assert "rank 3 waited 0 s" in str(missing)
+    assert "which of them are missing is unknown, because the store at node1:1234 does not say" in str(missing)
+
+
+def test_rank_0_may_open_a_connection_for_every_rank_before_it_opens_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started under a limit that many systems have, the ranks of a run of 1,000 would not all reach the store."""
+    opened: list[int] = []
+    limit = [256, 8192]
+    monkeypatch.setattr(processes.resource, "getrlimit", lambda _: tuple(limit))
+    monkeypatch.setattr(processes.resource, "setrlimit", lambda _, limits: limit.__setitem__(slice(None), limits))
+    monkeypatch.setattr(
+        joining.dist, "TCPStore", lambda *_, **__: opened.append(limit[0]) or torch.distributed.HashStore()
+    )
+    ranks = Ranks(0, 1000, 0, "127.0.0.1", 12345, "srun")
+    joining._open_store(ranks, timedelta(minutes=1))
+    assert (opened, limit) == ([5024], [5024, 8192])
+    joining._open_store(dataclasses.replace(ranks, rank=1, world_size=10_000), timedelta(minutes=1))
+    with pytest.raises(LaunchError, match=r"10,000 ranks meet.*not have the 41,024 files open.*ulimit -Hn 41024"):
+        joining._open_store(dataclasses.replace(ranks, world_size=10_000), timedelta(minutes=1))
+    assert len(opened) == 2
+
+
+def _under_a_low_limit(rank: int) -> tuple[int, int]:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    mesh = open_mesh(Layout())
+    total = messages.all_reduce_sum(torch.ones(1), mesh.world).item()
+    return int(total), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_a_lowered_soft_limit_is_raised_where_the_store_is() -> None:
+    assert run_ranks(_under_a_low_limit, 2) == [(2, 4 * 2 + 1024), (2, 64)]

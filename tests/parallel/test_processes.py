@@ -28,7 +28,10 @@ def test_a_neighbour_is_killed_even_if_it_is_stopped(child: subprocess.Popen[byt
     own = ProcessIdentity.own()
     other = dataclasses.replace(own, process_id=child.pid, born=born_at(child.pid))
     assert own.is_neighbour(other) and str(other) == f"process {child.pid} on {own.host}"
+    assert not other.is_stopped()
     child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert other.is_stopped() and not dataclasses.replace(other, machine="another").is_stopped()
     assert other.kill()
     assert child.wait(120) == -signal.SIGKILL
     assert not other.kill() and born_at(child.pid) == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import socket
 import threading
 from datetime import timedelta
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron.parallel import tree_opening
-from megatron.parallel.rank_tree import RankTree
+from benchmarks.sockets import counted_sockets
+from megatron.parallel import joining, tree_opening
+from megatron.parallel.rank_tree import RankTree, children_of
 from megatron.parallel.tree_opening import LOOPBACK, address_family, address_towards, open_trees
+from tests.helpers.ranks import run_ranks
 
 LIMITS = (timedelta(seconds=20), timedelta(hours=1))
 
@@ -73,3 +77,23 @@ def test_the_address_on_the_way_to_a_host() -> None:
     assert address_towards(LOOPBACK, 9) == LOOPBACK
     assert address_towards("no-such-host.invalid", 9) == LOOPBACK
     assert address_family("::1") == socket.AF_INET6 and address_family(LOOPBACK) == socket.AF_INET
+
+
+def _opened(rank: int, size: int) -> dict[str, int]:
+    answers: Any = queue.Queue()
+    counted_sockets(rank, answers)
+    counts: dict[str, int] = answers.get()[1]
+    return counts
+
+
+def test_a_rank_has_a_socket_for_few_others() -> None:
+    """Two trees, the store and the hubs of the watch, and of gloo's groups the neighbours that messages go to."""
+    size = 6
+    counts = run_ranks(_opened, size, size)
+    for rank, opened in enumerate(counts):
+        in_trees = 2 * (len(children_of(rank, size)) + (rank > 0))
+        of_store = joining._CONNECTIONS_OF_A_RANK * (size if rank == 0 else 1)
+        assert 0 < opened["joining"] <= in_trees + of_store
+        assert opened["control_and_background_messages"] <= 0
+        assert 0 < opened["gradients_over_gloo"] <= 1 + math.ceil(math.log2(size))
+        assert 0 < opened["watch"] <= (size + 1 if rank in (0, 1) else 2)

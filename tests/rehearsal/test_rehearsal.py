@@ -18,7 +18,7 @@ from megatron.parallel.mesh import ParallelMesh, requested_axes, requested_exper
 from megatron.rehearsal import rehearsing
 from megatron.rehearsal.programs import ProgramEntry, RankProgram
 from megatron.rehearsal.recording import RankMessage
-from megatron.rehearsal.rehearsing import Rehearsal, rehearse
+from megatron.rehearsal.rehearsing import Rehearsal, rehearsal_lines, rehearse
 from megatron.rehearsal.shares import Pieces
 from megatron.train.preflight.plans import checked_rehearsal
 from pretrain_gpt import train
@@ -135,6 +135,52 @@ def test_swapped_messages_are_named(sound: Rehearsal, rank: int) -> None:
     assert "output of chunk 0, micro-batch 1" in found[0]
 
 
+def swapped(place: int) -> Change:
+    """Exchanges two messages that follow each other."""
+    return lambda events: [*events[:place], events[place + 1], events[place], *events[place + 2 :]]
+
+
+def test_collectives_of_two_groups_in_another_order_are_named(sound: Rehearsal) -> None:
+    events = sound.programs[0].of(5).events
+    place = places(sound.programs[0].of(5), "all-reduce", "norm")[-1]
+    assert events[place].message.ranks != events[place + 1].message.ranks
+    (found,) = with_fault(sound, 5, swapped(place))
+    assert found.startswith(f"step 0, rank 5, message {place} (weights): all-gather of ")
+    assert "where the other ranks of its class have all-reduce of " in found
+
+
+@pytest.mark.parametrize("rank", [1, 18])
+def test_ranks_that_would_wait_for_each_other_are_named(routed: Rehearsal, rank: int) -> None:
+    """Two groups of which one rank and another are in both, in two orders."""
+    events = routed.programs[0].of(rank).events
+    place = next(
+        place
+        for place in places(routed.programs[0].of(rank), "reduce-scatter", "gradients")
+        if {*events[place].message.ranks} < {*events[place + 1].message.ranks}
+        or {*events[place].message.ranks} > {*events[place + 1].message.ranks}
+    )
+    other = min({*events[place].message.ranks} & {*events[place + 1].message.ranks} - {rank})
+    (found,) = with_fault(routed, rank, swapped(place))
+    assert found.startswith(f"step 0, rank {rank}, message {place} (gradients): {events[place + 1].message}; rank ")
+    assert f"; rank {other}, message {place} (gradients): {events[place].message}: each waits" in found
+    assert found.endswith(f"the last for rank {rank}, which may hang the run")
+
+
+def test_two_stages_that_receive_before_they_send_are_named(sound: Rehearsal) -> None:
+    """The output of a micro-batch, begun after the gradient that is computed from it, on all ranks of a stage."""
+    programs = sound.programs[0]
+    walked = dict(programs.walked)
+    for rank in (0, 1):
+        program = walked[rank]
+        events = list(program.events)
+        events.insert(places(program, "receive")[-1], events.pop(places(program, "send")[-1]))
+        walked[rank] = program.changed(events)
+    (found,) = dataclasses.replace(sound, programs={0: dataclasses.replace(programs, walked=walked)}).problems()
+    assert found.startswith("step 0, rank 0, message ")
+    assert "receive of " in found and "; rank 8, message " in found
+    assert found.endswith("the last for rank 0, which may hang the run")
+
+
 def test_a_group_with_wrong_ranks_is_named(sound: Rehearsal) -> None:
     program = sound.programs[0].of(6)
     right, wrong = program.groups["tp"], (4, 5)
@@ -241,6 +287,15 @@ def test_the_flag_walks_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the programs of all ranks fit each other" in shown
 
 
+@pytest.mark.parametrize(
+    ("flags", "kinds"), [((), 3), (("--optimizer", "lion"), 2), (("--optimizer", "lion", "--ema-decay", "0.9"), 3)]
+)
+def test_a_checkpoint_has_a_piece_for_everything_that_is_kept(flags: tuple[str, ...], kinds: int) -> None:
+    rehearsal = rehearsed(flags, 2)
+    pieces = kinds * rehearsal.programs[0].saved_pieces().total()
+    assert any(f"a checkpoint has {pieces} pieces in 2 files" in line for line in rehearsal_lines(rehearsal, 1.0))
+
+
 def test_ranks_that_do_not_fit_end_with_their_names(sound: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     program = sound.programs[0].of(5)
     odd = sound.programs[0].with_odd(program.changed(program.events[:-1]))
@@ -256,6 +311,7 @@ def test_ranks_that_do_not_fit_end_with_their_names(sound: Rehearsal, monkeypatc
         (("--pipeline-model-parallel-size", "2", "--pipeline-engine", "deepspeed"), "Drop --pipeline-engine"),
         (("--num-experts", "3"), "16 tokens of a micro-batch on a rank x --moe-router-topk 2 are not a multiple"),
         (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size 3"),
+        (("--optimizer", "muon"), "--dry-run-ranks does not walk --optimizer muon, which exchanges matrices"),
         (("--plan-only",), "--plan-only and --dry-run-ranks are both given"),
     ],
 )

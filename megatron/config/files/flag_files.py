@@ -127,14 +127,15 @@ _MOST_SHOWN = 6
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset.
+    """The file of a preset, whose hyphens may be left out: llama3-70b for llama-3-70b.
 
     Raises:
         ConfigError: there is none of this name.
     """
     folder, names = _folder(), preset_names()
-    if name in names:
-        return folder / f"{name}.yaml"
+    spelled = [other for other in names if name == other or name.replace("-", "") == other.replace("-", "")]
+    if spelled:
+        return folder / f"{name if name in spelled else spelled[0]}.yaml"
     near = difflib.get_close_matches(name.lower(), names, n=_MOST_SHOWN, cutoff=0.5)
     if not near:
         near = sorted({other.partition("-")[0] + "-..." for other in names})

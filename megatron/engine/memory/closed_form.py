@@ -1,13 +1,13 @@
-"""The bytes that training with Adam holds on a rank, as a function of the number of parameters.
+"""The bytes that training holds on a rank, as a function of the number of parameters.
 
-With P parameters of which a rank updates O (1/N of them on N ranks), and weights of k bytes (4 in fp32, 2 in half
-precision):
+With P parameters of which a rank updates O (1/N of them on N ranks), weights of k bytes (4 in fp32, 2 in half
+precision), and m bytes that the optimizer keeps of an element (AdamW's two moments: 8):
 
     stage      parameters   gradients     optimizer
-    0, fp32    4 P          4 P           8 P
-    1          k P          4 P           12 O
-    2          k P          4 O           12 O
-    3          k O          4 O           12 O
+    0, fp32    4 P          4 P           m P
+    1          k P          4 P           (4 + m) O
+    2          k P          4 O           (4 + m) O
+    3          k O          4 O           (4 + m) O
 
 Gradients are accumulated in fp32, all of them by each rank at stage 1. Those that backward has just computed come on
 top of that, k P, until they have been added at its end. From stage 1 on, DeepSpeed copies the weights that the
@@ -28,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.config.sections.optimizers import ADAM, LION, MUON, SGD, OptimizerFields
+
 
 @dataclass(frozen=True)
 class Amounts:
@@ -36,7 +38,7 @@ class Amounts:
     Attributes:
         parameters: the weights that forward and backward compute with.
         gradients: what is held of the gradients when the update begins.
-        optimizer: fp32 master weights, where they are a copy, and Adam's two moments.
+        optimizer: fp32 master weights, where they are a copy, the moments, and means of weights.
         on_device: how many of all these bytes are in the memory of the device, not the host's; on a machine
             without an accelerator all of them.
     """
@@ -77,27 +79,48 @@ class Partitioning:
     offloaded_ratio: float = 1.0
 
 
-def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning, ranks: Sequence[int] | None = None) -> Amounts:
+def state_bytes(optim: OptimizerFields, *, of_blocks: bool) -> int:
+    """Bytes that an optimizer keeps of an element, beside its fp32 weight: moments, and a mean of the weights.
+
+    The 8-bit moments of --use-bnb-optimizer count as those of AdamW.
+
+    Args:
+        of_blocks: whether the element is one of a matrix of a block, of which Muon has one moment.
+    """
+    moments = {ADAM: 2, LION: 1, MUON: 1 if of_blocks else 2, SGD: int(optim.sgd_momentum > 0)}
+    return _FP32 * (moments[optim.optimizer] + (optim.ema_decay is not None))
+
+
+def predicted_bytes(
+    groups: Sequence[Sequence[int]],
+    how: Partitioning,
+    ranks: Sequence[int] | None = None,
+    states: Sequence[int] | None = None,
+) -> Amounts:
     """The bytes of a rank.
 
     Args:
         groups: number of elements of each parameter, by group of the optimizer.
         how: the layout.
         ranks: over how many each group is divided; over `how.ranks` by default.
+        states: `state_bytes` of each group; those of AdamW by default.
     """
     everything = sum(map(sum, groups))
     counts = [how.ranks] * len(groups) if ranks is None else ranks
-    own = sum(-(-sum(group) // count) for group, count in zip(groups, counts, strict=True))
+    owned = [-(-sum(group) // count) for group, count in zip(groups, counts, strict=True)]
+    kept = [2 * _FP32] * len(groups) if states is None else states
+    own = sum(owned)
     weights = how.weight_bytes * (everything if how.stage < 3 else own)
-    states = 2 * _FP32 * everything if how.stage == 0 else 3 * _FP32 * own
+    updated = [sum(group) for group in groups] if how.stage == 0 else owned
+    optimizer = sum(count * each for count, each in zip(updated, kept, strict=True)) + _FP32 * own * (how.stage > 0)
     on_device, on_host = _gradients(how, everything, own)
     here = on_device
     here += 0 if how.offloads_parameters else weights
     if not how.offloads_optimizer:
-        here += states
+        here += optimizer
     elif how.offloaded_ratio < 1:
-        here += int((1 - how.offloaded_ratio) * (states + _FP32 * own))
-    return Amounts(weights, on_device + on_host, states, here)
+        here += int((1 - how.offloaded_ratio) * (optimizer + _FP32 * own))
+    return Amounts(weights, on_device + on_host, optimizer, here)
 
 
 def _gradients(how: Partitioning, everything: int, own: int) -> tuple[int, int]:

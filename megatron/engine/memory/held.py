@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megatron.config.sections.optimizers import OptimizerFields
 from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
-from megatron.engine.memory.closed_form import Amounts
+from megatron.engine.memory.closed_form import Amounts, state_bytes
+from megatron.engine.optimizers.muon import is_orthogonalized
 from megatron.engine.tensor_parts import tensors_in
 from megatron.parallel.shard_spec import shard_spec_of
 
@@ -24,7 +26,8 @@ def held_bytes(engine: Engine) -> Amounts:
     weights = list(_weights(engine))
     parameters = _Spans(weights)
     gradients = _Spans(engine.view.gradients())
-    optimizer = _Spans([*engine.view.masters(), *tensors_in(dict(engine.optimizer.state))]).without(parameters)
+    means = () if engine.averages is None else engine.averages.means
+    optimizer = _Spans([*engine.view.masters(), *tensors_in(dict(engine.optimizer.state)), *means]).without(parameters)
     kinds = (parameters, gradients, optimizer)
     accelerator = engine.mesh.device.type
     on_device = sum(spans.size(accelerator) for spans in kinds)
@@ -34,6 +37,12 @@ def held_bytes(engine: Engine) -> Amounts:
 def parameter_groups(engine: Engine) -> list[list[int]]:
     """Number of elements of each trained parameter, by group of the optimizer, in the order of the groups."""
     return [[whole_numel(parameter) for parameter in group] for group in engine.view.groups()]
+
+
+def group_states(engine: Engine, optim: OptimizerFields) -> list[int]:
+    """Bytes that the optimizer keeps of an element of each of these groups, see `state_bytes`."""
+    groups = engine.view.groups()
+    return [state_bytes(optim, of_blocks=bool(group) and is_orthogonalized(group[0])) for group in groups]
 
 
 def group_ranks(engine: Engine) -> list[int]:

@@ -27,6 +27,11 @@ class AveragedWeights:
         self._numbers = {id(master): number for number, master in enumerate(masters)}
         self._decay = decay
 
+    @property
+    def means(self) -> Sequence[torch.Tensor]:
+        """All of them, in the order of the tensors."""
+        return self._means
+
     def of(self, master: torch.Tensor) -> torch.Tensor:
         """The mean of a tensor that the optimizer updates, in its shape."""
         return self._means[self._numbers[id(master)]]

@@ -8,7 +8,6 @@ interface; others on the address at which a rank is reached from another machine
 from __future__ import annotations
 
 import dataclasses
-import resource
 import secrets
 import socket
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from megatron import log
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_gather_json, broadcast_json
-from megatron.parallel.processes import ProcessIdentity, network_namespace
+from megatron.parallel.processes import ProcessIdentity, allow_open_files, network_namespace
 from megatron.parallel.tree_opening import LOOPBACK, address_family, address_towards
 from megatron.parallel.watch.peers import parents_of
 
@@ -124,7 +123,7 @@ def _is_complete(mesh: ParallelMesh, meeting: Meeting, problem: str) -> bool:
 def _listen(address: str, size: int) -> tuple[socket.socket | None, str]:
     """A socket that listens on a port that is free, or what is wrong."""
     try:
-        _allow_files(size + _OTHER_FILES)
+        allow_open_files(size + _OTHER_FILES)
         listener = socket.create_server((address, 0), family=address_family(address), backlog=size)
     except OSError as failure:
         return None, f"cannot listen on {address} ({failure})"
@@ -140,11 +139,3 @@ def _connect(hub: HubAddress) -> tuple[socket.socket | None, str]:
         return socket.create_connection((hub.address, hub.port), timeout=_CONNECT_SECONDS), ""
     except OSError as failure:
         return None, f"cannot reach rank {hub.rank} at {hub.address}:{hub.port} ({failure})"
-
-
-def _allow_files(count: int) -> None:
-    """Raises the limit on open files, where that is allowed: a hub may have a connection for each rank."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.config import Machine, Program, RunConfig, TokenizerFacts, resolve
+from megatron.config.sections.optimizers import MUON
 from megatron.errors import ConfigError, ExitCode
 from megatron.parallel.rank_start import launched_ranks
 from megatron.planning.requests import (
@@ -59,6 +60,11 @@ def rehearsal_problems(config: RunConfig) -> Iterator[str]:
         )
     if parallel.pipeline_engine != "own":
         yield "--dry-run-ranks walks --pipeline-engine own. Drop --pipeline-engine."
+    if config.optim.optimizer == MUON:
+        yield (
+            "--dry-run-ranks does not walk --optimizer muon, which exchanges matrices of which each has an owner. "
+            "Rehearse the run with --optimizer adam: its other messages are the same."
+        )
     rows = config.optim.micro_batch_size * config.data.seq_length // (parallel.ring_size * parallel.ulysses_size)
     if parallel.splits_sequence and not parallel.splits_each_expert:
         rows //= parallel.tensor_model_parallel_size

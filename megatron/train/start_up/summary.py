@@ -20,7 +20,7 @@ from megatron.engine.cuda_graphs import OFF
 from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
-from megatron.engine.memory.held import group_ranks, parameter_groups
+from megatron.engine.memory.held import group_ranks, group_states, parameter_groups
 from megatron.model.costs import idle_expert_parameters
 from megatron.observe.quantities import short_bytes, short_count
 from megatron.observe.speed import Workload, peak_flops_per_second
@@ -255,8 +255,8 @@ def _shape(model: ModelConfig, dtype: str) -> str:
 
 
 def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
-    """The most bytes that a rank's device holds; None for an optimizer that the closed form does not know."""
-    if config.optim.optimizer != "adam":
+    """The most bytes that a rank's device holds; None for moments of 8 bits, which the closed form does not know."""
+    if config.optim.use_bnb_optimizer:
         return None
     zero = deepspeed_config(config)["zero_optimization"]
     how = Partitioning(
@@ -267,7 +267,7 @@ def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
         weight_bytes=_WEIGHT_BYTES[config.precision.dtype_name],
         offloaded_ratio=offloaded_ratio(zero),
     )
-    own = predicted_bytes(parameter_groups(engine), how, group_ranks(engine))
+    own = predicted_bytes(parameter_groups(engine), how, group_ranks(engine), group_states(engine, config.optim))
     return int(all_reduce_max(torch.tensor([own.on_device], dtype=torch.int64), engine.mesh.control))
 
 

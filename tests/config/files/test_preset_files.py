@@ -57,6 +57,20 @@ def test_an_unknown_name_is_rejected_with_its_neighbours() -> None:
         preset_path("../x")
 
 
+def test_hyphens_of_a_name_may_be_left_out() -> None:
+    assert preset_path("llama3-70b") == preset_path("llama-3-70b")
+    assert preset_path("gpt2124m").stem == "gpt2-124m"
+    names = preset_names()
+    assert len({name.replace("-", "") for name in names}) == len(names)
+
+
+def test_after_an_unknown_preset_nothing_is_asked_for_that_it_would_have_set() -> None:
+    with pytest.raises(ConfigError) as refused:
+        small("--model-preset llama4-70b", drop=SIZES)
+    (problem,) = refused.value.problems
+    assert problem.startswith("--model-preset llama4-70b is unknown. Similar: llama-3-70b, ")
+
+
 def test_an_installed_package_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = tmp_path / "megatron" / "config" / "files" / "flag_files.py"
     monkeypatch.setattr(flag_files, "__file__", str(place))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
+from megatron.config import parse_flags
+from megatron.config.sections.optimizers import OptimizerFields
+from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes, state_bytes
 
 # 100 elements in two groups; on 4 ranks a rank updates 20 + 5 of them
 GROUPS = [[30, 30, 20], [12, 8]]
@@ -30,6 +32,27 @@ GROUPS = [[30, 30, 20], [12, 8]]
 )
 def test_the_closed_form_gives_these_bytes(how: Partitioning, expected: Amounts) -> None:
     assert predicted_bytes(GROUPS, how) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "of_blocks", "expected"),
+    [
+        ((), True, 8),
+        (("--optimizer", "lion"), True, 4),
+        (("--optimizer", "muon"), True, 4),
+        (("--optimizer", "muon", "--ema-decay", "0.9"), False, 12),
+        (("--optimizer", "sgd", "--sgd-momentum", "0"), True, 0),
+    ],
+)
+def test_what_each_optimizer_keeps(words: tuple[str, ...], of_blocks: bool, expected: int) -> None:
+    assert state_bytes(parse_flags(OptimizerFields, words), of_blocks=of_blocks) == expected
+
+
+def test_groups_may_be_kept_differently() -> None:
+    assert predicted_bytes(GROUPS, Partitioning(1, 4), states=[4, 8]) == Amounts(
+        400, 400, 4 * 25 + 4 * 20 + 8 * 5, 1020
+    )
+    assert predicted_bytes(GROUPS, Partitioning(0, 4), states=[4, 0]).optimizer == 320
 
 
 def test_the_total_counts_the_host_as_well() -> None:
