@@ -89,7 +89,7 @@ def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: in
         return peak
     decaying = whole if optim.decays_in_tokens else consumed_samples
     if decaying > course.decay_samples:
-        return floor
+        return max(floor, peak / 2) if optim.lr_decay_style == "exponential" else floor
     warmup = _warmup_of_decay(optim, course)
     ratio = (decaying - warmup) / (course.decay_samples - warmup)
     if optim.lr_decay_style == "inverse-square-root":

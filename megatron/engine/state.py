@@ -124,13 +124,15 @@ def wanted_pieces(
 
 
 @torch.no_grad()
-def refresh_weights(engine: Engine, update_count: int | None) -> None:
+def refresh_weights(engine: Engine, update_count: int | None, *, restarts_averages: bool = False) -> None:
     """Copies the loaded master weights to the model's weights and sets the optimizer's update counter.
 
     Args:
         engine: the engine whose `wanted_pieces` were loaded.
         update_count: number of optimizer updates behind the loaded moments (bias correction depends on it); None if
             only weights were loaded, which resets the optimizer.
+        restarts_averages: begin the means of weights with the weights, whatever was loaded. A checkpoint without means
+            has given its weights for them.
     """
     engine.update_count = update_count or 0
     engine.freezing = engine.freezing.as_of(engine.update_count)
@@ -138,7 +140,7 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
         if part.master is not None:
             updates = engine.update_count - engine.freezing.began_at.get(part.name, 0)
             count_updates(engine.optimizer, part.master.flat, updates)
-    if update_count is None and engine.averages is not None:
+    if restarts_averages and engine.averages is not None:
         engine.averages.restart()
     engine.view.refresh_weights()
 

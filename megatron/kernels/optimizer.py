@@ -106,8 +106,24 @@ def moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str)
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a flag on the device can keep `update` from changing anything."""
-    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+    """Whether a flag on the device can keep `update` from changing anything; an optimizer may say so in `can_skip`."""
+    is_fused_adamw = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+    return is_fused_adamw or getattr(optimizer, "can_skip", False)
+
+
+def unless_skipped(skip: torch.Tensor | None, number: float, otherwise: float) -> float | torch.Tensor:
+    """A number of an update; if that may be dropped on the device, there, and the other one if it is."""
+    return number if skip is None else torch.where(skip == 0, number, otherwise).to(torch.float32)
+
+
+def gradients_unless_skipped(
+    skip: torch.Tensor | None, gradients: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients in the dtypes of their momenta; of an update that is dropped the momenta, which a mean of both leaves
+    as they are, whatever is in the gradients.
+    """
+    pairs = [(gradient.to(kept.dtype), kept) for gradient, kept in zip(gradients, momenta, strict=True)]
+    return [gradient if skip is None else torch.where(skip == 0, gradient, kept) for gradient, kept in pairs]
 
 
 @torch.no_grad()

@@ -143,6 +143,11 @@ def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
         small("--use-mup --optimizer sgd")
 
 
+def test_other_names_of_optimizers() -> None:
+    """As other trainers write them: AdamW by its own name, and Megatron-LM's Muon over its data-parallel ranks."""
+    assert [small(f"--optimizer {name}").optim.optimizer for name in ("adamw", "dist_muon")] == ["adam", "muon"]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

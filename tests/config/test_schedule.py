@@ -56,7 +56,7 @@ def test_rates_computed_by_hand(style: str, golden: dict[int, float]) -> None:
             {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 0},
             {0: 1.0, 1: 1.0, 16: 0.25, 80: 0.1 + 0.0118034},
         ),
-        ({"lr_decay_style": "exponential"}, {16: 1.0, 48: math.sqrt(0.5), 80: 0.5, 81: 0.1}),
+        ({"lr_decay_style": "exponential"}, {16: 1.0, 48: math.sqrt(0.5), 80: 0.5, 81: 0.5, 800: 0.5}),
         ({"lr_wsd_decay_style": "linear"}, {8: 0.75, 16: 1.0, 48: 1.0, 64: 0.55, 80: 0.1, 88: 0.1}),
         ({"lr_wsd_decay_style": "cosine"}, {48: 1.0, 64: 0.55, 72: 0.1 + 0.45 * (1 - math.sqrt(0.5))}),
         ({"lr_wsd_decay_style": "exponential"}, {48: 1.0, 64: 0.1 + 0.9 * (math.sqrt(2) - 1), 80: 0.1}),
@@ -69,6 +69,14 @@ def test_rates_of_other_styles_by_hand(flags: dict[str, Any], golden: dict[int, 
     optim = optim_config(**{**known, **wsd, **flags})
     for samples, rate in golden.items():
         assert learning_rate(optim, samples) == pytest.approx(rate, abs=1e-6), samples
+
+
+def test_an_exponential_decay_ends_at_the_half_or_at_the_floor() -> None:
+    """As in GPT-NeoX, which counts no steps after the decay."""
+    optim = optim_config(lr=0.01, lr_decay_iters=100, train_iters=240, lr_decay_style="exponential")
+    rates = [learning_rate(optim, 8 * step) for step in (50, 100, 101, 240)]
+    assert rates == pytest.approx([0.01 * math.sqrt(0.5), 0.005, 0.005, 0.005])
+    assert learning_rate(dataclasses.replace(optim, min_lr=0.007), 8 * 101) == 0.007
 
 
 def test_the_decay_of_wsd_in_samples() -> None:

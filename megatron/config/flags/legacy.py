@@ -98,6 +98,10 @@ _REFUSED_ROWS: tuple[Row, ...] = (
         "all weights have one learning rate. Use --lr, or --use-mup for learning rates by kind of parameter.",
         (Known("decoupled_lr", float), Known("decoupled_min_lr", float)),
     ),
+    (
+        "Muon orthogonalises queries, keys and values one by one. Drop the flag.",
+        ("muon_no_split_qkv",),
+    ),
     ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", Known("fp8_format", str))),
     (
         'gradients in bfloat16 are accumulated in float32. Use "data_types": {"grad_accum_dtype": "bf16"} in a '
@@ -275,6 +279,14 @@ _IGNORED_ROWS: tuple[Row, ...] = (
     ),
     ("--profile records what is recomputed with everything else.", ("profile_backward",)),
     ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
+    (
+        "Muon orthogonalises every matrix as a whole, whatever ranks its parts are on: all layouts train alike.",
+        (Known("muon_tp_mode", str, "distributed"),),
+    ),
+    (
+        "Muon's iteration multiplies in the dtype that --muon-dtype names, and as torch does by default.",
+        (Known("muon_fp32_matmul_prec", str),),
+    ),
     # experts
     (
         "experts with a capacity always compute on inputs of that length; without one there is no length.",

@@ -44,7 +44,7 @@ class OptimRequest(OptimizerFields, CurriculumFields):
     lr_decay_style: str = flag(
         "linear",
         "shape of the schedule after warm-up; WSD stays at the peak and decays at the end, exponential halves the rate "
-        "(GPT-NeoX)",
+        "over the decay, and no further (GPT-NeoX)",
         choices=("constant", "linear", "cosine", "inverse-square-root", "exponential", "WSD"),
         synonyms={"wsd": "WSD", "inverse_square_root": "inverse-square-root"},
     )

@@ -18,6 +18,7 @@ class OptimizerFields(ConfigSection):
         ADAM,
         "optimizer family: adam is AdamW; muon orthogonalises the matrices of blocks and leaves the rest to AdamW",
         choices=OPTIMIZERS,
+        synonyms={"adamw": ADAM, "dist_muon": MUON},
         resume=RUN_MUST_MATCH,
     )
     use_bnb_optimizer: bool = flag(

@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
+from megatron.kernels.optimizer import gradients_unless_skipped, unless_skipped
+
 
 class Lion(torch.optim.Optimizer):
     """Lion with decoupled weight decay; it goes element by element, so that its tensors may be parts of parameters.
+
+    A step changes nothing if `found_inf` is set and not 0, as `torch.amp.GradScaler` sets it.
 
     Args:
         groups: each with its `params` and `weight_decay`.
         betas: the share of the momentum in the update, and the share of it that is kept.
     """
+
+    can_skip = True
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
@@ -24,6 +30,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates the parameters that have a gradient."""
+        skip: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             rate, (of_update, kept) = group["lr"], group["betas"]
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -33,9 +40,10 @@ class Lion(torch.optim.Optimizer):
             if not parameters:
                 continue
             momenta = [self.state[parameter]["exp_avg"] for parameter in parameters]
-            gradients = [parameter.grad.to(parameter.dtype) for parameter in parameters]  # type: ignore[union-attr]
+            gradients = gradients_unless_skipped(skip, [each.grad for each in parameters], momenta)  # type: ignore[misc]
             directions = torch._foreach_lerp(gradients, momenta, of_update)
             torch._foreach_sign_(directions)
-            torch._foreach_mul_(parameters, 1.0 - rate * group["weight_decay"])
-            torch._foreach_add_(parameters, directions, alpha=-rate)
+            torch._foreach_mul_(directions, unless_skipped(skip, -rate, 0.0))
+            torch._foreach_mul_(parameters, unless_skipped(skip, 1.0 - rate * group["weight_decay"], 1.0))
+            torch._foreach_add_(parameters, directions)
             torch._foreach_lerp_(momenta, gradients, 1.0 - kept)

@@ -6,7 +6,7 @@ Source: K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 20
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import nn
 from megatron.engine.optimizers.orthogonalization import SCALES, orthogonalized
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
 from megatron.engine.tensor_parts import MasterSlice
-from megatron.kernels.optimizer import update
+from megatron.kernels.optimizer import can_skip, gradients_unless_skipped, unless_skipped, update
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_gather_json
 from megatron.parallel.shard_spec import shard_spec_of
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for the groups that say so, and another optimizer for the rest.
 
     The tensors of its groups may be flat and hold ranges of many matrices; `connect` says which. Before that, a step
-    changes nothing.
+    changes nothing; nor does one with a `found_inf` that is not 0, as `torch.amp.GradScaler` sets it.
 
     Args:
         groups: of all parameters; those of matrices have a true `is_orthogonal`.
@@ -112,6 +112,11 @@ class Muon(torch.optim.Optimizer):
         if others is not None:
             others.state = self.state
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether `found_inf` is known to the other optimizer too."""
+        return self._others is None or can_skip(self._others)
+
     def connect(self, held: Sequence[HeldMatrix]) -> None:
         """Says where the matrices are: all that this rank or another one with the same layers updates.
 
@@ -126,34 +131,37 @@ class Muon(torch.optim.Optimizer):
         """Updates everything; collective over the ranks that divide matrices."""
         if not self._is_connected:
             return
-        directions = {id(tensor): self._direction(tensor) for _, tensor in self._tensors()}
-        nothing = next(iter(directions.values())).new_empty(0) if directions else torch.empty(0)
-        parts = [
-            nothing
-            if each.flat is None
-            else directions[id(each.flat)].view(-1).narrow(0, each.offset, _count(each.matrix))
-            for each in self._held
-        ]
+        skip: torch.Tensor | None = getattr(self, "found_inf", None)
+        directions = {id(tensor): self._direction(tensor, skip) for _, tensor in self._tensors()}
+        parts = [self._part(each, directions) for each in self._held]
         for numbers, whole in self._buckets:
             whole.transform([parts[number] for number in numbers], self._orthogonalize)
         for group, tensor in self._tensors():
-            tensor.mul_(1.0 - group["lr"] * group["weight_decay"])
-            tensor.sub_(directions[id(tensor)].view_as(tensor), alpha=group["lr"])
+            tensor.mul_(unless_skipped(skip, 1.0 - group["lr"] * group["weight_decay"], 1.0))
+            tensor.sub_(directions[id(tensor)].view_as(tensor).mul_(unless_skipped(skip, group["lr"], 0.0)))
         if self._others is not None:
-            update(self._others)
+            update(self._others, skip=skip)
 
     def _tensors(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         for group in self.param_groups:
             if group.get(IS_ORTHOGONAL):
                 yield from ((group, tensor) for tensor in group["params"] if tensor.grad is not None)
 
-    def _direction(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _part(self, held: HeldMatrix, directions: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The direction of the part of a matrix that this rank updates; zeros, which stay zeros, without a gradient."""
+        direction, count = directions.get(id(held.flat)), held.matrix.ranges[held.matrix.replicas.rank][1]
+        if direction is None:
+            some = next(tensor for group in self.param_groups for tensor in group["params"])
+            return some.new_zeros(count)
+        return direction.view(-1).narrow(0, held.offset, count)
+
+    def _direction(self, tensor: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
         """The momentum with this gradient, element by element; a new tensor."""
         state, momentum = self.state[tensor], self._settings.momentum
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(tensor)
         kept: torch.Tensor = state["momentum_buffer"]
-        gradient = tensor.grad.to(kept.dtype)  # type: ignore[union-attr]
+        [gradient] = gradients_unless_skipped(skip, [tensor.grad], [kept])  # type: ignore[list-item]
         kept.lerp_(gradient, 1.0 - momentum)
         return gradient.lerp(kept, momentum) if self._settings.nesterov else kept.clone()
 
@@ -173,8 +181,3 @@ class Muon(torch.optim.Optimizer):
                 parts[number][position] = matrix
         for each_matrix, whole, each in zip(matrices, wholes, parts, strict=True):
             each_matrix.replace(whole, each)
-
-
-def _count(matrix: DividedMatrix) -> int:
-    """Elements of a matrix that this rank updates."""
-    return matrix.ranges[matrix.replicas.rank][1]

@@ -235,7 +235,8 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
     if loaded is None:
         raise CheckpointError(f"the checkpoint in {loading.load} disappeared while it was being loaded. Start again.")
     record = Record.from_json(loaded.record, loaded.path)
-    refresh_weights(engine, record.optimizer_updates if with_optimizer else None)
+    updates = record.optimizer_updates if with_optimizer else None
+    refresh_weights(engine, updates, restarts_averages=loading.finetune and not with_optimizer)
     if with_optimizer:
         engine.restore_loss_scale(record.loss_scale)
     if loading.finetune:

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], Runs]] = {
         (1, 1, 2),
         [
             *((0, [], False), (0, [], True), (1, [], False), (1, BF16, True)),
+            *((1, ["--optimizer", "muon", *BF16], True), (0, ["--optimizer", "lion"], True)),
             *((2, BF16, False), (3, [], False), (3, BF16, False)),
         ],
     ),

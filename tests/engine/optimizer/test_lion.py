@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from megatron.engine.optimizers.lion import Lion
+from megatron.kernels.optimizer import can_skip, update
 
 
 def test_updates_are_those_of_the_paper() -> None:
@@ -32,3 +35,17 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     optimizer = Lion([{"params": [weight], "weight_decay": 0.5}], 0.1, (0.9, 0.99))
     optimizer.step()
     assert torch.equal(weight, torch.ones(2)) and not optimizer.state
+
+
+def test_a_flag_keeps_a_step_from_changing_anything() -> None:
+    weight, twin = (nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
+    ours, theirs = (Lion([{"params": [each], "weight_decay": 0.5}], 0.1, (0.9, 0.99)) for each in (weight, twin))
+    assert can_skip(ours)
+    for is_dropped in (True, False, True, False):
+        gradient = torch.randn(6)
+        weight.grad, twin.grad = gradient * math.nan if is_dropped else gradient.clone(), gradient
+        update(ours, skip=torch.tensor(float(is_dropped)))
+        if not is_dropped:
+            update(theirs)
+        assert torch.equal(weight, twin)
+        assert torch.equal(ours.state[weight]["exp_avg"], theirs.state.get(twin, {}).get("exp_avg", torch.zeros(6)))

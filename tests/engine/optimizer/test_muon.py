@@ -11,6 +11,7 @@ from torch import nn
 from megatron.engine.optimizers.muon import HeldMatrix, Muon, MuonSettings
 from megatron.engine.optimizers.orthogonalization import COEFFICIENTS, SCALES, orthogonalized
 from megatron.engine.optimizers.whole_matrices import DividedMatrix
+from megatron.kernels.optimizer import build_adamw, can_skip, update
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec
 
@@ -126,3 +127,55 @@ def test_nothing_changes_before_it_is_known_where_matrices_are() -> None:
     optimizer = Muon([{"params": [weight], "is_orthogonal": True}], None, 0.1, MuonSettings())
     optimizer.step()
     assert torch.equal(weight, torch.ones(2, 2)) and not optimizer.state
+
+
+def test_a_matrix_without_a_gradient_stays_and_the_others_do_not() -> None:
+    """It shares a bucket, and so the collectives, with one that has a gradient."""
+    weights = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    spec = ShardSpec((Dimension("rows", 4), Dimension("columns", 6)), is_matrix=True)
+    optimizer = Muon([{"params": weights, "weight_decay": 0.2, "is_orthogonal": True}], None, 0.1, MuonSettings())
+    optimizer.connect([HeldMatrix(DividedMatrix(spec, ALONE, ((0, 24),)), weight, 0) for weight in weights])
+    weights[1].grad = torch.randn(4, 6)
+    optimizer.step()
+    alone = nn.Parameter(torch.ones(4, 6))
+    alone.grad = weights[1].grad
+    muon_of(alone, MuonSettings()).step()
+    assert torch.equal(weights[0], torch.ones(4, 6)) and weights[0] not in optimizer.state
+    assert torch.equal(weights[1], alone) and not torch.equal(alone, torch.ones(4, 6))
+
+
+def test_a_flag_keeps_a_step_from_changing_anything() -> None:
+    """Neither the matrix nor what AdamW updates; the other steps are as without the flag, up to rounding."""
+    spec = ShardSpec((Dimension("rows", 4), Dimension("columns", 6)), is_matrix=True)
+    pairs, optimizers = [], []
+    for _ in range(2):
+        matrix, vector = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6)), nn.Parameter(torch.ones(6))
+        groups = [
+            {"params": [matrix], "weight_decay": 0.2, "is_orthogonal": True},
+            {"params": [vector], "weight_decay": 0.0, "eps": 1e-8},
+        ]
+        optimizer = Muon(groups, build_adamw(groups[1:], lr=0.1, betas=(0.9, 0.99)), 0.1, MuonSettings())
+        optimizer.connect([HeldMatrix(DividedMatrix(spec, ALONE, ((0, 24),)), matrix, 0)])
+        pairs.append((matrix, vector))
+        optimizers.append(optimizer)
+    assert can_skip(optimizers[0])
+    for is_dropped in (True, False, True, False):
+        before = [weight.detach().clone() for weight in pairs[0]]
+        for weight, twin in zip(*pairs, strict=True):
+            gradient = torch.randn(weight.shape)
+            weight.grad, twin.grad = gradient * math.nan if is_dropped else gradient.clone(), gradient
+        update(optimizers[0], skip=torch.tensor(float(is_dropped)))
+        if is_dropped:
+            assert all(torch.equal(weight, known) for weight, known in zip(pairs[0], before, strict=True))
+            continue
+        update(optimizers[1])
+        for weight, twin in zip(*pairs, strict=True):
+            assert torch.allclose(weight, twin, rtol=0, atol=1e-7)
+            for name, value in optimizers[1].state[twin].items():
+                assert torch.equal(optimizers[0].state[weight][name], value), name
+
+
+def test_the_flag_is_not_known_where_the_other_optimizer_does_not_know_it() -> None:
+    vector = nn.Parameter(torch.ones(6))
+    groups = [{"params": [vector]}]
+    assert not can_skip(Muon(groups, torch.optim.AdamW(groups), 0.1, MuonSettings()))

@@ -50,6 +50,12 @@ def of_averages(engine: Engine) -> Iterator[tuple[PieceKey, object]]:
         yield key.of_kind("average"), fill
 
 
+def begins_with_weights(engine: Engine, main: Kind) -> bool:
+    """Whether every mean is the weight."""
+    held = pieces(engine)
+    return all(torch.equal(held[name, "average"], values) for (name, kind), values in held.items() if kind == main)
+
+
 def run(rank: int, stage: int, dtype: str, folder: str) -> None:
     flags = ["--ema-decay", str(DECAY), dtype]
     engine, config = engine_of(stage, *flags)
@@ -85,12 +91,21 @@ def run(rank: int, stage: int, dtype: str, folder: str) -> None:
     refresh_weights(reader, None)
     assert loss_of(reader, config) == averaged
 
-    # weights alone: the means begin with them
+    # without the optimizer: the means of the checkpoint, or of its weights where it has none, or where they start anew
     restarted, _ = engine_of(stage, *flags)
     load(Path(folder) / "iter_0000003", wanted_pieces(restarted, with_optimizer=False), restarted.mesh)
     refresh_weights(restarted, None)
-    found = pieces(restarted)
-    assert all(torch.equal(found[name, "average"], found[name, main]) for name in mean)
+    with restarted.using_averages():
+        assert loss_of(restarted, config) == averaged
+    kept = pieces(restarted)
+    assert all(torch.equal(kept[name, kind], after[name, kind]) for name in mean for kind in (main, "average"))
+    refresh_weights(restarted, None, restarts_averages=True)
+    assert begins_with_weights(restarted, main)
+    save(Path(folder), 4, owned_pieces(reader, with_optimizer=False), {}, reader.mesh)
+    without, _ = engine_of(stage, *flags)
+    load(Path(folder) / "iter_0000004", wanted_pieces(without, with_optimizer=False), without.mesh)
+    refresh_weights(without, None)
+    assert begins_with_weights(without, main) and loss_of(without, config) == averaged
     assert owned_bytes(engine) == sum(values.nbytes for values in after.values())
     bare = pieces(engine, with_optimizer=False)
     assert {kind for _, kind in bare} == {main, "average"}

@@ -93,13 +93,16 @@ def check_curve(found: Curve, expected: Curve) -> None:
 
 
 def check_stored(found: Path, expected: Path, kind: Kind) -> None:
-    """Both checkpoints hold the same tensors of a kind, up to rounding."""
+    """Both checkpoints hold the same tensors of a kind: moments up to a part in 10^5 of the largest in the tensor, and
+    weights, in which Adam's quotients of tiny gradients are, up to a thousandth of the learning rate.
+    """
     step = f"iter_{SAVED_AFTER:07d}"
     known = dict(read_tensors(expected / step, kind=kind))
     stored = dict(read_tensors(found / step, kind=kind))
     assert stored.keys() == known.keys()
     for name, tensor in stored.items():
-        assert (tensor - known[name]).abs().max() <= 1.0e-5 * max(1.0, known[name].abs().max()), (kind, name)
+        scale = known[name].abs().max() if kind == "exp_avg" else 100 * RECIPE.learning_rate
+        assert (tensor - known[name]).abs().max() <= 1.0e-5 * scale, (kind, name)
 
 
 CASES = [
@@ -108,7 +111,7 @@ CASES = [
     for layout in LAYOUTS
     if "experts" not in optimizer or "dp" in layout
 ]
-KEPT = ["muon tp2dp2", "muon-experts tp2dp2", "lion tp2dp2"]
+KEPT = ["muon tp2dp2", "muon pp2dp2", "muon-experts tp2dp2", "lion pp2dp2"]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=str)

@@ -144,6 +144,7 @@ class FakeEngine:
         self.mesh = MESH
         self.asked: list[bool] = []
         self.updates: list[int | None] = []
+        self.restarted: list[bool] = []
         self.loss_scales: list[Mapping[str, float]] = []
         self.gate = UpdateGate(MESH, spike_deviations=6.0, allows_overflow=False)
 
@@ -160,7 +161,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         return whole_sink(make_state(kinds=("master",))).wanted()
 
     monkeypatch.setattr(restore, "wanted_pieces", wanted)
-    monkeypatch.setattr(restore, "refresh_weights", lambda engine, updates: engine.updates.append(updates))
+
+    def refresh(engine: FakeEngine, updates: int | None, *, restarts_averages: bool) -> None:
+        engine.updates.append(updates)
+        engine.restarted.append(restarts_averages)
+
+    monkeypatch.setattr(restore, "refresh_weights", refresh)
     return fake
 
 
@@ -185,6 +191,7 @@ def test_finetuning_takes_only_the_weights(
     assert record == RECORD
     assert progress == Progress()
     assert (engine.asked, engine.updates, engine.loss_scales) == ([False], [None], [])
+    assert engine.restarted == [True]
     assert "finetuning the weights" in capsys.readouterr().err
 
 
@@ -197,6 +204,7 @@ def test_a_reset_iteration_takes_the_moments_as_well(
     record, progress = load_tensors(config, engine, saved_run())
     assert (record, progress) == (RECORD, Progress())
     assert (engine.asked, engine.updates, engine.loss_scales) == ([True], [4], [{"cur_scale": 8.0}])
+    assert engine.restarted == [False]
     assert "finetuning the weights and optimizer state" in capsys.readouterr().err
 
 
@@ -205,6 +213,7 @@ def test_training_continues_without_optimizer_state(engine: FakeEngine, tmp_path
     _, progress = load_tensors(config, engine, saved_run())
     assert progress.step == 4
     assert (engine.asked, engine.updates, engine.loss_scales) == ([False], [None], [])
+    assert engine.restarted == [False]
 
 
 def test_a_checkpoint_without_optimizer_state_is_rejected(engine: FakeEngine) -> None:
