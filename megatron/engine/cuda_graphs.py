@@ -32,7 +32,7 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
     the graph was captured.
 
     Args:
-        by_hooks: whether DeepSpeed takes the gradients from parameters in hooks of the backward pass.
+        by_hooks: whether hooks of the backward pass take the gradients from the parameters.
     """
     model, parallel = config.model, config.parallel
     stage = parallel.effective_zero_stage
@@ -44,7 +44,11 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
         "DeepSpeed's pipeline engine runs the stages": parallel.pipeline_model_parallel_size > 1
         and parallel.pipeline_engine == "deepspeed",
         "ZeRO stage 3 fetches the weights of a layer by hooks": stage == 3,
-        f"DeepSpeed takes the gradients of ZeRO stage {stage} in hooks of the backward pass": by_hooks,
+        "gradients are averaged bucket by bucket within the backward pass (a reduce_bucket_size in --deepspeed_config "
+        "of at least the parameters of a rank avoids it)": by_hooks and stage == 2,
+        "each gradient is added within the backward pass (as bf16.immediate_grad_update of --deepspeed_config says)": (
+            by_hooks
+        ),
         "the host reads how many tokens an expert gets": model.num_experts > 1 and not model.drops_tokens,
         "keys and values travel in a ring between the parts of attention": parallel.ring_size > 1,
         f"messages of {parallel.distributed_backend} inside the blocks cannot be captured": (

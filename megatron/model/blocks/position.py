@@ -31,7 +31,7 @@ def rotation(config: ModelConfig, layer: int, context: StepContext, length: int)
         if positions is None:
             first = context.position_offset
             positions = torch.arange(first, first + length, device=device).unsqueeze(0)
-        angles = positions.view(-1, length).float().unsqueeze(-1) * frequencies.to(device)  # [b or 1, s, r/2]
+        angles = positions.view(-1, length).float().unsqueeze(-1) * frequencies  # [b or 1, s, r/2]
         return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
 
     return context.once(("rotation", windowed, length), compute)
@@ -54,13 +54,24 @@ def _is_windowed(config: ModelConfig, layer: int) -> bool:
 
 
 def _frequencies(config: ModelConfig, context: StepContext, length: int, windowed: bool) -> tuple[torch.Tensor, float]:
-    """The frequencies of a micro-batch: of every token its own, where texts are mixed and their lengths matter.
+    """The frequencies of a micro-batch, where its tensors are: of every token its own, where texts are mixed and their
+    lengths matter.
+
+    They are computed on the host, which gives the same bits everywhere, and copied once for all micro-batches.
 
     Shapes: `[r/2]` or `[s, r/2]` float32.
     """
+    device = context.sample_ids.device
+
+    def of(length: int) -> tuple[torch.Tensor, float]:
+        frequencies, factor = rotary_frequencies(config, length, windowed=windowed)
+        return frequencies.to(device), factor
+
     if not context.texts or config.rope_scaling_type not in _SCALINGS_BY_LENGTH:
-        return rotary_frequencies(config, context.positions_needed(length), windowed=windowed)
-    by_text = [rotary_frequencies(config, part.text_length, windowed=windowed) for part in context.texts]
+        needed = context.positions_needed(length)
+        longest = max(needed, config.original_context) if config.rope_scaling_type in _SCALINGS_BY_LENGTH else 0
+        return context.once_for_all(("frequencies", config, windowed, longest, device), lambda: of(needed))
+    by_text = [of(part.text_length) for part in context.texts]
     rows = [row.expand(part.count, -1) for part, (row, _) in zip(context.texts, by_text, strict=True)]
     return torch.cat(rows), by_text[0][1]
 

@@ -103,6 +103,7 @@ class StepContext:
             row is one text.
         auxiliary: collects the losses that layers add.
         shared: tensors that several layers use, such as masks and rotation angles; see `once`.
+        kept: tensors that all micro-batches of the same settings use; see `once_for_all`.
     """
 
     sample_ids: torch.Tensor
@@ -125,6 +126,7 @@ class StepContext:
     texts: tuple[TextPart, ...] = ()
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     shared: dict[Hashable, Any] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def first_sample(self) -> int:
@@ -136,6 +138,15 @@ class StepContext:
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]  # type: ignore[no-any-return]
+
+    def once_for_all(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
+        """The value that `compute` returned for `key` in the first micro-batch of the same settings that asked for it.
+
+        A constant of the host belongs here: a copy to a GPU makes the host wait, and cannot be part of a CUDA graph.
+        """
+        if key not in self.kept:
+            self.kept[key] = compute()
+        return self.kept[key]  # type: ignore[no-any-return]
 
     def positions(self, length: int) -> torch.Tensor | None:
         """The place in its sample of each of the `length` tokens along s; None if they are consecutive from
@@ -205,6 +216,7 @@ class StepSettings:
         drops_tokens: see `StepContext`.
         split: how ranks share the samples; None if each rank computes on whole ones.
         sequence_parallel: the ranks over which the tokens of hidden states are split; see `StepContext`.
+        kept: what their contexts share; see `StepContext.once_for_all`.
     """
 
     seed: int = 0
@@ -221,6 +233,7 @@ class StepSettings:
     drops_tokens: bool = True
     split: SequenceSplit | None = None
     sequence_parallel: Axis = _ALONE
+    kept: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def hidden_shape(self, samples: int, tokens: int) -> tuple[int, int, int]:
         """The shape of hidden states between blocks, on one rank.
@@ -297,6 +310,7 @@ class StepSettings:
             drops_tokens=self.drops_tokens,
             split=self.split,
             auxiliary=AuxiliaryLosses(backward_scale),
+            kept=self.kept,
         )
 
     def context_of(
