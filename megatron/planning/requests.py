@@ -15,6 +15,7 @@ from megatron.config.sections.parallel import RING
 from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.config.world import batch_sizes, world_problems
 from megatron.errors import ConfigError
+from megatron.parallel.schedule.division import Division
 from megatron.planning.hardware import Cluster, device_of, links_of
 from megatron.planning.job import Job
 from megatron.planning.layouts import ATTENTION, BLOCKS, NOTHING, Layout
@@ -113,6 +114,8 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
         pipeline_schedule=None,
         virtual_pipeline_model_parallel_size=None,
         num_layers_per_virtual_pipeline_stage=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
     )
@@ -120,7 +123,8 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
     alone = dataclasses.replace(request, parallel=parallel, optim=optim)
     config = resolve(alone, Machine("cuda", 1, True, True), TokenizerFacts(vocabulary, vocabulary - 1, ""))
     weight_bytes = 4 if request.precision.dtype_name == "float32" else 2
-    return Job(config.model, request.data.seq_length, batch, weight_bytes, cluster)
+    division, length = Division.of(request.parallel), request.data.seq_length
+    return Job(config.model, length, batch, weight_bytes, cluster, head_share=config.head_share, division=division)
 
 
 def layout_of(request: RunRequest, devices: int) -> Layout:
