@@ -1,5 +1,4 @@
-"""Which tensor and pipeline sizes are legal: the rules, their refusals, and the nearest layouts that keep them; and how
-blocks are spread over stages.
+"""Which tensor and pipeline sizes are legal: the rules, their refusals, and the nearest layouts that keep them.
 
 A rule yields one sentence if it is broken and nothing otherwise. Sizes of ranks and stages are at least 1.
 """
@@ -8,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-
-from megatron.errors import ConfigError
 
 _MOST_SHOWN = 8
 
@@ -99,14 +96,12 @@ def widths_problems(widths: Mapping[str, int], tp_size: int) -> Iterator[str]:
 
 
 def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
-    """Every pipeline stage must get a layer."""
+    """Every pipeline stage must get a layer; one without would only pass on what it is sent."""
     if num_layers >= stages:
         return
     yield (
         f"{num_layers} layers cannot fill {stages} pipeline stages (--num-layers {num_layers}, "
-        f"--pipeline-model-parallel-size {stages}). Every stage needs a layer: without one it has fewer optimizer "
-        f"parameter groups than the others, and DeepSpeed would wait for them indefinitely; use at most {num_layers} "
-        f"stages."
+        f"--pipeline-model-parallel-size {stages}). Every stage needs a layer; use at most {num_layers} stages."
     )
 
 
@@ -118,52 +113,3 @@ def divisors(number: int) -> list[int]:
 
 def _ratio(left: int, right: int) -> float:
     return max(left, right) / min(left, right)
-
-
-def blocks_per_stage(costs: Sequence[int], stages: int) -> list[int]:
-    """How many consecutive blocks each pipeline stage holds.
-
-    Blocks of equal cost are distributed evenly. Remaining blocks go to the middle stages first, which hold no other
-    layers, then to the first (embedding) and finally to the last (head). With unequal costs, the cost of the most
-    expensive stage is minimized.
-
-    Raises:
-        ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group, and
-            DeepSpeed's collectives would wait for it until they time out.
-    """
-    for problem in stages_problems(len(costs), stages):
-        raise ConfigError(problem)
-    if len(set(costs)) > 1:
-        return _balanced_counts(costs, stages)
-    counts = [len(costs) // stages] * stages
-    receivers = [*range(1, stages - 1), 0, stages - 1]
-    for stage in receivers[: len(costs) % stages]:
-        counts[stage] += 1
-    return counts
-
-
-def _balanced_counts(costs: Sequence[int], stages: int) -> list[int]:
-    """Counts of consecutive blocks that minimize the cost of the most expensive stage, found by bisection."""
-    low, high = max(costs), sum(costs)
-    while low < high:
-        limit = (low + high) // 2
-        if len(_greedy_counts(costs, stages, limit)) <= stages:
-            high = limit
-        else:
-            low = limit + 1
-    return _greedy_counts(costs, stages, low)
-
-
-def _greedy_counts(costs: Sequence[int], stages: int, limit: int) -> list[int]:
-    """Fills one stage after another up to `limit`, keeping a block for each later stage; may return more than `stages`
-    counts.
-    """
-    counts, spent = [0], 0
-    for index, cost in enumerate(costs):
-        left = len(costs) - index
-        if counts[-1] and (spent + cost > limit or left <= stages - len(counts)):
-            counts.append(0)
-            spent = 0
-        counts[-1] += 1
-        spent += cost
-    return counts

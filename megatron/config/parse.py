@@ -47,7 +47,6 @@ from megatron.config.run_config import (
 )
 from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
-from megatron.config.sections.parallel import ParallelRequest
 from megatron.config.sequence_rules import sequence_notices, sequence_problems
 from megatron.errors import ConfigError
 
@@ -212,7 +211,7 @@ def read_flags(
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
     if not problems:
-        notices += [*_partition_notices(sections["parallel"]), *sequence_notices(sections["parallel"])]
+        notices += sequence_notices(sections["parallel"])
         notices += _idle_notices(sections["model"], values)
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
@@ -404,12 +403,6 @@ def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iter
     for name, flag in own.items():
         if flag.facts.ignored and name in values and values[name] != flag.default:
             yield f"{flag.name} {IGNORING}: {flag.facts.ignored}."
-
-
-def _partition_notices(parallel: ParallelRequest) -> Iterator[str]:
-    method = parallel.pp_partition_method
-    if method is not None and "embedding" in method:
-        yield f"--pp-partition-method {method}: embeddings are not counted; the blocks are spread evenly."
 
 
 def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from megatron.config.sections.pipelines import ENGINES, SCHEDULE_CHUNKS, SCHEDUL
 _VIRTUAL = "--virtual-pipeline-model-parallel-size"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 _SCHEDULE = "--pipeline-schedule"
+_FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
 def chunks_per_rank(parallel: ParallelRequest, num_layers: int) -> int:
@@ -19,7 +20,8 @@ def chunks_per_rank(parallel: ParallelRequest, num_layers: int) -> int:
     if asked is not None:
         return asked
     if layers is not None:
-        return max(1, num_layers // (parallel.pipeline_model_parallel_size * layers))
+        counted = num_layers + sum(parallel.counted_ends)
+        return max(1, counted // (parallel.pipeline_model_parallel_size * layers))
     return SCHEDULE_CHUNKS.get(_named(parallel) or "", (1, 1))[0]
 
 
@@ -51,6 +53,8 @@ def pipeline_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[st
         problems += _division_problems(parallel, num_layers)
     if num_layers > 0 and not problems:
         problems += _chunk_problems(parallel, num_layers)
+    if not problems:
+        problems += _end_problems(parallel, num_layers)
     yield from problems or _engine_problems(parallel, num_layers)
 
 
@@ -71,16 +75,17 @@ def _division_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[s
     layers, stages = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
     if layers is None:
         return
-    chunks, rest = divmod(num_layers, stages * layers)
+    counted = num_layers + sum(parallel.counted_ends)
+    chunks, rest = divmod(counted, stages * layers)
     if rest or not chunks:
-        if num_layers % stages:
+        if counted % stages:
             way_out = f"Use {_VIRTUAL}, which spreads layers as evenly as it can, or a multiple of {stages} layers"
         else:
-            nearest = sorted(divisors(num_layers // stages), key=lambda size: (abs(size - layers), size))
+            nearest = sorted(divisors(counted // stages), key=lambda size: (abs(size - layers), size))
             way_out = f"Use {' or '.join(map(str, nearest[:2]))}"
         yield (
             f"{_LAYERS} {layers} x --pipeline-model-parallel-size {stages} does not divide the {num_layers} layers of "
-            f"--num-layers. {way_out}."
+            f"--num-layers{' with the ends that count as layers' * (counted > num_layers)}. {way_out}."
         )
     elif parallel.virtual_pipeline_model_parallel_size not in (None, chunks):
         yield (
@@ -111,6 +116,46 @@ def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]
         )
     else:
         yield from stages_problems(num_layers, stages)
+
+
+def _end_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
+    """Whether the blocks that are asked for on the first and the last rank leave the others theirs.
+
+    Args:
+        num_layers: 0 if it is not known.
+    """
+    given = {_FIRST: parallel.decoder_first_pipeline_num_layers, _LAST: parallel.decoder_last_pipeline_num_layers}
+    pinned = {name: count for name, count in given.items() if count is not None}
+    counts = {
+        "--account-for-embedding-in-pipeline-split": parallel.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": parallel.account_for_loss_in_pipeline_split,
+        f"{_LAYERS} {parallel.num_layers_per_virtual_pipeline_stage}": bool(
+            parallel.num_layers_per_virtual_pipeline_stage and pinned
+        ),
+    }
+    method = parallel.pp_partition_method
+    asked = [
+        " ".join(f"{name} {count}" for name, count in pinned.items()),
+        " ".join(name for name, is_given in counts.items() if is_given),
+        f"--pp-partition-method {method}" if method is not None else "",
+    ]
+    asked = [words for words in asked if words]
+    if len(asked) > 1:
+        yield f"{' and '.join(asked)} both say how many blocks a stage holds. Drop one of them."
+        return
+    stages, chunks = parallel.pipeline_model_parallel_size, chunks_per_rank(parallel, num_layers)
+    if not pinned or num_layers <= 0:
+        return
+    others, rest = stages - len(pinned), num_layers - sum(pinned.values())
+    if stages == 1:
+        yield f"{asked[0]} needs stages, and --pipeline-model-parallel-size is 1. Drop it."
+    elif min(pinned.values()) < chunks or rest < others * chunks or (rest and not others):
+        most = num_layers - others * chunks
+        yield (
+            f"{asked[0]} leaves {rest} of {num_layers} layers to {others} other pipeline "
+            f"{'rank' if others == 1 else 'ranks'} of {stages}, and every rank needs at least {chunks}. "
+            + (f"Give {most} in all." if not others else f"Give at most {most} in all, and at least {chunks} each.")
+        )
 
 
 def _flag_for(parallel: ParallelRequest, num_layers: int, chunks: int) -> str:

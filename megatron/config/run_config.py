@@ -111,6 +111,11 @@ class RunRequest:
             requested["activation"] = TORCH
         return requested
 
+    @property
+    def head_share(self) -> float:
+        """The share of the tokens that pass through the heads."""
+        return self.masking.mask_prob if self.loss.objective == MASKED else 1.0
+
     def flat(self) -> dict[str, Any]:
         """Every value by the name of its field, for logs."""
         sections = (getattr(self, name) for name in sections_of(type(self)))

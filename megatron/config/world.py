@@ -162,6 +162,8 @@ def _with_stages(parallel: ParallelRequest, num_layers: int, pp_size: int) -> Pa
         enable_zbh1_pipeline=parallel.enable_zbh1_pipeline and pp_size > 1,
         virtual_pipeline_model_parallel_size=chunks if pp_size > 1 and chunks > 1 else None,
         num_layers_per_virtual_pipeline_stage=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
     )
 
 

@@ -33,7 +33,7 @@ from megatron.engine.optimizers.muon import Muon, held_matrices
 from megatron.engine.passes.plain import Passes, PlainPasses
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
-from megatron.engine.pipeline.chunks import Chunks, tied_weights
+from megatron.engine.pipeline.chunks import tied_weights
 from megatron.engine.pipeline.deepspeed_pipeline import DeepSpeedPasses, StageModule
 from megatron.engine.pipeline.executor import Executor
 from megatron.engine.pipeline.passes import ONE_FORWARD_ONE_BACKWARD, PipelinePasses, PipelineSettings
@@ -99,8 +99,7 @@ class Engine:
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
         join_deepspeed()
-        placement = pipeline.placement(mesh.pp.size)
-        self.chunks = Chunks.of(network, placement, mesh.pp.rank, freezing.frozen)
+        self.chunks = pipeline.chunks(network, mesh.pp, freezing.frozen)
         self.stack = build_stack(self.chunks.specs, mesh, settings, steps.dtype, seed, freezing.frozen)
         self._states = [module for module in self.stack.modules() if isinstance(module, StepState)]
         self.tied = tied_weights(network, self.stack, mesh)
@@ -116,7 +115,7 @@ class Engine:
         self.averages = None if decay is None else AveragedWeights(self.view.masters(), decay)
         self._losses = StepLoss(objective, self.steps, mesh, 1.0, 1)
         self._passes = self._build_passes(pipeline)
-        self.placement = placement if isinstance(self._passes, PipelinePasses) else None
+        self.placement = pipeline.placement(mesh.pp.size) if isinstance(self._passes, PipelinePasses) else None
         on_device = mesh.device.type == "cuda" and self.view.can_skip
         self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16, on_device=on_device)
         self.view.guard(self.gate)

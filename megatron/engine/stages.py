@@ -1,30 +1,44 @@
-"""Assigns the layers of a network to pipeline stages."""
+"""Assigns the layers of a network to the chunks of a pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.layout import blocks_per_stage
+from megatron.model.interface.layer_cost import MATRICES_ONLY, TokenWork
 from megatron.model.interface.network import LayerKind, LayerSpec
+from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.schedule.division import BY_COST, Division
 
 
-def stage_bounds(specs: Sequence[LayerSpec], stages: int, *, may_be_empty: bool = False) -> list[int]:
-    """The boundaries of the stages in the list of layers: stage `i` runs `specs[bounds[i]:bounds[i + 1]]`.
+def stage_bounds(
+    specs: Sequence[LayerSpec],
+    placement: Placement,
+    division: Division = BY_COST,
+    work: TokenWork = MATRICES_ONLY,
+    *,
+    may_be_empty: bool = False,
+) -> list[int]:
+    """The boundaries of the chunks in the list of layers: chunk `i` runs `specs[bounds[i]:bounds[i + 1]]`.
 
-    Stage boundaries lie between blocks. Layers before the first block belong to the first stage, layers after the last
-    block to the last.
+    Boundaries lie between blocks. Layers before the first block belong to the first chunk, layers after the last block
+    to the last. Layers cost their operations; in a network that does not name them, blocks cost their parameters.
 
     Args:
-        may_be_empty: whether stages may go without a block if there are too few: those after the first ones.
+        work: what layers compute for a token.
+        may_be_empty: whether chunks may go without a block if there are too few: those after the first ones.
 
     Raises:
-        ConfigError: there are fewer blocks than stages.
+        ConfigError: there are fewer blocks than chunks.
     """
     blocks = [index for index, spec in enumerate(specs) if spec.kind is LayerKind.BLOCK]
-    costs = [specs[index].cost.parameters for index in blocks]
-    filled = min(stages, len(blocks)) if may_be_empty else stages
+    filled = Placement(placement.owners[: len(blocks)]) if may_be_empty else placement
+    costs = [spec.cost.flops(work.pairs) for spec in specs]
+    if not any(costs):
+        costs = [spec.cost.parameters if spec.kind is LayerKind.BLOCK else 0 for spec in specs]
+    ends = (sum(costs[: blocks[0]]), int(work.head_share * sum(costs[blocks[-1] + 1 :]))) if blocks else (0, 0)
+    counts = division.counts([costs[index] for index in blocks], ends, filled)
     bounds, taken = [0], 0
-    for count in [*blocks_per_stage(costs, filled), *[0] * (stages - filled)][:-1]:
+    for count in [*counts, *[0] * (placement.chunks - filled.chunks)][:-1]:
         taken += count
         bounds.append(blocks[taken] if taken < len(blocks) else blocks[-1] + 1)
     return [*bounds, len(specs)]

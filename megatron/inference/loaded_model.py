@@ -31,6 +31,8 @@ from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
+from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.schedule.division import EVENLY
 from megatron.parallel.shard_spec import place, shard_spec_of
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tokenizers.record import check_same_tokenizer
@@ -122,7 +124,7 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     model_config = replace(config.model, padded_vocab_size=padded, disable_moe_token_dropping=True)
     config = replace(config, model=model_config)
     network = network_layers(config.model, mesh)
-    bounds = stage_bounds(network, mesh.pp.size)
+    bounds = stage_bounds(network, Placement.loop(mesh.pp.size, 1), EVENLY)  # the head computes few positions
     model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]])
     loaded = load_weights(model, source, mesh, known=newest)
     model = model.eval().to(_dtype(config.precision, mesh))

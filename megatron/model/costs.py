@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 from megatron.config import ModelConfig
 from megatron.config.architecture.attention import LEARNABLE
 from megatron.config.architecture.norms import LAYER_NORM, SANDWICH
-from megatron.model.interface.layer_cost import LayerCost
+from megatron.model.interface.layer_cost import LayerCost, TokenWork
+from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.schedule.division import Division
 
 
 def block_cost(config: ModelConfig, index: int) -> LayerCost:
@@ -80,6 +84,29 @@ def bert_head_cost(config: ModelConfig) -> LayerCost:
     if config.sentence_order_head:
         parameters += dense + 2 * (hidden + 1)
     return LayerCost(parameters, flops_per_token=flops)
+
+
+def heads_cost(config: ModelConfig) -> LayerCost:
+    """Parameters and operations of what comes after the last block, of whichever network."""
+    return bert_head_cost(config) if config.bidirectional else head_cost(config)
+
+
+def token_work(config: ModelConfig, sequence_length: int, head_share: float = 1.0) -> TokenWork:
+    """What is computed for a token of samples of this length; causal attention is to half of the others, on average."""
+    return TokenWork(sequence_length if config.bidirectional else sequence_length // 2, head_share)
+
+
+def chunk_flops(config: ModelConfig, work: TokenWork, placement: Placement, division: Division) -> tuple[int, ...]:
+    """Forward FLOPs of each chunk of a pipeline for a token.
+
+    Raises:
+        ConfigError: there are fewer blocks than chunks.
+    """
+    blocks = [block_cost(config, index).flops(work.pairs) for index in range(config.num_layers)]
+    head = int(work.head_share * heads_cost(config).flops_per_token)
+    bounds = [0, *accumulate(division.counts(blocks, (0, head), placement))]
+    flops = [sum(blocks[begin:end]) for begin, end in pairwise(bounds)]
+    return *flops[:-1], flops[-1] + head
 
 
 def norm_size(config: ModelConfig) -> int:

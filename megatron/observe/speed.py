@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
-from megatron.model.costs import bert_head_cost, block_cost, head_cost
-from megatron.parallel.schedule.building import build_schedule
+from megatron.model.costs import block_cost, heads_cost
+from megatron.parallel.schedule.building import idle_share
 
 _TERA = 1e12
 
@@ -67,6 +67,7 @@ class Workload:
         stages: number of pipeline stages.
         schedule: of the pipeline, by name or file.
         chunks_per_rank: chunks of the network on each stage.
+        chunk_costs: what a pass of each chunk of the network costs, in any unit; empty if all cost the same.
         micro_batch_size: samples of a micro-batch.
         attention_flops_per_sample: the part of `flops_per_sample` that grows with the square of the length.
         model_attention_flops_per_sample: the same part of `model_flops_per_sample`.
@@ -82,6 +83,7 @@ class Workload:
     stages: int = 1
     schedule: str = "1f1b"
     chunks_per_rank: int = 1
+    chunk_costs: tuple[int, ...] = ()
     micro_batch_size: int = 1
     attention_flops_per_sample: float = dataclasses.field(default=0.0, compare=False)
     model_attention_flops_per_sample: float = dataclasses.field(default=0.0, compare=False)
@@ -146,18 +148,18 @@ class Workload:
         return samples_per_second * self.model_flops_per_sample / self.device_count / self.peak_flops_per_second
 
     def bubble_ratio(self, global_batch_size: int) -> float | None:
-        """The share of a step that a stage of a pipeline has nothing to do, if all passes take the same time.
+        """The share of a step that a stage of a pipeline has nothing to do, if passes take as long as chunks cost.
 
-        That is the simulated share of the schedule; (p - 1) / (m + p - 1) for 1F1B with p stages and m micro-batches.
-        None without a pipeline. Transfers between stages, uneven stages and what follows the last backward pass are
-        not in it.
+        That is the simulated share of the schedule; (p - 1) / (m + p - 1) for 1F1B with p equal stages and m
+        micro-batches. None without a pipeline. Transfers between stages and what follows the last backward pass are not
+        in it.
 
         Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, of the ideal time; here of the whole time.
         """
         if self.stages == 1:
             return None
         micro_batches = global_batch_size // (self.micro_batch_size * self.replica_count)
-        return build_schedule(self.schedule, self.stages, self.chunks_per_rank, micro_batches).bubble_ratio
+        return idle_share(self.schedule, self.stages, self.chunks_per_rank, micro_batches, self.chunk_costs)
 
 
 def flops_per_sample(
@@ -198,5 +200,4 @@ def _forward_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[
     """FLOPs of a forward pass for one token: of the blocks and of the heads."""
     costs = [block_cost(model, layer) for layer in range(model.num_layers)]
     blocks = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
-    head = bert_head_cost(model) if model.bidirectional else head_cost(model)
-    return blocks, head.flops_per_token
+    return blocks, heads_cost(model).flops_per_token

@@ -8,10 +8,12 @@ from functools import cached_property
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
 from megatron.config.architecture.positions import LEARNED
-from megatron.model.costs import block_cost, experts_cost, head_cost, norm_size
+from megatron.model.costs import block_cost, experts_cost, head_cost, heads_cost, norm_size, token_work
 from megatron.observe.speed import model_flops_per_sample
+from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.schedule.division import BY_COST, Division
 from megatron.planning.hardware import Cluster
-from megatron.planning.layouts import Layout
+from megatron.planning.layouts import Layout, blocks_of_chunks
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Job:
         end_state_bytes: the same of embeddings and the head.
         is_orthogonalized: whether the matrices of blocks are brought together for the update, as by Muon.
         offloads_optimizer: whether the optimizer's part is in the memory of the host.
+        head_share: in how many of all tokens it passes through the head.
+        division: of the blocks over the chunks of a pipeline.
     """
 
     model: ModelConfig
@@ -57,6 +61,8 @@ class Job:
     end_state_bytes: int = 8
     is_orthogonalized: bool = False
     offloads_optimizer: bool = False
+    head_share: float = 1.0
+    division: Division = BY_COST
 
     @property
     def tokens(self) -> int:
@@ -74,6 +80,20 @@ class Job:
     def block_costs(self) -> tuple:  # type: ignore[type-arg]
         """The cost of each block."""
         return tuple(block_cost(self.model, index) for index in range(self.model.num_layers))
+
+    @cached_property
+    def head_flops(self) -> int:
+        """Forward FLOPs of the head for a token, as the mean of all tokens."""
+        return int(self.head_share * heads_cost(self.model).flops_per_token)
+
+    def chunks(self, placement: Placement) -> tuple[tuple[range, ...], tuple[int, ...]]:
+        """The blocks of each chunk of a pipeline, and the ranks that differ, see `blocks_of_chunks`."""
+        return blocks_of_chunks(self._block_flops, self.head_flops, placement, self.division)
+
+    @cached_property
+    def _block_flops(self) -> tuple[int, ...]:
+        work = token_work(self.model, self.sequence_length)
+        return tuple(cost.flops(work.pairs) for cost in self.block_costs)
 
     @cached_property
     def model_flops(self) -> float:

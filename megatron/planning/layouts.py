@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
-from megatron.config.layout import blocks_per_stage
 from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.division import Division
 from megatron.parallel.schedule.schedule_files import read_orders
 
 NOTHING, ATTENTION, BLOCKS = "none", "selective", "full"  # what is recomputed
@@ -143,10 +144,19 @@ def schedule_figures(name: str, ranks: int, chunks: int, micro_batches: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def blocks_of_chunks(costs: tuple[int, ...], chunks: int) -> tuple[range, ...]:
-    """The blocks of each chunk of the network."""
-    ranges, first = [], 0
-    for count in blocks_per_stage(costs, chunks):
-        ranges.append(range(first, first + count))
-        first += count
-    return tuple(ranges)
+def blocks_of_chunks(
+    blocks: tuple[int, ...], head: int, placement: Placement, division: Division
+) -> tuple[tuple[range, ...], tuple[int, ...]]:
+    """The blocks of each chunk of the network, and the pipeline ranks that differ: the first one of each kind.
+
+    Args:
+        blocks, head: what each block and the head cost.
+    """
+    bounds = [0, *accumulate(division.counts(blocks, (0, head), placement))]
+    chunks = tuple(range(begin, end) for begin, end in pairwise(bounds))
+    kinds: dict[object, int] = {}
+    for rank in range(placement.ranks):
+        own = placement.chunks_of(rank)
+        costs = tuple(tuple(blocks[block] for block in chunks[chunk]) for chunk in own)
+        kinds.setdefault((costs, 0 in own, len(chunks) - 1 in own), rank)
+    return chunks, tuple(kinds.values())

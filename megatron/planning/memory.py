@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.config.architecture.positions import ROPE
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.planning.job import Job, Parameters
-from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, blocks_of_chunks, schedule_figures
+from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, schedule_figures
 
 _FP32 = 4
 # What an allocator cannot use between blocks of memory, and what the libraries of a GPU take: an allowance.
@@ -73,13 +73,10 @@ def memory_of(job: Job, layout: Layout) -> Memory:
 
 
 def memory_of_ranks(job: Job, layout: Layout) -> list[Memory]:
-    """The memory of each pipeline rank; ranks between the first and the last with equal blocks are counted once."""
+    """The memory of the pipeline ranks; of those with equal blocks the first, which holds the most activations."""
     figures = schedule_figures(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
-    costs = tuple(cost.parameters for cost in job.block_costs)
-    chunks = blocks_of_chunks(costs, layout.pp * layout.chunks)
-    # Of ranks with equal blocks the first holds the most forward passes; the last has the head.
-    places = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    return [_memory_at(job, layout, chunks, figures.placement.chunks_of(rank), figures.alive[rank]) for rank in places]
+    chunks, ranks = job.chunks(figures.placement)
+    return [_memory_at(job, layout, chunks, figures.placement.chunks_of(rank), figures.alive[rank]) for rank in ranks]
 
 
 def _memory_at(job: Job, layout: Layout, chunks: tuple[range, ...], own: tuple[int, ...], alive: int) -> Memory:

@@ -17,6 +17,7 @@ from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.config.world import batch_sizes, world_problems
 from megatron.engine.memory.closed_form import state_bytes
 from megatron.errors import ConfigError
+from megatron.parallel.schedule.division import Division
 from megatron.planning.hardware import Cluster, device_of, links_of
 from megatron.planning.job import Job
 from megatron.planning.layouts import ATTENTION, BLOCKS, NOTHING, Layout
@@ -116,6 +117,8 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
         pipeline_schedule=None,
         virtual_pipeline_model_parallel_size=None,
         num_layers_per_virtual_pipeline_stage=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
     )
@@ -133,6 +136,8 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
         end_state_bytes=state_bytes(request.optim, of_blocks=False),
         is_orthogonalized=request.optim.optimizer == MUON,
         offloads_optimizer=config.parallel.offloads_optimizer,
+        head_share=config.head_share,
+        division=Division.of(request.parallel),
     )
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megatron.config.architecture.positions import ROPE
 from megatron.planning.job import Job, Parameters
-from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, blocks_of_chunks, schedule_figures
+from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, schedule_figures
 from megatron.planning.memory import local_tokens
 
 _FP32 = 4
@@ -60,10 +60,9 @@ class _Pass:
 def step_time_of(job: Job, layout: Layout) -> StepTime:
     """The time of a step: of the slowest pipeline rank, with the time it waits for the others."""
     figures = schedule_figures(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
-    costs = tuple(cost.parameters for cost in job.block_costs)
-    chunks = blocks_of_chunks(costs, layout.pp * layout.chunks)
+    chunks, ranks = job.chunks(figures.placement)
     passes = []
-    for rank in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
+    for rank in ranks:
         own = figures.placement.chunks_of(rank)
         blocks = [block for chunk in own for block in chunks[chunk]]
         passes.append((_pass(job, layout, blocks, last=len(chunks) - 1 in own), rank))
@@ -105,7 +104,7 @@ def _pass(job: Job, layout: Layout, blocks: list[int], *, last: bool) -> _Pass:
     again = 1.0 if layout.recompute == BLOCKS else 0.0
     products = sum(job.block_costs[block].flops_per_token for block in blocks) * tokens / tp
     width = min(tokens, model.hidden_size, min(model.ffn_hidden_size, model.moe_ffn_hidden_size) / tp)
-    head = 2.0 * model.padded_vocab_size * model.hidden_size * tokens / tp if last else 0.0
+    head = job.head_flops * tokens / tp if last else 0.0
     rate = device.peak * _product_share(job, width)
     matrices = products * (1 + _BACKWARD + again) / rate
     matrices += head * (1 + _BACKWARD) / (device.peak * _product_share(job, min(tokens, model.hidden_size)))

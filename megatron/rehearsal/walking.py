@@ -50,8 +50,7 @@ def mesh_at(config: RunConfig, rank: int, size: int) -> ParallelMesh:
 def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerStack]:
     """The layers of a rank, without memory."""
     network = network_layers(config.model, mesh)
-    placement = pipeline_settings(config.parallel).placement(mesh.pp.size)
-    chunks = Chunks.of(network, placement, mesh.pp.rank)
+    chunks = pipeline_settings(config).chunks(network, mesh.pp)
     with torch.device("meta"):
         return chunks, LayerStack(chunks.specs).to(getattr(torch, config.precision.dtype_name))
 
@@ -135,7 +134,7 @@ class _Walk:
         tokens = np.zeros(shape, np.int64)
         batch = Batch(tokens, tokens, np.ones(shape, np.float32), np.arange(shape[0]), None)
         given = losses.prepare([batch], with_inputs=self._chunks.has_first, with_targets=self._chunks.has_last)
-        pipeline = pipeline_settings(config.parallel)
+        pipeline = pipeline_settings(config)
         runner = ChunkRunner(self._stack, self._chunks, splits_backward=pipeline.splits_backward)
         executor = Executor(runner, mesh.pp, sums.add, self._enter)
         schedule = build_schedule(pipeline.schedule, mesh.pp.size, pipeline.chunks_per_rank, 1)
@@ -159,7 +158,7 @@ class _Walk:
 
     def _expanded(self, passes: dict[tuple[Kind, int], tuple[RankMessage, ...]], batch: int) -> Iterator[ProgramEntry]:
         """The passes of all micro-batches, with the messages between stages."""
-        pipeline, optim = pipeline_settings(self._config.parallel), self._config.optim
+        pipeline, optim = pipeline_settings(self._config), self._config.optim
         count = batch // (optim.micro_batch_size * self._config.parallel.data_parallel_size)
         axis = self._mesh.pp
         schedule = build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count)

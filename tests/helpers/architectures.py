@@ -11,6 +11,7 @@ from megatron.engine.stages import stage_bounds
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.helpers.networks import SEED, tiny_config
 
@@ -62,7 +63,7 @@ def build(changes: dict[str, Any], mesh: ParallelMesh | None = None) -> LayerSta
     """
     mesh = mesh or ParallelMesh.single()
     network = gpt_layers(config_of(changes), mesh)
-    bounds = stage_bounds(network, mesh.pp.size)
+    bounds = stage_bounds(network, Placement.loop(mesh.pp.size, 1))
     model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]], seed=SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import pretrain_gpt
+from megatron.config import RunConfig
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import MegatronError
 from megatron.observe.metrics_file import read_steps
@@ -106,3 +108,8 @@ def losses(folder: Path) -> dict[int, float]:
 def steps(folder: Path, *fields: str) -> dict[int, tuple[Any, ...]]:
     """Chosen fields of each step that a run logged."""
     return {step: tuple(record[name] for name in fields) for step, record in read_steps(folder / "run").items()}
+
+
+def saved_config(folder: Path) -> RunConfig:
+    """The configuration of a run, from its folder."""
+    return RunConfig.from_json(json.loads((folder / "run" / "config.json").read_text()))

@@ -50,6 +50,9 @@ def test_the_bubble_shrinks_with_the_number_of_micro_batches(stages: int, batch:
 def test_the_bubble_is_that_of_the_schedule() -> None:
     workload = Workload(36, 1.0, stages=4, schedule="interleaved", chunks_per_rank=2)
     assert workload.bubble_ratio(8) == build_schedule("interleaved", 4, 2, 8).bubble_ratio
+    two = Workload(36, 1.0, stages=2, chunk_costs=(1, 2))
+    # The second stage works 4 x 6 units, after a forward pass of the first and before its backward pass.
+    assert two.bubble_ratio(4) == pytest.approx(1 - (12 + 24) / (2 * 27))
 
 
 def test_shorter_samples_have_fewer_tokens_and_operations() -> None:

@@ -12,6 +12,8 @@ import pytest
 import pretrain_bert
 from megatron.config.parse import read_flags
 from megatron.errors import ConfigError
+from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.schedule.division import EVENLY
 from megatron.planning.layouts import Layout
 from megatron.planning.report import plan_lines
 from megatron.planning.requests import (
@@ -25,6 +27,7 @@ from megatron.planning.requests import (
     rules_of,
 )
 from megatron.planning.search import LayoutPlan, estimate, layouts, neighbours
+from megatron.planning.step_time import step_time_of
 
 LLAMA_70B = (
     *("--model-preset", "llama-3-70b", "--planned-devices", "512", "--device", "h100", "--bf16"),
@@ -172,6 +175,21 @@ def test_unknown_hardware_is_refused(words: tuple[str, ...], sentence: str) -> N
     given, request = read_planned([*LLAMA_70B, *words])
     with pytest.raises(ConfigError, match=sentence):
         planned(given, request)
+
+
+def test_a_plan_divides_blocks_as_the_run_does() -> None:
+    words = ["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16", "--pipeline-model-parallel-size", "8"]
+    words += ["--seq-length", "8192", "--global-batch-size", "32"]
+    _, request = read_planned(words)
+    job, layout = job_of(request, cluster_of(request)), layout_of(request, 8)
+    chunks, ranks = job.chunks(Placement.loop(8, 1))
+    assert [len(blocks) for blocks in chunks] == [4, 5, 5, 4, 4, 4, 4, 2]
+    assert ranks == (0, 1, 3, 7)
+    even = dataclasses.replace(job, division=EVENLY)
+    assert step_time_of(job, layout).seconds < 0.9 * step_time_of(even, layout).seconds
+    _, request = read_planned([*words, "--decoder-last-pipeline-num-layers", "3"])
+    chunks, _ = job_of(request, cluster_of(request)).chunks(Placement.loop(8, 1))
+    assert [len(blocks) for blocks in chunks] == [4, 5, 4, 4, 4, 4, 4, 3]
 
 
 PYRAMID = (

@@ -13,7 +13,8 @@ from megatron.config.flags.section import ConfigSection
 from megatron.config.sections.pipelines import DEFAULT_ENGINE, ENGINES, SCHEDULE_CHUNKS
 
 RING, ULYSSES, RING_OF_ULYSSES = "p2p", "a2a", "a2a+p2p"
-_EVEN_PARTITIONS = ("type:transformer", "type:transformer|embedding")
+WITH_EMBEDDING = "type:transformer|embedding"
+_PARTITIONS = ("type:transformer", WITH_EMBEDDING)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,23 @@ class ParallelRequest(ConfigSection):
         None, "the same, as the number of layers in a chunk", at_least=1
     )
     enable_zbh1_pipeline: bool = flag(False, "--pipeline-schedule zb-h1", spelled=("--enable-zbh1-exact-semantics",))
-    pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
+    pp_partition_method: str | None = flag(
+        None,
+        f"what is spread evenly over pipeline stages: {' or '.join(_PARTITIONS)}; operations, the head's included, if "
+        "unset",
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "blocks on the first pipeline rank; the others share the rest evenly", at_least=1
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "blocks on the last pipeline rank; the others share the rest evenly", at_least=1
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "spread blocks evenly over pipeline stages, with the embedding as one more block"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "spread blocks evenly over pipeline stages, with the head and its loss as one more block"
+    )
     distributed_backend: str | None = flag(
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
     )
@@ -117,6 +134,13 @@ class ParallelRequest(ConfigSection):
     pad_vocab_size_to: int | None = flag(
         None, "pad the vocabulary to exactly this size instead", at_least=1, at_most=2**31 - 1
     )
+
+    @property
+    def counted_ends(self) -> tuple[int, int]:
+        """What the layers before the first block and after the last one count as, where blocks are counted."""
+        by_method = self.pp_partition_method == WITH_EMBEDDING
+        embedding, loss = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        return int(by_method or embedding), int(by_method or loss)
 
     @property
     def splits_sequence(self) -> bool:
@@ -164,11 +188,11 @@ class ParallelRequest(ConfigSection):
     def problems(self) -> Iterator[str]:
         yield from self._sequence_problems()
         method = self.pp_partition_method
-        if method is not None and method not in _EVEN_PARTITIONS:
+        if method is not None and method not in _PARTITIONS:
             yield (
-                f"--pp-partition-method {method} could leave a stage without a transformer block; it would have fewer "
-                "optimizer parameter groups than the others, and DeepSpeed would wait for them forever. Use "
-                "type:transformer, which spreads the blocks evenly, or drop the flag."
+                f"--pp-partition-method {method} is not known: stages are cut between transformer blocks, and each "
+                "gets one. Use type:transformer, which spreads the blocks evenly, or drop the flag, which spreads "
+                "operations."
             )
         size, divisor = self.pad_vocab_size_to, self.make_vocab_size_divisible_by
         if size is not None and divisor > 0 and size % divisor:
@@ -225,6 +249,8 @@ _OF_TRAINING = (
     *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size"),
     *("pipeline_schedule", "pipeline_engine", "enable_zbh1_pipeline"),
     *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 
 

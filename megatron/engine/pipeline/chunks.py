@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron.engine.stages import stage_bounds
+from megatron.model.interface.layer_cost import MATRICES_ONLY, TokenWork
 from megatron.model.interface.network import LayerSpec, LayerStack, parameter_names
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.schedule.division import BY_COST, Division
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,20 @@ class Chunks:
         rank: int,
         frozen: frozenset[str] = frozenset(),
         *,
+        division: Division = BY_COST,
+        work: TokenWork = MATRICES_ONLY,
         may_be_empty: bool = False,
     ) -> Chunks:
         """The chunks of a pipeline rank.
 
         Args:
             frozen: global names of the parameters that are not trained.
-            may_be_empty: see `stage_bounds`.
+            division, work, may_be_empty: see `stage_bounds`.
 
         Raises:
             ConfigError: there are fewer blocks than chunks.
         """
-        bounds = stage_bounds(network, placement.chunks, may_be_empty=may_be_empty)
+        bounds = stage_bounds(network, placement, division, work, may_be_empty=may_be_empty)
         specs: list[LayerSpec] = []
         layers: dict[int, range] = {}
         for chunk in placement.chunks_of(rank):

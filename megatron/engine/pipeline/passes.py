@@ -12,9 +12,14 @@ from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_graphs import GraphedChunkRunner
+from megatron.engine.pipeline.chunks import Chunks
 from megatron.engine.pipeline.executor import Executor
+from megatron.model.interface.layer_cost import MATRICES_ONLY, TokenWork
+from megatron.model.interface.network import LayerSpec
+from megatron.parallel.mesh import Axis
 from megatron.parallel.schedule.actions import Kind, Placement
 from megatron.parallel.schedule.building import build_schedule, forward_programs
+from megatron.parallel.schedule.division import BY_COST, Division
 from megatron.parallel.schedule.schedule_files import read_orders
 
 
@@ -26,11 +31,15 @@ class PipelineSettings:
         schedule: its name, see `build_schedule`.
         chunks_per_rank: parts of the network on each rank.
         by_deepspeed: whether DeepSpeed's pipeline engine runs it instead, in the order of 1F1B.
+        division: how blocks are divided over all those parts.
+        work: what layers compute for a token.
     """
 
     schedule: str = "1f1b"
     chunks_per_rank: int = 1
     by_deepspeed: bool = False
+    division: Division = BY_COST
+    work: TokenWork = MATRICES_ONLY
 
     @property
     def splits_backward(self) -> bool:
@@ -49,6 +58,19 @@ class PipelineSettings:
         if self.schedule.endswith(SCHEDULE_FILE):
             return read_orders(self.schedule)[0]
         return build_schedule(self.schedule, ranks, self.chunks_per_rank, 1).placement
+
+    def chunks(self, network: Sequence[LayerSpec], axis: Axis, frozen: frozenset[str] = frozenset()) -> Chunks:
+        """The chunks of this rank.
+
+        Args:
+            axis: the pipeline.
+            frozen: global names of the parameters that are not trained.
+
+        Raises:
+            ConfigError: as `build_schedule`, or there are fewer blocks than chunks.
+        """
+        placement = self.placement(axis.size)
+        return Chunks.of(network, placement, axis.rank, frozen, division=self.division, work=self.work)
 
 
 ONE_FORWARD_ONE_BACKWARD = PipelineSettings()

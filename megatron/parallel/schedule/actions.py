@@ -143,6 +143,14 @@ class Schedule:
     bubble_ratio: float
     peak_alive: tuple[int, ...]
 
+    @property
+    def orders(self) -> tuple[tuple[tuple[Kind, int, int], ...], ...]:
+        """What each rank computes, without messages: kind, chunk and micro-batch."""
+        return tuple(
+            tuple((action.kind, action.chunk, action.micro_batch) for action in program if not action.kind.is_message)
+            for program in self.actions
+        )
+
     def forward_only(self) -> tuple[Program, ...]:
         """The programs of a pass without gradients: the same ones, without what belongs to the backward pass."""
         return self._forward_only

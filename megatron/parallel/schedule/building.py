@@ -79,6 +79,21 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
 
 
 @lru_cache(maxsize=32)
+def idle_share(
+    name: str, ranks: int, chunks_per_rank: int, micro_batches: int, chunk_costs: tuple[float, ...] = ()
+) -> float:
+    """`bubble_ratio` of a schedule whose chunks take as long as they cost, in any unit; empty for equally long.
+
+    Raises:
+        ConfigError: as of `build_schedule`.
+    """
+    schedule = build_schedule(name, ranks, chunks_per_rank, micro_batches)
+    if len(set(chunk_costs)) < 2:
+        return schedule.bubble_ratio
+    return bubble_ratio(simulate(schedule.orders, schedule.placement, chunk_costs=chunk_costs), ranks)
+
+
+@lru_cache(maxsize=32)
 def forward_programs(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> tuple[Program, ...]:
     """The programs of a pass without gradients, for any number of micro-batches, whatever a file has.
 

@@ -37,11 +37,7 @@ _TERMINAL_COLORS = {
 
 def spans_of(schedule: Schedule) -> list[Span]:
     """When each computation of a schedule runs, in units of a forward pass."""
-    orders = [
-        [(action.kind, action.chunk, action.micro_batch) for action in program if not action.kind.is_message]
-        for program in schedule.actions
-    ]
-    return simulate(orders, schedule.placement)
+    return simulate(schedule.orders, schedule.placement)
 
 
 def title_of(schedule: Schedule) -> str:

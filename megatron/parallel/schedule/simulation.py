@@ -46,11 +46,17 @@ def shown(computation: Computation) -> str:
     return f"{chunk}{kind.value}{micro_batch}"
 
 
-def simulate(orders: Orders, placement: Placement, costs: Mapping[Kind, float] = UNIT_COSTS) -> list[Span]:
+def simulate(
+    orders: Orders,
+    placement: Placement,
+    costs: Mapping[Kind, float] = UNIT_COSTS,
+    chunk_costs: Sequence[float] = (),
+) -> list[Span]:
     """Runs each rank's computations in their order, each as soon as what it needs is there.
 
     Args:
         orders: the computations of each rank. Every micro-batch passes every chunk forward and backward.
+        chunk_costs: how many times as long as in `costs` the computations of each chunk take; empty for once.
 
     Returns:
         The computations by the time at which they start.
@@ -72,7 +78,7 @@ def simulate(orders: Orders, placement: Placement, costs: Mapping[Kind, float] =
                 waiting[missing] = rank
                 break
             start = max([free[rank], *(ended[need] for need in needs)])
-            free[rank] = start + costs[kind]
+            free[rank] = start + costs[kind] * (chunk_costs[chunk] if chunk_costs else 1)
             spans.append(Span(rank, kind, chunk, micro_batch, start, free[rank]))
             position[rank] += 1
             result = result_of((kind, chunk, micro_batch))

@@ -12,7 +12,7 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint.record import Record
-from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, ParallelConfig, RunConfig
+from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
 from megatron.config.sections.computation import INDUCTOR
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.cuda_graphs import AUTO, graph_refusal
@@ -22,11 +22,13 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_nam
 from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
+from megatron.model.costs import token_work
 from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
 from megatron.model.networks import network_layers
 from megatron.observe.console import size_line, trained_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
+from megatron.parallel.schedule.division import Division
 from megatron.train.objectives import build_objective, step_settings
 
 
@@ -60,7 +62,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         config.random.seed,
         config.safety.skip_spikes,
         freezing,
-        pipeline_settings(config.parallel),
+        pipeline_settings(config),
     )
     if config.kernels.compile:
         engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
@@ -74,10 +76,16 @@ def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:
     return graph_refusal(config, engine.mesh.device.type, by_hooks=engine.view.takes_by_hooks)
 
 
-def pipeline_settings(parallel: ParallelConfig) -> PipelineSettings:
+def pipeline_settings(config: RunConfig) -> PipelineSettings:
     """How the layers are divided over the ranks of a pipeline."""
-    by_deepspeed = parallel.pipeline_engine == "deepspeed"
-    return PipelineSettings(parallel.schedule_name, parallel.chunks_per_rank, by_deepspeed)
+    parallel = config.parallel
+    return PipelineSettings(
+        parallel.schedule_name,
+        parallel.chunks_per_rank,
+        parallel.pipeline_engine == "deepspeed",
+        Division.of(parallel),
+        token_work(config.model, config.data.seq_length, config.head_share),
+    )
 
 
 def check_compiler(backend: str, target: torch.device) -> None:

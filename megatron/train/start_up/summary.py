@@ -13,7 +13,6 @@ from megatron import device, log
 from megatron.checkpoint.record import Progress
 from megatron.config import KernelConfig, ModelConfig, ParallelConfig, ReportConfig, RunConfig, SavingConfig
 from megatron.config.flags.legacy import IGNORING
-from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
 from megatron.data.build import TakenSource, taken_sources
 from megatron.engine.cuda_graphs import OFF
@@ -21,15 +20,15 @@ from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
 from megatron.engine.memory.held import group_ranks, group_states, parameter_groups
-from megatron.model.costs import idle_expert_parameters
+from megatron.model.costs import chunk_flops, idle_expert_parameters
 from megatron.observe.quantities import short_bytes, short_count
 from megatron.observe.speed import Workload, peak_flops_per_second
 from megatron.parallel.kernels import kernels_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
-from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.building import build_schedule, idle_share
 from megatron.train.run_data import RunData
-from megatron.train.start_up.engine_opening import refusal_of_graphs
+from megatron.train.start_up.engine_opening import pipeline_settings, refusal_of_graphs
 
 Row = tuple[str, str]  # label and text
 
@@ -93,7 +92,7 @@ def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embedd
         config.model,
         config.data.seq_length,
         recomputes=config.recompute.checkpoint_activations,
-        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
+        predicted_share=config.head_share,
         device_count=mesh.world.size,
         replica_count=mesh.batch.size,
         parameters_without_embeddings=parameters_without_embeddings,
@@ -105,8 +104,16 @@ def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embedd
         stages=mesh.pp.size,
         schedule=config.parallel.schedule_name,
         chunks_per_rank=config.parallel.chunks_per_rank,
+        chunk_costs=chunk_costs(config),
         micro_batch_size=config.optim.micro_batch_size,
     )
+
+
+def chunk_costs(config: RunConfig) -> tuple[int, ...]:
+    """Forward FLOPs of each chunk of the pipeline for a token."""
+    settings = pipeline_settings(config)
+    placement = settings.placement(config.parallel.pipeline_model_parallel_size)
+    return chunk_flops(config.model, settings.work, placement, settings.division)
 
 
 def size_text(parameters: int, without_embeddings: int, trained: int, active: int) -> str:
@@ -147,19 +154,26 @@ def layout_rows(
     return [("layout", text), *(("", row) for row in rank_grid(sizes["pp"], sizes["dp"], within))]
 
 
-def pipeline_rows(parallel: ParallelConfig, micro_batches: int) -> list[Row]:
-    """The schedule of a pipeline, its idle share, and what the stages hold; nothing without a pipeline."""
+def pipeline_rows(parallel: ParallelConfig, micro_batches: int, chunk_costs: tuple[int, ...] = ()) -> list[Row]:
+    """The schedule of a pipeline, its idle share, and what the stages hold; nothing without a pipeline.
+
+    Args:
+        chunk_costs: of a pass of each chunk, in any unit; empty if all cost the same.
+    """
     stages = parallel.pipeline_model_parallel_size
     if stages * parallel.chunks_per_rank == 1:
         return []
-    schedule = build_schedule(parallel.schedule_name, stages, parallel.chunks_per_rank, micro_batches)
+    sizes = (parallel.schedule_name, stages, parallel.chunks_per_rank, micro_batches)
+    schedule = build_schedule(*sizes)
     held = [f"{alive:g}" for alive in schedule.stages_alive]
     shown = " ".join(held if len(held) <= _MOST_STAGES else [*held[:2], "...", *held[-2:]])
+    share = f"{idle_share(*sizes, chunk_costs):.1%}"
+    costly = f", {share} as these chunks cost" if share != f"{schedule.bubble_ratio:.1%}" else ""
     chunks = f", {schedule.chunks_per_rank} chunks a stage" if schedule.chunks_per_rank > 1 else ""
     return [
         (
             "pipeline",
-            f"{schedule.name}{chunks}: {schedule.bubble_ratio:.1%} idle if all passes take equally long; "
+            f"{schedule.name}{chunks}: {schedule.bubble_ratio:.1%} idle if all passes take equally long{costly}; "
             f"activations of {shown} micro-batches by stage",
         )
     ]
@@ -182,7 +196,7 @@ def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[R
             + f", growing to {last:,} samples"
             * (last != batch),
         ),
-        *pipeline_rows(config.parallel, batch // (micro * replicas)),
+        *pipeline_rows(config.parallel, batch // (micro * replicas), chunk_costs(config)),
         ("length", f"{steps:,} steps, {short_count(samples * length)} tokens"),
     ]
 

@@ -138,8 +138,3 @@ def test_old_names_work_and_are_named() -> None:
     config = small("--deepscale")
     assert config.parallel.deepspeed
     assert config.notices == (f"--deepscale is deprecated: {DEPRECATED['--deepscale']}",)
-
-
-def test_embeddings_are_not_counted_among_the_blocks() -> None:
-    (notice,) = small("--pp-partition-method type:transformer|embedding".replace("|", "\\|")).notices
-    assert "embeddings are not counted" in notice

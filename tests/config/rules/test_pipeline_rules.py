@@ -33,6 +33,17 @@ def every_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"num_layers_per_virtual_pipeline_stage": 2}, "interleaved", 3),
         ({"num_layers_per_virtual_pipeline_stage": 6}, "1f1b", 1),
         ({"num_layers_per_virtual_pipeline_stage": 2, "virtual_pipeline_model_parallel_size": 3}, "interleaved", 3),
+        (
+            {
+                "num_layers_per_virtual_pipeline_stage": 7,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            "1f1b",
+            1,
+        ),
+        ({"decoder_first_pipeline_num_layers": 9}, "1f1b", 1),
+        ({"decoder_first_pipeline_num_layers": 9, "decoder_last_pipeline_num_layers": 3}, "1f1b", 1),
         ({"pipeline_schedule": "interleaved"}, "interleaved", 2),
         ({"pipeline_schedule": "zbv"}, "zbv", 2),
         ({"enable_zbh1_pipeline": True}, "zb-h1", 1),
@@ -92,6 +103,38 @@ def test_schedule_and_chunks_follow_from_the_flags(flags: dict[str, object], nam
         (
             "--virtual-pipeline-model-parallel-size 3",
             "4 layers cannot fill 2 pipeline stages of 3 chunks each .*interleaved.* at least 6 layers, or fewer",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 --account-for-loss-in-pipeline-split",
+            "-stage 2 x --pipeline-model-parallel-size 2 does not divide the 4 layers .* with the ends that count as",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-size 1",
+            "--decoder-first-pipeline-num-layers 3 needs stages, and --pipeline-model-parallel-size is 1. Drop it",
+        ),
+        (
+            "--decoder-last-pipeline-num-layers 4",
+            "-num-layers 4 leaves 0 of 4 layers to 1 other pipeline rank of 2, .* at least 1. Give at most 3 in all",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2",
+            "leaves 1 of 4 layers to 0 other pipeline ranks of 2, and every rank needs at least 1. Give 4 in all",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 1 --pipeline-schedule zbv",
+            "leaves 3 of 4 layers to 1 other .* every rank needs at least 2. Give at most 2 in all, and at least 2 eac",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 3 --account-for-embedding-in-pipeline-split",
+            "-num-layers 3 and --account-for-embedding-in-pipeline-split both say how many blocks a stage holds. Drop",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 1",
+            "-num-layers 2 and --num-layers-per-virtual-pipeline-stage 1 both say how many blocks a stage holds",
+        ),
+        (
+            "--pp-partition-method type:transformer --account-for-loss-in-pipeline-split",
+            "-loss-in-pipeline-split and --pp-partition-method type:transformer both say how many",
         ),
         (
             "--pipeline-engine deepspeed --pipeline-schedule zbv",

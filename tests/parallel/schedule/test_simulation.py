@@ -43,6 +43,12 @@ def test_other_costs_give_other_times() -> None:
     assert max(span.end for span in spans) == 4
 
 
+def test_a_chunk_that_costs_more_takes_longer() -> None:
+    spans = simulate([order("0F0 0F1 0B0 0B1"), order("1F0 1B0 1F1 1B1")], TWO, chunk_costs=(1, 3))
+    assert [(span.start, span.end) for span in spans if span.chunk == 1] == [(1, 4), (4, 10), (10, 13), (13, 19)]
+    assert max(span.end for span in spans) == 21
+
+
 def test_weights_wait_for_the_gradient_of_the_input_only() -> None:
     spans = simulate([order("0F0 0I0 0W0"), order("1F0 1I0 1W0")], TWO)
     starts = {(span.rank, span.kind): span.start for span in spans}

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from docs.site.published_commands import LIST, Command, check, read_commands
-from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.building import idle_share
+from megatron.train.start_up.summary import chunk_costs
 from tests.helpers.commands.scaled_commands import BATCH, MICRO, PROCESSES, scaled
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_run import TinyCorpus, steps, train_here, write_tiny_corpus
+from tests.helpers.tiny_run import TinyCorpus, saved_config, steps, train_here, write_tiny_corpus
 
 # One command of each kind: experts, the same number in every layer or not, with a teacher that has such experts too, a
 # part of the optimizer on the host, dense with the flags of experts and a ramp-up, a curriculum, an encoder norm with
@@ -116,7 +117,8 @@ def test_published_commands_and_growing_samples_train(tmp_path: Path, pytestconf
         schedule = SCHEDULES.get(Path(command.script).name)
         if schedule is not None:
             (ratio,) = set(steps(tmp_path / place, "bubble_ratio").values())
-            assert ratio == (build_schedule(schedule[0], 2, schedule[1], BATCH // MICRO).bubble_ratio,), command.name
+            costs = chunk_costs(saved_config(tmp_path / place))
+            assert ratio == (idle_share(schedule[0], 2, schedule[1], BATCH // MICRO, costs),), command.name
     assert len(published) >= len(KINDS)
     found = steps(whole, *FACTS)
     assert {step: values[1:] for step, values in found.items()} == {

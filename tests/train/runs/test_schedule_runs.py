@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import find
-from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.building import idle_share
+from megatron.train.start_up.summary import chunk_costs
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_run import TinyCorpus, steps, train_here, write_tiny_corpus
+from tests.helpers.tiny_run import TinyCorpus, saved_config, steps, train_here, write_tiny_corpus
 
 STAGES, STEPS, LAST_CUT, MICRO_BATCHES = 2, 4, 2, 2
 FACTS = ("lm_loss", "gradient_norm")
@@ -70,7 +71,7 @@ def test_any_schedule_goes_on_from_any_other(tmp_path: Path) -> None:
     weights = [sorted(find(folder / "checkpoints")[0].path.glob("*.safetensors")) for folder in (bits, cut)]
     assert weights[0] and [file.read_bytes() for file in weights[0]] == [file.read_bytes() for file in weights[1]]
     (ratio,) = set(steps(bits, "bubble_ratio").values())
-    assert ratio == (build_schedule("zbv", STAGES, 2, MICRO_BATCHES).bubble_ratio,)
+    assert ratio == (idle_share("zbv", STAGES, 2, MICRO_BATCHES, chunk_costs(saved_config(bits))),)
     for folder in (mixed, bits):
         evaluated, expected_losses = (records(each, "metrics.jsonl", "group", "lm_loss") for each in (folder, whole))
         assert [split for split, _ in evaluated] == [split for split, _ in expected_losses] and len(evaluated) > 2

@@ -57,6 +57,11 @@ def test_a_pipeline_says_how_long_it_is_idle_and_what_its_stages_hold() -> None:
     assert pipeline_rows(resolved(4, "interleaved", 2), 8) == [
         ("pipeline", f"interleaved, 2 chunks a stage: 15.8% {idle} 5.5 4.5 3.5 2.5 micro-batches by stage")
     ]
+    # Four micro-batches of 3 units on the first stage and of 6 on the second, which starts 1 later and ends 2 earlier.
+    (row,) = pipeline_rows(resolved(2, "1f1b", 1), 4, (1, 2))
+    assert row[1].startswith(
+        "1f1b: 20.0% idle if all passes take equally long, 33.3% as these chunks cost; activations"
+    )
     (row,) = pipeline_rows(resolved(16, "1f1b", 1), 64)
     assert row[1].endswith("activations of 16 15 ... 2 1 micro-batches by stage")
 

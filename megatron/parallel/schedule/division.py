@@ -1,0 +1,176 @@
+"""Divides the blocks of a network over the chunks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, permutations
+
+from megatron.config.layout import stages_problems
+from megatron.config.sections.parallel import ParallelRequest
+from megatron.errors import ConfigError
+from megatron.parallel.schedule.actions import Placement
+
+
+@dataclass(frozen=True)
+class Division:
+    """What decides how many blocks a chunk holds.
+
+    Attributes:
+        by_cost: whether layers weigh what they cost; else each block weighs as much as any other.
+        first, last: what the layers before the first block and after the last one weigh, in blocks of equal weight.
+        first_blocks, last_blocks: how many blocks the first and the last pipeline rank hold, where that is given.
+    """
+
+    by_cost: bool = True
+    first: int = 0
+    last: int = 0
+    first_blocks: int | None = None
+    last_blocks: int | None = None
+
+    @classmethod
+    def of(cls, parallel: ParallelRequest) -> Division:
+        """What the flags ask for: by cost, unless one of them counts blocks.
+
+        Source: NVIDIA/Megatron-LM, megatron/core/transformer/transformer_block.py (`get_num_layers_to_build`);
+        DeepSpeed, runtime/pipe/module.py (`type:REGEX` counts layers by name).
+        """
+        first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+        given = (parallel.pp_partition_method, parallel.num_layers_per_virtual_pipeline_stage, first, last)
+        by_cost = not any(parallel.counted_ends) and all(value is None for value in given)
+        return cls(by_cost, *parallel.counted_ends, first, last)
+
+    def counts(self, blocks: Sequence[int], ends: tuple[int, int], placement: Placement) -> list[int]:
+        """How many consecutive blocks each chunk holds, at least one.
+
+        The most expensive rank costs as little as possible, then the next one, and so on; with that the same of chunks.
+        With blocks of equal cost this is the best division, and with one chunk on each rank its most expensive rank is;
+        else it is close to the best. Where equal numbers of blocks are as good, they stay.
+
+        Args:
+            blocks: what each block costs.
+            ends: what the layers before the first block and after the last one cost.
+
+        Raises:
+            ConfigError: there are fewer blocks than chunks.
+        """
+        for problem in stages_problems(len(blocks), placement.chunks):
+            raise ConfigError(problem)
+        even = self._evenly(len(blocks), placement)
+        if not self.by_cost:
+            return even
+        costs = [blocks[0] + ends[0], *blocks[1:]]
+        costs[-1] += ends[1]
+        owners, balanced = placement.owners, _balanced(blocks, ends, placement.owners, _preferred(placement))
+        if len(set(blocks)) > 1:
+            starts = [balanced]
+            if placement.chunks == placement.ranks:
+                starts.append(_with_least_chunks(costs, placement.chunks))
+            balanced = _improved(costs, owners, starts)
+        return min(even, balanced, key=lambda counts: [max(each) for each in _costs_of(costs, counts, owners)])
+
+    def _evenly(self, blocks: int, placement: Placement) -> list[int]:
+        """Equal numbers of blocks, but for what is given, and what the ends count as."""
+        counts = [0] * placement.chunks
+        for rank, number in ((0, self.first_blocks), (placement.ranks - 1, self.last_blocks)):
+            own = placement.chunks_of(rank)
+            for place, chunk in enumerate(own if number is not None else ()):
+                counts[chunk] = ((number or 0) + len(own) - 1 - place) // len(own)
+        free = [chunk for chunk, count in enumerate(counts) if not count]
+        if free:
+            owners, places = ([listed[chunk] for chunk in free] for listed in (placement.owners, _preferred(placement)))
+            ones = [1] * (blocks - sum(counts))
+            for chunk, count in zip(free, _balanced(ones, (self.first, self.last), owners, places), strict=True):
+                counts[chunk] = count
+        return counts
+
+
+BY_COST, EVENLY = Division(), Division(by_cost=False)
+
+
+def _preferred(placement: Placement) -> list[int]:
+    """The place of each chunk among those that get more blocks than others where that makes no difference to costs."""
+    chunks = list(range(placement.chunks))
+    if placement.chunks > placement.ranks and placement.owner(chunks[-1]) == 0:
+        order = [*reversed(chunks[: placement.ranks]), *chunks[placement.ranks :]]
+    else:
+        order = [*chunks[1:-1], chunks[0], chunks[-1]]
+    return [order.index(chunk) for chunk in chunks]
+
+
+def _balanced(blocks: Sequence[int], ends: tuple[int, int], owners: Sequence[int], places: Sequence[int]) -> list[int]:
+    """Counts of blocks that make the most expensive ranks as cheap as possible, all blocks as expensive as their mean.
+
+    One after the other goes to the rank that costs the least so far, there to the chunk that does.
+
+    Args:
+        owners: the rank of each chunk.
+        places: the order in which chunks of equal cost get a block.
+    """
+    block = sum(blocks)  # costs are in parts of a number of blocks, to stay whole numbers
+    chunks = [block] * len(owners)
+    chunks[0] += ends[0] * len(blocks)
+    chunks[-1] += ends[1] * len(blocks)
+    ranks = dict.fromkeys(owners, 0)
+    for owner, cost in zip(owners, chunks, strict=True):
+        ranks[owner] += cost
+    counts = [1] * len(owners)
+    for _ in range(len(blocks) - len(owners)):
+        _, _, _, chunk = min((ranks[owner], chunks[chunk], places[chunk], chunk) for chunk, owner in enumerate(owners))
+        counts[chunk] += 1
+        chunks[chunk] += block
+        ranks[owners[chunk]] += block
+    return counts
+
+
+def _costs_of(costs: Sequence[int], counts: Sequence[int], owners: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Costs of ranks and of chunks, the largest first."""
+    chunks = [sum(costs[begin:end]) for begin, end in pairwise(accumulate(counts, initial=0))]
+    ranks = dict.fromkeys(owners, 0)
+    for owner, cost in zip(owners, chunks, strict=True):
+        ranks[owner] += cost
+    return sorted(ranks.values(), reverse=True), sorted(chunks, reverse=True)
+
+
+def _improved(costs: Sequence[int], owners: Sequence[int], starts: Sequence[list[int]]) -> list[int]:
+    """The best of some divisions after single blocks were moved between chunks as long as that helped."""
+
+    def better(counts: list[int]) -> list[int] | None:
+        least = _costs_of(costs, counts, owners)
+        for giver, taker in permutations(range(len(counts)), 2):
+            moved = [count - (chunk == giver) + (chunk == taker) for chunk, count in enumerate(counts)]
+            if min(moved) > 0 and _costs_of(costs, moved, owners) < least:
+                return moved
+        return None
+
+    best = min(starts, key=lambda counts: _costs_of(costs, counts, owners))
+    while (moved := better(best)) is not None:
+        best = moved
+    return best
+
+
+def _with_least_chunks(costs: Sequence[int], chunks: int) -> list[int]:
+    """Counts of consecutive blocks that minimize the cost of the most expensive chunk, found by bisection."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_filled(costs, chunks, limit)) <= chunks:
+            high = limit
+        else:
+            low = limit + 1
+    return _filled(costs, chunks, low)
+
+
+def _filled(costs: Sequence[int], chunks: int, limit: int) -> list[int]:
+    """Fills one chunk after another up to `limit`, keeping a block for each later one; may return more than `chunks`
+    counts.
+    """
+    counts, spent = [0], 0
+    for index, cost in enumerate(costs):
+        left = len(costs) - index
+        if counts[-1] and (spent + cost > limit or left <= chunks - len(counts)):
+            counts.append(0)
+            spent = 0
+        counts[-1] += 1
+        spent += cost
+    return counts
