@@ -88,6 +88,7 @@ TESTED_BY: Mapping[str, str] = {
     "on the device": _PARITY,
     "on the host": "tests/engine/optimizer/test_offloading.py::test_offloading_changes_no_step",
 }
+REPLICAS = "2 replicas"  # what more processes make of any command: no flag asks for it
 # The tests of pairs of a pipeline and another value, in the order of their numbers on the page.
 PAIRS_TESTED_BY = (_PARITY, _SCHEDULES, TESTED_BY["1f1b, engine deepspeed"], _FEW, _EACH.format("VALUE"))
 
@@ -96,8 +97,8 @@ _BEGIN = """# Which layouts go with what
 What can be combined, what is refused, and the tests that train it. The page is written from the rules that refuse a
 command before it starts, by `docs/site/layouts.py`.
 
-Data parallelism can be combined with everything here: start more processes. The tests of schedules, experts and
-optimizers have it together with pipelines. For a command of your own, `doctor.py` says what could be changed about it:
+Data parallelism can be combined with everything here: start more processes. For a command of your own, `doctor.py` says
+what could be changed about it:
 
 ```text
 python tools/doctor.py --layouts -- pretrain_gpt.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16
@@ -160,6 +161,8 @@ def test_of(pipeline: str, value: str) -> str:
     """The test that trains with both, if they go together."""
     from megatron.config.support import AXES
 
+    if value == REPLICAS:
+        return TESTED_BY[pipeline]
     (axis,) = (axis for axis, values in AXES.items() if value in values)
     is_first = value == next(iter(AXES[axis]))
     own = TESTED_BY[pipeline]
@@ -174,7 +177,7 @@ def _matrix(refused: Sequence[frozenset[str]]) -> Iterator[str]:
     pipelines, numbers = list(AXES["pipeline"]), {test: number for number, test in enumerate(PAIRS_TESTED_BY, 1)}
     yield "| | " + " | ".join(pipelines) + " |"
     yield "|---" * (1 + len(pipelines)) + "|"
-    for axis, values in AXES.items():
+    for axis, values in {**AXES, "data parallelism": (REPLICAS,)}.items():
         for value in values if axis != "pipeline" else ():
             tests = [test_of(pipeline, value).replace(f"[{value}]", "[VALUE]") for pipeline in pipelines]
             cells = [

@@ -13,6 +13,7 @@ from tests.parity.reference import Recipe, train_reference
 
 pytestmark = pytest.mark.slow
 RECIPE = Recipe()
+KEPT = [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
 LOSS_RATIO = 1.0e-5
 NORM_RATIO = 1.0e-4
 # bf16 keeps 8 bits: one rounding is 4e-3; the losses of 20 steps stay within a few of them.
@@ -37,7 +38,7 @@ def test_the_parity_recipe_exercises_all_features(reference):
     assert max(norms) > RECIPE.clip, "clipping must be active"
 
 
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]), ids=layout_name)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, KEPT), ids=layout_name)
 def test_fp32_layout_equals_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp), [], False, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site.layouts import COMMAND, FEW, PAGE, PAIRS_TESTED_BY, TESTED_BY, page, refused_on, yes_cells
+from docs.site.layouts import COMMAND, FEW, PAGE, PAIRS_TESTED_BY, REPLICAS, TESTED_BY, page, refused_on, yes_cells
 from megatron.config.support import AXES, problems_of, survey, words_of
 from tests.engine.pipeline import test_deepspeed_pipeline
 from tests.parity import test_parity
@@ -49,17 +49,21 @@ def trained_by() -> dict[str, set[tuple[str, str]]]:
     whole, schedules, deepspeed, few, each = PAIRS_TESTED_BY
     recomputed = dict(zip(test_schedules.RECOMPUTED, AXES["recompute"], strict=True))
     columns = set(AXES["ZeRO"]) | set(AXES["recompute"]) | set(AXES["tensor parallelism"])
-    cases = [(tp, case) for (tp, _, _), some in test_schedules.KEPT.items() for case in some]
+    cases = [(tp, dp, case) for (tp, _, dp), some in test_schedules.KEPT.items() for case in some]
     plain = given_in(layout_flags(test_parity.RECIPE, (1, 1, 1), 1, test_schedules.DROPOUT))
     return {
-        whole: plain,
+        whole: plain | {("no pipeline", REPLICAS) for *_, dp in test_parity.KEPT if dp == 2},
         schedules: {
-            *((case.schedule, value) for _, case in cases for _, value in plain if value not in columns),
-            *((case.schedule, f"ZeRO {case.zero_stage}") for _, case in cases),
-            *((case.schedule, recomputed[case.recomputed]) for _, case in cases),
-            *((case.schedule, f"tensor {tp}") for tp, case in cases),
+            *((case.schedule, value) for *_, case in cases for _, value in plain if value not in columns),
+            *((case.schedule, f"ZeRO {case.zero_stage}") for *_, case in cases),
+            *((case.schedule, recomputed[case.recomputed]) for *_, case in cases),
+            *((case.schedule, f"tensor {tp}") for tp, _, case in cases),
+            *((case.schedule, REPLICAS) for _, dp, case in cases if dp == 2),
         },
-        deepspeed: given_in(layout_flags(test_deepspeed_pipeline.RECIPE, (1, 2, 1), 1, test_deepspeed_pipeline.OTHER)),
+        deepspeed: {
+            *given_in(layout_flags(test_deepspeed_pipeline.RECIPE, (1, 2, 1), 1, test_deepspeed_pipeline.OTHER)),
+            *(("1f1b, engine deepspeed", REPLICAS) for *_, dp in test_deepspeed_pipeline.LAYOUTS if dp == 2),
+        },
         few: set(FEW),
         **{
             each.replace("VALUE", value): {(pipeline, value) for pipeline in pipelines}

@@ -15,6 +15,7 @@ from tests.parity.reference import Recipe
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=3, hidden_size=16)
 SHORT = dataclasses.replace(RECIPE, sequence_length=8)
+LAYOUTS = [(1, 2, 1), (1, 2, 2)]
 OWN, OTHER = ["--hidden-dropout", "0.1"], ["--hidden-dropout", "0.1", "--pipeline-engine", "deepspeed"]
 
 
@@ -34,7 +35,7 @@ def figures_of_engines(rank: int, layout: tuple[int, int, int]) -> dict[str, lis
     return found
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2)], ids=layout_name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_both_engines_train_alike(layout: tuple[int, int, int]) -> None:
     _, pp, dp = layout
     for found in run_ranks(figures_of_engines, pp * dp, layout):

@@ -121,9 +121,8 @@ class TorchPipeline:
         for weight, axis in self.tied:
             dist.all_reduce(weight.grad, group=axis.group)
         squares = [each.grad.square().sum() for each in self.parameters if shard_spec_of(each).is_counted(self.mesh)]
-        figures = torch.stack(
-            [torch.stack([torch.zeros(()), *found]).sum().detach(), torch.stack(squares).sum() / self.mesh.dp.size]
-        )
+        loss, square = torch.stack([torch.zeros(()), *found]).sum(), torch.stack(squares).sum()
+        figures = torch.stack([loss.detach(), square / self.mesh.dp.size])  # every replica has the same gradients
         dist.all_reduce(figures)
         norm = float(figures[1].sqrt())
         for each in self.parameters:
