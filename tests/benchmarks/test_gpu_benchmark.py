@@ -24,7 +24,7 @@ from benchmarks.gpu.trace import Span
 from megatron.errors import ConfigError
 
 # What needs neither a process of its own nor the compiled operations, with which tests/kernels runs more.
-TINY_PARTS = ("build", "ops", "llama1b-4096", "345m-fp16", "experts", "zero", "sanitizer")
+TINY_PARTS = ("build", "ops", "ring", "llama1b-4096", "345m-fp16", "experts", "zero", "sanitizer")
 
 
 def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,8 @@ def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rates >= {"ours", "plain PyTorch, torch.compile"}
     figures = {(record["part"], record["figure"]): record for record in records}
     assert figures["345m-fp16", "steps"]["value"] == 2
+    assert figures["ring", "largest difference, relative"]["met"] is True
+    assert figures["ring", "ring in times of flash attention"]["value"] > 0
     assert figures["ops", "not measured"]["text"].startswith("no library of compiled operations")
     assert figures["sanitizer", "not run"]["text"] == "compute-sanitizer is not installed"
     assert figures["experts", "grouped kernel in times of the loop"]["details"]["of"] == "training"

@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.ring import SENT, WAITED, LocalRing, Passes
 from megatron.kernels.attention.partial import PartialAttention
-from megatron.parallel.mesh import Axis
-from megatron.parallel.sequence.ring import RingPlan, _Ring
-from megatron.parallel.sequence.split import SequenceSplit
-from megatron.parallel.sequence.tiles import Visibility
 
 RANKS, LENGTH, HEADS, GROUPS, SIZE = 4, 512, 4, 2, 16
-SENT, COMPUTED, WAITED = "sent", "computed", "waited"
-
-
-class Wires:
-    """What the threads send each other: message n of a rank reaches the n-th receive of the next."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.queues: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {}
-
-    def of(self, rank: int, number: int) -> queue.Queue[torch.Tensor]:
-        with self.lock:
-            return self.queues.setdefault((rank % RANKS, number), queue.Queue())
-
-
-@dataclass(frozen=True)
-class LocalPlan(RingPlan):
-    """The plan of a thread; it writes down what it does."""
-
-    wires: Wires = field(default_factory=Wires)
-    events: list[str] = field(default_factory=list)
-
-    def send_on(self, sent: torch.Tensor) -> Any:
-        number = self.events.count(SENT)
-        self.events.append(SENT)
-        self.wires.of(self.ring.rank + 1, number).put(sent)
-
-        def wait() -> torch.Tensor:
-            received = self.wires.of(self.ring.rank, number).get(timeout=60).clone()
-            self.events.append(WAITED)
-            return received
-
-        return SimpleNamespace(wait=wait)
+COMPUTED = "computed"
 
 
 class Recorded(PartialAttention):
@@ -72,33 +32,11 @@ class Recorded(PartialAttention):
         return super().backward(*parts, **bounds)
 
 
-def attend(
-    states: list[torch.Tensor], gradient: torch.Tensor
-) -> tuple[list[torch.Tensor], list[tuple[list[str], list[str]]]]:
+def attend(states: list[torch.Tensor], gradient: torch.Tensor) -> tuple[list[torch.Tensor], list[Passes]]:
     """The result and the gradients of a ring of threads, and what each did forward and backward."""
-    wires = Wires(), Wires()
-    whole = [torch.zeros_like(part) for part in (gradient, *states)]
-
-    def run(rank: int) -> tuple[list[str], list[str]]:
-        events: list[str] = []
-        split = SequenceSplit(Axis("cp", rank, RANKS, tuple(range(RANKS))), Axis.single("sp"))
-        plan = RingPlan.of(split, LENGTH, None, Recorded(SIZE**-0.5, events), Visibility(), (), gradient.device)
-        places = torch.from_numpy(split.places(LENGTH)[0]).to(gradient.device)
-        context = SimpleNamespace()
-        context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-        local = LocalPlan(**{**vars(plan), "wires": wires[0], "events": events})
-        with torch.no_grad():
-            out = _Ring.forward(context, *(part[:, :, places] for part in states), None, local)
-            forward = list(events)
-            events.clear()
-            context.plan = LocalPlan(**{**vars(plan), "wires": wires[1], "events": events})
-            gradients = _Ring.backward(context, gradient[:, :, places])[:3]
-        for part, values in zip(whole, (out, *gradients), strict=True):
-            part[:, :, places] = values
-        return forward, list(events)
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        return whole, list(pool.map(run, range(RANKS)))
+    ring = LocalRing(RANKS, LENGTH, gradient.device, lambda events: Recorded(SIZE**-0.5, events))
+    results, passes = ring.run(ring.divided([*states, gradient]))
+    return ring.joined(results), passes
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
