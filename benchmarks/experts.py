@@ -78,9 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_layers(
-    flags: ExpertsFlags, mesh: ParallelMesh | None = None, capacity_factor: float | None = None
+    flags: ExpertsFlags, mesh: ParallelMesh | None = None, capacity_factor: float | None = None, shared: int = 0
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Our layer and those of transformers, with the same weights; ours alone in a mesh."""
+    """Our layer and those of transformers, with the same weights; ours alone in a mesh.
+
+    Args:
+        shared: inner width of a shared expert, which those of transformers do not have.
+    """
     import torch
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -98,6 +102,7 @@ def build_layers(
         num_experts=flags.num_experts,
         moe_router_topk=flags.topk,
         moe_expert_capacity_factor=capacity_factor,
+        moe_shared_expert_intermediate_size=shared,
         gated_linear_unit=True,
         activation_function="silu",
         vocab_size=1,

@@ -5,8 +5,10 @@
 Prints one JSON line per measurement: forward and backward of the layer, the slowest rank's time per token of all ranks.
 The forms take turns in the same processes on as many cores: `divided`, the same with a capacity of 1, and `copies` have
 a thread on every rank and the tokens of each; `alone` and transformers' `grouped_mm` have all threads and all tokens on
-the first rank, while the others wait. `sent` is what a rank sends to others in both passes, as it was counted; the
-formula is for an even load, which is what a capacity of 1 makes of any.
+the first rank, while the others wait. With `--shared` our layers have a shared expert, and `waiting` is `divided` that
+waits for rows before it computes that expert, not after; transformers' layer has none and is left out. `sent` is what
+a rank sends to others in both passes, as it was counted; the formula is for an even load, which is what a capacity of 1
+makes of any.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,11 +33,12 @@ from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
 from megatron.parallel.expert import exchange
+from megatron.parallel.expert.exchange import RowExchange
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 
-DIVIDED, CAPACITY, COPIES, ALONE, GROUPED = "divided", "capacity", "copies", "alone", "grouped_mm"
+DIVIDED, CAPACITY, WAITING, COPIES, ALONE, GROUPED = "divided", "capacity", "waiting", "copies", "alone", "grouped_mm"
 Run = Callable[[], None]
 
 
@@ -45,6 +51,7 @@ class OverRanksFlags(ConfigSection):
     num_experts: int = flag(8, "experts", at_least=2)
     topk: int = flag(2, "experts per token", at_least=1)
     tokens: int = flag(1024, "tokens of each rank", at_least=1)
+    shared: int = flag(0, "inner width of a shared expert; 0 for none", at_least=0)
     rounds: int = flag(15, "rounds of each", at_least=2)
 
 
@@ -66,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if all_reduce_max(elapsed, mesh.world) and turn:
                 seconds[form].append(float(elapsed) / (size * flags.tokens) * 1e6)
     settings = {"ranks": size, "experts": flags.num_experts, "topk": flags.topk, "tokens": flags.tokens}
+    settings["shared"] = flags.shared
     sent = {form: sent_bytes(runs[form], mesh.world.rank) for form in (DIVIDED, CAPACITY)}
     if mesh.world.rank > 0:
         return 0
@@ -113,16 +121,16 @@ def _runs(flags: OverRanksFlags, mesh: ParallelMesh, divided: ParallelMesh) -> d
     size, rank = mesh.world.size, mesh.world.rank
     shape = {name: getattr(flags, name) for name in ("hidden_size", "ffn_hidden_size", "num_experts", "topk")}
     own = ExpertsFlags(**shape, tokens=flags.tokens)
-    whole = build_layers(replace(own, tokens=size * flags.tokens))
+    whole = build_layers(replace(own, tokens=size * flags.tokens), shared=flags.shared)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(1, size * flags.tokens, flags.hidden_size, generator=generator)
     layers = {
-        DIVIDED: build_layers(own, divided)["ours"],
-        CAPACITY: build_layers(own, divided, capacity_factor=1.0)["ours"],
-        COPIES: build_layers(own, mesh)["ours"],
+        DIVIDED: build_layers(own, divided, shared=flags.shared)["ours"],
+        CAPACITY: build_layers(own, divided, capacity_factor=1.0, shared=flags.shared)["ours"],
+        COPIES: build_layers(own, mesh, shared=flags.shared)["ours"],
         ALONE: whole["ours"],
-        GROUPED: whole[GROUPED],
     }
+    layers |= {WAITING: layers[DIVIDED]} if flags.shared else {GROUPED: whole[GROUPED]}
 
     def run_of(form: str) -> Run:
         is_alone = form in (ALONE, GROUPED)
@@ -132,11 +140,23 @@ def _runs(flags: OverRanksFlags, mesh: ParallelMesh, divided: ParallelMesh) -> d
             if is_alone and rank > 0:
                 return
             torch.set_num_threads(size if is_alone else 1)
-            layers[form](tokens.clone().requires_grad_()).square().sum().backward()
+            with mock.patch.object(RowExchange, "begin", _begun_and_awaited) if form == WAITING else nullcontext():
+                layers[form](tokens.clone().requires_grad_()).square().sum().backward()
 
         return run
 
     return {form: run_of(form) for form in layers}
+
+
+_begin = RowExchange.begin
+
+
+def _begun_and_awaited(exchange: RowExchange, rows: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Leaves nothing to compute while rows travel."""
+    arriving = _begin(exchange, rows, **options)
+    exchange.finish()
+    exchange._tensors = rows, arriving
+    return arriving
 
 
 if __name__ == "__main__":

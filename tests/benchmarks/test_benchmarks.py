@@ -93,19 +93,25 @@ def test_the_experts_benchmark_compares_equal_layers(capsys: pytest.CaptureFixtu
     assert {record["figure"] for record in records} >= {"ours_step", "ratio_to_eager", "ratio_to_grouped_mm"}
 
 
-def measured_over_ranks(rank: int) -> str:
+def measured_over_ranks(rank: int) -> tuple[str, str]:
+    """What is printed without and with a shared expert."""
     words = ["--hidden-size", "8", "--ffn-hidden-size", "8", "--num-experts", "4", "--tokens", "16", "--rounds", "2"]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert experts_over_ranks.main(words) == 0
-    return printed.getvalue()
+    texts = []
+    for more in ([], ["--shared", "8"]):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert experts_over_ranks.main([*words, *more]) == 0
+        texts.append(printed.getvalue())
+    return texts[0], texts[1]
 
 
 def test_the_benchmark_of_divided_experts_counts_what_the_formula_says() -> None:
     pytest.importorskip("transformers")
-    lines, nothing = run_ranks(measured_over_ranks, 2)
+    (lines, with_shared), nothing = run_ranks(measured_over_ranks, 2)
     records = [json.loads(line) for line in lines.splitlines()]
     times = {record["form"]: record["value"] for record in records if record["figure"] == "times_divided"}
     assert times.pop("divided") == 1.0 and times.keys() == {"capacity", "copies", "alone", "grouped_mm"}
     sent = {record["form"]: record["value"] for record in records if record["figure"] == "sent"}
     assert sent["capacity"] == sent["formula"] == 4 * (16 * 2 // 2) * 8 * 4
-    assert sent["divided"] > 0 and nothing == ""
+    assert sent["divided"] > 0 and nothing == ("", "")
+    forms = {record["form"] for record in map(json.loads, with_shared.splitlines())}
+    assert forms == {"divided", "capacity", "waiting", "copies", "alone", "formula"}
