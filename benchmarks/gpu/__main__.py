@@ -4,7 +4,8 @@
 
 By default all parts in the order of their importance, as many as nine minutes hold. What is not begun when the time is
 up is named, with the command that goes on. After each part everything so far lies in one archive, `gpu-page.tar.gz`.
-`--page FILE...` only renders the page of such results.
+`--page FILE...` only renders the page of such results; with `--constants FILE.json` it also writes what `--device
+FILE.json` of the planner reads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.constants import write_constants
 from benchmarks.gpu.context import FULL, TINY, Context
 from benchmarks.gpu.machine import ROOT, describe
 from benchmarks.gpu.parts import PARTS
@@ -48,6 +50,7 @@ class PageFlags(ConfigSection):
     only_this: str | None = flag(None, "run one part in this process", choices=tuple(PARTS))
     seconds: float = flag(600.0, "time of that part")
     page: tuple[str, ...] = flag((), "only render the page of these files", nargs="+")
+    constants: str | None = flag(None, "JSON file to write the planner's constants to, from the files of --page")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     flags = parse_flags(PageFlags, words, prog="python -m benchmarks.gpu", description=__doc__ or "")
     if flags.page:
-        print("\n".join(page(read_records([Path(name) for name in flags.page]))))
+        records = read_records([Path(name) for name in flags.page])
+        print("\n".join(page(records)))
+        if flags.constants is not None:
+            write_constants(records, Path(flags.constants))
         return 0
     output = Path(flags.output)
     output.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, printable
+from megatron.files.settings import read_json
 from megatron.observe.speed import peak_flops_per_second
 
 _GIGA = 1e9
@@ -93,10 +96,11 @@ def _device(name: str, words: str, gib: float, bandwidth: float, source: str) ->
     return Device(name, gib * _GIB, _peak(words), *_SHARES, bandwidth, *_TRAFFIC, source)
 
 
-# Fitted to six training steps on one H100 (docs/scaling.md has them beside what the model gives for them).
-_SHARES = (0.78, 160.0, 0.65, (1000.0, 22.0))
-_TRAFFIC = (0.62, 3.2e-3, 23e-3)
-_H100 = "one NVIDIA H100 80GB HBM3, measured 2026-11-22 at commit 4f3e6bb8; peak by NVIDIA's data sheet"
+# Fitted by `benchmarks/gpu/constants.py` to five training steps on one H100 (docs/scaling.md has them beside what the
+# model gives for them); where products and attention are half as fast, to six steps at commit 4f3e6bb8.
+_SHARES = (0.80, 160.0, 0.55, (1000.0, 22.0))
+_TRAFFIC = (0.585, 2.5e-3, 19.7e-3)
+_H100 = "NVIDIA H100 80GB HBM3, measured 2026-11-22 and 2026-11-23; peak by NVIDIA's data sheet"
 _SHEET = "NVIDIA's data sheet; shares of its peaks as measured on an H100"
 
 DEVICES: Mapping[str, Device] = types.MappingProxyType(
@@ -132,15 +136,51 @@ DEFAULT_INTERCONNECT = "nvlink+ib400"
 
 
 def device_of(name: str) -> Device:
-    """A device by its name.
+    """A device by its name, or by the file of its constants that `python -m benchmarks.gpu --constants` writes.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none of this name, or the file has no constants of a device.
     """
+    if name.endswith(".json"):
+        return _read_device(name)
     found = DEVICES.get(name.lower())
     if found is None:
-        raise ConfigError(f"--device {name} is not known to the planner. Use one of {', '.join(DEVICES)}.")
+        raise ConfigError(
+            f"--device {name} is not known to the planner. Use one of {', '.join(DEVICES)}, or FILE.json."
+        )
     return found
+
+
+def _read_device(path: str) -> Device:
+    """A device whose constants are in a file: a mapping of the attributes of `Device`."""
+    option = f"--device {path}"
+    read = read_json(path, option)
+    if not isinstance(read, Mapping):
+        raise ConfigError(f"{option} holds a {type(read).__name__}. It must hold a mapping of constants to values.")
+    values: dict[str, Any] = {}
+    problems = []
+    for field in dataclasses.fields(Device):
+        value = read.get(field.name)
+        if field.name in ("name", "source"):
+            is_right, wanted = isinstance(value, str), "a text"
+        elif field.name == "attention_saturation":
+            is_right = isinstance(value, list) and len(value) == 2 and all(map(_is_positive, value))
+            value, wanted = tuple(value) if is_right else value, "two numbers above 0"
+        else:
+            is_share = field.name.endswith("_share")
+            is_right = _is_positive(value) and (not is_share or value <= 1)
+            wanted = "a number above 0" + " and at most 1" * is_share
+        values[field.name] = value
+        if not is_right:
+            shown = "missing" if field.name not in read else printable(value)
+            problems.append(f"{option}: {field.name} is {shown}. It must be {wanted}.")
+    if problems:
+        raise ConfigError(problems)
+    return Device(**values)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def links_of(name: str) -> Links:

@@ -2,8 +2,8 @@
 
 Products run at a share of the device's peak that falls with their smallest side; everything else at a share of its
 memory's bandwidth; the host may be slower than both. Messages take the bytes that a ring sends, over the slowest link
-of their axis, and are hidden where the code begins them ahead of time: sends between stages and blocks of a ring of
-sequences. All other messages are waited for.
+of their axis, and are hidden where the code begins them ahead of time: blocks of a ring of sequences, and sends between
+stages but for those of the first micro-batch on its way to the last stage and back. All other messages are waited for.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     host = layout.micro_batches * count * device.host_seconds_per_layer * (1 + again) + device.host_seconds_per_step
     parts["host"] = max(0.0, host - work - parts["update"])
     parts["idle"] = (work + parts["host"]) * figures.idle / (1 - figures.idle)
+    if layout.pp > 1:
+        crossings = 2 * (layout.pp * layout.chunks - 1)
+        reach = cluster.bandwidth(layout.pp, cluster.devices // layout.pp)
+        size = sent["pp"] / (2 * layout.micro_batches * layout.chunks)
+        parts["pipeline messages"] = crossings * _seconds(size, reach, cluster.links.latency)
     sent["dp"] = gradients
     total = sum(parts.values())
     return StepTime(parts, {axis: count for axis, count in sent.items() if count}, parts["idle"] / total)

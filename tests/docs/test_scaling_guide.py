@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from benchmarks.gpu.constants import TOKENS, planned_step
 from benchmarks.gpu.shapes import SHAPES
-from tests.planning.test_gpu_page import MEASURED, planned_step
+from tests.planning.test_gpu_page import H100, MEASURED
 from tools.runs import plan
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
@@ -28,8 +29,8 @@ def test_the_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_has_what_the_planner_says() -> None:
-    for name, length, rate, gib in MEASURED:
-        found = planned_step(name, length)
-        numbers = gib, found.memory.counted / 2**30, 16384e3 / rate, found.time.seconds * 1e3
+    for step, gib in MEASURED:
+        found = planned_step(step, H100)
+        numbers = gib, found.memory.counted / 2**30, TOKENS * 1e3 / step.tokens_per_second, found.time.seconds * 1e3
         row = f"| {numbers[0]:.2f} | {numbers[1]:.2f} | {numbers[2]:.1f} | {numbers[3]:.1f} |"
-        assert f"{SHAPES[name].name}, {length:,} {row}" in GUIDE
+        assert f"{SHAPES[step.network].name}, {step.length:,} {row}" in GUIDE

@@ -27,7 +27,9 @@ class PlanningConfig(ConfigSection):
         None, "devices to plan for; the processes that were started if unset", spelled=("--devices",), at_least=1
     )
     planned_device: str = flag(
-        "h100", "kind of the devices to plan for: h100, h200, a100, a100-40gb, b200", spelled=("--device",)
+        "h100",
+        "devices to plan for: h100, h200, a100, a100-40gb, b200, or FILE.json with their constants",
+        spelled=("--device",),
     )
     nodes: int | None = flag(None, "nodes to plan for; as many as 8 devices each need if unset", at_least=1)
     interconnect: str = flag("nvlink+ib400", "links to plan for, within and between nodes")
