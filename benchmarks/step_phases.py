@@ -14,7 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BEFORE, FORWARD, BACKWARD, AFTER = PHASES = ("before", "forward", "backward", "after_backward")
-_NAMED = {"forward": FORWARD, "backward": BACKWARD, "step": AFTER}  # as `Engine.on_phase` names them
+TRANSFER = "transfer"  # messages between the stages of a pipeline
+# as `Engine.on_phase` names them
+_NAMED = {"forward": FORWARD, "backward": BACKWARD, "p2p": TRANSFER, "step": AFTER}
 
 # Operations and methods of tensors that make the host wait for the device, or would on a GPU.
 _WAITING_OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero")
@@ -32,12 +34,12 @@ class StepPhases:
 
     def __init__(self) -> None:
         self.phase = BEFORE
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys((*PHASES, TRANSFER), 0.0)
         self._entered_at = 0.0
 
     def start(self) -> None:
         """Begins a step."""
-        self.phase, self.seconds = BEFORE, dict.fromkeys(PHASES, 0.0)
+        self.phase, self.seconds = BEFORE, dict.fromkeys((*PHASES, TRANSFER), 0.0)
         self._entered_at = time.process_time()
 
     def enter(self, name: str) -> None:
@@ -74,7 +76,7 @@ class OperationCounter(TorchDispatchMode):
 
     Attributes:
         operations: how often each operation ran in each phase, by (phase, name).
-        waits: the same of those for which the host would wait for a GPU, with the line that called them.
+        waits: the same of those for which the host would wait for a GPU, with the function that called them.
     """
 
     def __init__(self, phases: StepPhases) -> None:
@@ -146,21 +148,19 @@ def _is_blocking_copy(name: str, arguments: Any, options: Mapping[str, Any]) -> 
 
 def _is_in_hook() -> bool:
     """Whether autograd has called an engine, which has called what runs now."""
-    frame = sys._getframe(2)
+    frame, is_in_engine = sys._getframe(2), False
     while frame is not None:
-        name = frame.f_code.co_filename
         if frame.f_code.co_name == "_engine_run_backward":
-            return False
-        if any(part in name for part in _ENGINES):
-            return True
+            return is_in_engine
+        is_in_engine = is_in_engine or any(part in frame.f_code.co_filename for part in _ENGINES)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
 def _place() -> str:
-    """The nearest line outside torch and this file."""
+    """The nearest function outside torch and this file."""
     frame = sys._getframe(2)
     while frame.f_back is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
-    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+    return f"{path.parent.name}/{path.name}:{frame.f_code.co_name}"

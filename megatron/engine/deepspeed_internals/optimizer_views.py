@@ -132,6 +132,7 @@ class OwningView(GradientOwner, OptimizerView):
             averaging = dataclasses.replace(averaging, experts=experts, is_expert=is_expert)
         GradientOwner.__init__(self, self._new_sum(trained, averaging), clipping, trained)
         engine.clip_fp32_gradients = lambda: None
+        engine.zero_grad = self._wrapper.zero_grad = lambda *_, **__: None  # all are freed when they are taken
         if engine.pipeline_parallelism:
             self._serve_pipeline(engine)
         else:

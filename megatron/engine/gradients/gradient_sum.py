@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.flat_bucket import FlatBucket
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_sum
 
 Tied = Sequence[tuple[nn.Parameter, Axis]]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
-# What is flattened at once where gradients do not lie in one buffer, in elements.
+# What is averaged at once where gradients do not lie in one buffer, in elements.
 _BUCKET_ELEMENTS = 500_000_000
 
 
@@ -69,6 +70,7 @@ class GradientSum(ABC):
 
     def __init__(self, averaging: Averaging) -> None:
         self._averaging = averaging
+        self._summed: dict[tuple[int, ...], FlatBucket] = {}  # by the ids of parameters
 
     @abstractmethod
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -86,9 +88,15 @@ class GradientSum(ABC):
     @torch.no_grad()
     def sum_over(self, axis: Axis, parameters: Iterable[nn.Parameter]) -> None:
         """Sums the sums of some parameters over the ranks of an axis, in one message; before `reduce`; collective."""
-        sums = [self.of(parameter) for parameter in parameters]
-        flat = all_reduce_sum(torch._utils._flatten_dense_tensors(sums), axis)
-        torch._foreach_copy_(sums, list(torch._utils._unflatten_dense_tensors(flat, sums)))
+        chosen = list(parameters)
+        sums = [self.of(parameter) for parameter in chosen]
+        key = tuple(map(id, chosen))
+        if key not in self._summed:
+            self._summed[key] = FlatBucket(sums)
+        bucket = self._summed[key]
+        all_reduce_sum(bucket.fill(sums), axis)
+        torch._foreach_copy_(sums, bucket.views)
+        bucket.close()
 
     @torch.no_grad()
     def reduce(self, tied: Tied = ()) -> None:
@@ -146,6 +154,7 @@ class GradientsInPlace(GradientSum):
     ) -> None:
         super().__init__(averaging)
         self._parameters = list(parameters)
+        self._buckets: list[tuple[Averaging, list[nn.Parameter], FlatBucket]] = []
         self._counted = [parameter for parameter in parameters if is_counted(parameter)]
         if averaging.experts is not None:  # of which ranks hold different ones: the first that holds a copy counts it
             self.divided_over = averaging.axis
@@ -162,15 +171,18 @@ class GradientsInPlace(GradientSum):
 
     @torch.no_grad()
     def _average(self) -> None:
-        gradients = [self.of(parameter) for parameter in self._parameters]  # zero, so that every one is updated
+        for parameter in self._parameters:
+            self.of(parameter)  # zero if it has none, so that every one is updated
         if self._averaging.axis.size == 1 and self._averaging.experts is None:
             return
-        groups: dict[int, tuple[Averaging, list[torch.Tensor]]] = {}
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            averaging = self._averaging.of(parameter)
-            groups.setdefault(id(averaging), (averaging, []))[1].append(gradient)
-        for averaging, members in groups.values():
-            _average_in_buckets(members, averaging)
+        self._buckets = self._buckets or list(_in_buckets(self._parameters, self._averaging))
+        for averaging, members, bucket in self._buckets:
+            flat = bucket.fill([self.of(parameter) for parameter in members])
+            for parameter, view in zip(members, bucket.views, strict=True):
+                parameter.grad = view
+            average = averaging.average(flat)
+            if average is not flat:
+                flat.copy_(average)
 
     def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
         return self.of(parameter)
@@ -189,6 +201,8 @@ class GradientsInPlace(GradientSum):
         """Frees the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
+        for *_, bucket in self._buckets:
+            bucket.close()
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
@@ -196,17 +210,22 @@ class GradientsInPlace(GradientSum):
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
 
-def _average_in_buckets(gradients: list[torch.Tensor], averaging: Averaging) -> None:
-    """Averages tensors in place, several in a message."""
-    first = 0
-    while first < len(gradients):
-        end, elements = first, 0
-        while end < len(gradients) and (end == first or elements + gradients[end].numel() <= _BUCKET_ELEMENTS):
-            end, elements = end + 1, elements + gradients[end].numel()
-        bucket = gradients[first:end]
-        flat = averaging.average(torch._utils._flatten_dense_tensors(bucket)).to(bucket[0])
-        torch._foreach_copy_(bucket, torch._utils._unflatten_dense_tensors(flat, bucket))
-        first = end
+def _in_buckets(
+    parameters: Sequence[nn.Parameter], averaging: Averaging
+) -> Iterator[tuple[Averaging, list[nn.Parameter], FlatBucket]]:
+    """What is averaged in one message, with how and where."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(id(averaging.of(parameter)), []).append(parameter)
+    for group in groups.values():
+        first = 0
+        while first < len(group):
+            end, elements = first, 0
+            while end < len(group) and (end == first or elements + group[end].numel() <= _BUCKET_ELEMENTS):
+                end, elements = end + 1, elements + group[end].numel()
+            members = group[first:end]
+            yield averaging.of(members[0]), members, FlatBucket(members)
+            first = end
 
 
 class FlatGradients(GradientSum):

@@ -10,15 +10,31 @@ import torch
 from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.flat_bucket import FlatBucket
 from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
+from megatron.kernels import multi_tensor
 
 
 class _Run(NamedTuple):
-    """Parameters that lie side by side in a group: which group, they, and the first element of them there."""
+    """Parameters that lie side by side in a group: which group, they, the first element of them there, and where they
+    are sent from.
+    """
 
     group: int
     parameters: tuple[nn.Parameter, ...]
     first: int
+    bucket: FlatBucket
+
+
+class _Whole(NamedTuple):
+    """Sums that are kept whole until they are averaged alike: the sums, and which ranges of them this rank adds to
+    which ranges of its parts.
+    """
+
+    averaging: Averaging
+    sums: FlatBucket
+    ranges: list[torch.Tensor]
+    own: list[torch.Tensor]
 
 
 class PartitionGradients(FlatGradients):
@@ -53,38 +69,43 @@ class PartitionGradients(FlatGradients):
             for number, group in enumerate(groups)
             for parameter, start in zip(group.parameters, group.starts, strict=True)
         }
-        self._whole: dict[int, torch.Tensor | None] = {}  # by the parameter's id
+        self._kept: dict[int, torch.Tensor | None] = {}  # by the id of a parameter that is kept whole, its sum
+        self._whole: list[_Whole] = []
+        self._runs: dict[tuple[int, ...], list[_Run]] = {}  # by the ids of parameters
         self._missing: dict[int, set[int]] = {}  # of the bucket of a parameter, those that have no gradient yet
         self._sent: set[int] = set()  # in this pass, before it was over
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keeps the sums of parameters whole until `reduce`, so that `of` has them; before the first `add`."""
-        self._whole.update(dict.fromkeys(map(id, parameters)))
+        self._kept.update(dict.fromkeys(map(id, parameters)))
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Averages the gradients of a backward pass and adds this rank's part; collective over data-parallel ranks."""
         remaining = []
+        sums, gradients = [], []
         for parameter in parameters:
             if id(parameter) in self._missing:
                 self._missing[id(parameter)].add(id(parameter))
-            if id(parameter) in self._whole:
+            if id(parameter) in self._kept:
                 if parameter.grad is not None:
-                    self.of(parameter).add_(parameter.grad)
+                    sums.append(self.of(parameter))
+                    gradients.append(parameter.grad)
                     parameter.grad = None
             elif id(parameter) in self._sent:
                 self._sent.remove(id(parameter))
             else:
                 remaining.append(parameter)
-        for run in self._runs(remaining):
-            self._send_gradients(run)
+        multi_tensor.add_(sums, gradients)
+        for run in self._runs_of(remaining):
+            self._send(run)
 
     def add_during_backward(self) -> None:
         """Sends a bucket as soon as a backward pass has all of its gradients, so that a rank never has all of a pass;
         after `keep_whole`. All ranks must compute gradients in the same order.
         """
-        parameters = [place[2] for key, place in self._places.items() if key not in self._whole]
-        for run in self._runs(parameters):
+        parameters = [place[2] for key, place in self._places.items() if key not in self._kept]
+        for run in self._runs_of(parameters):
             missing = set(map(id, run.parameters))
             for parameter in run.parameters:
                 self._missing[id(parameter)] = missing
@@ -96,7 +117,7 @@ class PartitionGradients(FlatGradients):
         missing.discard(id(parameter))
         if not missing:
             self._sent.update(map(id, run.parameters))
-            self._send_gradients(run)
+            self._send(run)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """The whole sum of a parameter that `keep_whole` was called with.
@@ -104,24 +125,58 @@ class PartitionGradients(FlatGradients):
         Raises:
             ValueError: it was not.
         """
-        if id(parameter) not in self._whole:
+        if id(parameter) not in self._kept:
             raise ValueError(
                 f"the gradient of a parameter of shape {list(parameter.shape)} is divided among ranks as soon as it is "
                 "added; call keep_whole for it before the first step"
             )
-        whole = self._whole[id(parameter)]
-        if whole is None:
-            whole = torch.zeros_like(parameter, dtype=self._parts[0].dtype)
-            self._whole[id(parameter)] = whole
-        return whole
+        self._whole = self._whole or self._kept_whole()
+        for whole in self._whole:
+            if not whole.sums.is_open:
+                whole.sums.open().zero_()
+        return self._kept[id(parameter)]  # type: ignore[return-value]
+
+    def _kept_whole(self) -> list[_Whole]:
+        """Room for the sums of `keep_whole`."""
+        groups: dict[int, list[nn.Parameter]] = {}
+        for key in self._kept:
+            number, _, parameter = self._places[key]
+            groups.setdefault(id(self._averagings[number]), []).append(parameter)
+        wholes = []
+        for parameters in groups.values():
+            bucket = FlatBucket(parameters, self._parts[0].dtype)
+            bucket.open().zero_()  # views can be made of memory only
+            ranges, own = [], []
+            averaging = self._averaging.of(parameters[0])
+            for parameter, view in zip(parameters, bucket.views, strict=True):
+                self._kept[id(parameter)] = view
+                number, start, _ = self._places[id(parameter)]
+                part = self._parts[number]
+                offset = start - averaging.axis.rank * len(part)  # of the parameter in the part
+                first, end = max(offset, 0), min(offset + parameter.numel(), len(part))
+                if first < end:
+                    ranges.append(view.view(-1)[first - offset : end - offset])
+                    own.append(part[first:end])
+            wholes.append(_Whole(averaging, bucket, ranges, own))
+        return wholes
 
     def _average(self) -> None:
-        for run in self._runs([self._places[key][2] for key in self._whole]):
-            self._send(run, [self.of(parameter) for parameter in run.parameters])
-        self._whole = dict.fromkeys(self._whole)
+        for whole in self._whole:
+            if whole.sums.is_open:
+                average = whole.averaging.average(whole.sums.flat)
+                if average is not whole.sums.flat:
+                    whole.sums.flat.copy_(average)
+                _add(whole.own, whole.ranges)
+                whole.sums.close()
 
-    def _runs(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
+    def _runs_of(self, parameters: Sequence[nn.Parameter]) -> list[_Run]:
         """The parameters in the order of the groups, in buckets of neighbours."""
+        key = tuple(map(id, parameters))
+        if key not in self._runs:
+            self._runs[key] = list(self._neighbours(parameters))
+        return self._runs[key]
+
+    def _neighbours(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
         run: list[nn.Parameter] = []
         group, first, end = -1, 0, 0
         for number, start, parameter in sorted(
@@ -129,34 +184,31 @@ class PartitionGradients(FlatGradients):
         ):
             size = parameter.numel()
             if run and (number != group or start != end or end + size - first > self._bucket_elements):
-                yield _Run(group, tuple(run), first)
+                yield _Run(group, tuple(run), first, FlatBucket(run))
                 run = []
             if not run:
                 group, first = number, start
             run.append(parameter)
             end = start + size
         if run:
-            yield _Run(group, tuple(run), first)
+            yield _Run(group, tuple(run), first, FlatBucket(run))
 
-    def _send_gradients(self, run: _Run) -> None:
-        """Frees the gradients of a pass once they are in one tensor; without any, nothing is sent."""
+    def _send(self, run: _Run) -> None:
+        """Averages the gradients of a pass over the ranks and adds this rank's part of them; without any, nothing is
+        sent.
+        """
         if all(each.grad is None for each in run.parameters):
             return
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters]
+        flat = run.bucket.fill([torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters])
         for each in run.parameters:
             each.grad = None
-        self._send(run, gradients)
-
-    def _send(self, run: _Run, gradients: list[torch.Tensor]) -> None:
-        """Averages gradients over the ranks and adds this rank's part of them."""
-        flat = torch._utils._flatten_dense_tensors(gradients)
-        gradients.clear()
         averaging, part = self._averagings[run.group], self._parts[run.group]
         flat = averaging.average(flat)
         offset = run.first - averaging.axis.rank * len(part)  # of the run in the part
         first, end = max(offset, 0), min(offset + len(flat), len(part))
         if first < end:
-            part[first:end].add_(flat[first - offset : end - offset].to(part.device))
+            _add([part[first:end]], [flat[first - offset : end - offset]])
+        run.bucket.close()
 
     def clear(self) -> None:
         """Sets them to zero."""
@@ -165,4 +217,9 @@ class PartitionGradients(FlatGradients):
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
         """The parts, and the sums that are kept whole."""
-        return [*self._parts, *(whole for whole in self._whole.values() if whole is not None)]
+        return [*self._parts, *(whole.sums.flat for whole in self._whole if whole.sums.is_open)]
+
+
+def _add(parts: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Adds values to parts, which are in the memory of the host if the optimizer is offloaded."""
+    multi_tensor.add_(parts, [value.to(part.device) for part, value in zip(parts, values, strict=True)])

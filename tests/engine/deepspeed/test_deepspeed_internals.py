@@ -103,7 +103,7 @@ def check_owned_gradients(engine: Engine) -> None:
     """DeepSpeed's hooks are gone, and what it would measure and clear is known here."""
     wrapper, view = engine.deepspeed.optimizer, engine.view
     trained = [parameter for group in view.groups() for parameter in group]
-    assert all(parameter.grad is None for parameter in trained)  # the step ends with `zero_grad`
+    assert all(parameter.grad is None for parameter in trained)  # though `zero_grad` does nothing
     assert not any(parameter._post_accumulate_grad_hooks for parameter in trained)
     assert engine.deepspeed.get_global_grad_norm() == wrapper._global_grad_norm == view.norm()
     assert not list(tensors_in([getattr(wrapper, "averaged_gradients", {}), getattr(wrapper, "ipg_buckets", {})]))
