@@ -19,6 +19,8 @@ from megatron.config import RunConfig
 from megatron.config.architecture.positions import ALIBI
 from megatron.device import CapturedWork, GraphCapturer
 from megatron.engine.micro_batch import DeviceBatch
+from megatron.kernels.attention.bounded import fits_flash
+from megatron.kernels.attention.gpu import has_varlen
 
 AUTO, OFF = "auto", "off"
 WARM_UP_MICRO_BATCHES = 3  # of a shape, before its capture: libraries choose kernels and allocate workspaces
@@ -38,7 +40,11 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
     stage = parallel.effective_zero_stage
     bounded = config.documents.reset_attention_mask or config.documents.reset_position_ids
     bounded = bounded or config.loss.has_prefixes or config.finetuning.pack_examples
-    bounded = bounded or model.attention_window is not None or model.attention_logit_softcap is not None
+    bounded = bounded or model.attention_logit_softcap is not None
+    is_windowed = model.attention_window is not None
+    flashes = (
+        is_windowed and fits_flash(getattr(torch, config.precision.dtype_name), model.kv_channels) and has_varlen()
+    )
     reasons = {
         "there is no GPU": device_type != "cuda",
         "DeepSpeed's pipeline engine runs the stages": parallel.pipeline_model_parallel_size > 1
@@ -59,9 +65,11 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
             model.attention_dropout > 0 and config.kernels.fused_attention
         ),
         "the teacher of a distillation runs between forward and loss": config.distillation.is_on,
-        "attention with documents, prefixes, windows, linear biases or soft-caps is planned on the host": (
+        "attention with documents, prefixes, linear biases or soft-caps is planned on the host": (
             bounded or model.position_embedding_type == ALIBI or model.bidirectional
         ),
+        "only torch's variable-length attention has windows without a plan made on the host (torch 2.10, half "
+        "precision, heads of a multiple of 8 channels, 256 at most)": is_windowed and not flashes,
         "programs of --compile have not been captured yet": config.kernels.compile,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -15,6 +15,8 @@ SMALLEST_PACKED = 1 << 17  # values of a matrix; smaller ones stay in a core's c
 # product, and the head a quarter less.
 _PACKED_ROWS = 32
 
+_ADDING_DEVICES = ("cuda",)  # on which torch may have products that add to a sum of another dtype
+
 # The private operations as they are called here. One that has changed is not used.
 _PRODUCT = "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
 _PACKING = "(Tensor self, int? batch_size=None) -> Tensor Y"
@@ -49,6 +51,49 @@ def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype)
     if x.dtype is torch.bfloat16 and needs_widening(x, _rows(x)):
         x, gradient = x.float(), gradient.float()
     return (gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
+
+
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total += a b`, where the sum may be in float32 and the matrices in half precision.
+
+    Where torch can, the product itself adds to the sum, without rounding to half precision and without another pass
+    over the sum.
+
+    Shapes: total `[i, k]`, a `[i, j]`, b `[j, k]`.
+    """
+    if total.dtype is a.dtype:
+        total.addmm_(a, b)
+    elif _adds_to_float32(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)
+
+
+def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a b` in float32, rounded to half precision in between only where torch has no other product.
+
+    Shapes: `[i, j]` and `[j, k]` to `[i, k]`.
+    """
+    if a.dtype is not torch.float32 and _adds_to_float32(a.device, a.dtype):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).to(torch.promote_types(a.dtype, torch.float32))
+
+
+@cache
+def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of half precision can be added to a sum in float32 on a device: it is tried, once.
+
+    Torch has had the arguments since 2.8, for CUDA, and refused a sum of another dtype than the matrices at first.
+    """
+    if device.type not in _ADDING_DEVICES:
+        return False
+    total, ones = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+        product = torch.mm(ones, ones, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):
+        return False
+    return bool((total == 9).all() & (product == 8).all())
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megatron import device
 from megatron.config import Machine, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
 from megatron.device import CapturedWork, GraphCapturer
+from megatron.engine import cuda_graphs
 from megatron.engine.cuda_graphs import MOST_GRAPHS, WARM_UP_MICRO_BATCHES, MicroBatchGraphs, graph_refusal
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.parallel.joining import open_mesh
@@ -42,7 +43,9 @@ REFUSALS = {
     "--num-experts 4 --moe-expert-capacity-factor 1.25": "",
     "--kd --load-teacher teacher": "the teacher of a distillation runs between forward and loss",
     "--reset-attention-mask": "attention with documents",
-    "--attention-window 4": "attention with documents",
+    "--attention-window 4": "only torch's variable-length attention has windows",
+    "--attention-window 4 --kv-channels 8": "only torch's variable-length attention has windows",
+    "--attention-window 4 --kv-channels 8 --bf16": "",
     "--position-embedding-type alibi": "attention with documents",
     "--compile": "programs of --compile have not been captured yet",
 }
@@ -72,7 +75,8 @@ def refusal(flags: str, world_size: int, device_type: str = "cuda", *, by_hooks:
 
 
 @pytest.mark.parametrize("flags", REFUSALS)
-def test_what_stands_in_the_way(flags: str) -> None:
+def test_what_stands_in_the_way(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "has_varlen", lambda: True)
     reason = refusal(flags, 1)
     assert reason.startswith(REFUSALS[flags]) and bool(reason) == bool(REFUSALS[flags])
 
@@ -81,6 +85,12 @@ def test_what_stands_in_the_way(flags: str) -> None:
 def test_what_stands_in_the_way_between_ranks(flags: str) -> None:
     reason = refusal(flags, 2)
     assert reason.startswith(LAYOUT_REFUSALS[flags]) and bool(reason) == bool(LAYOUT_REFUSALS[flags])
+
+
+def test_windows_without_variable_length_attention_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "has_varlen", lambda: False)
+    reason = refusal("--attention-window 4 --kv-channels 8 --bf16", 1)
+    assert reason.startswith("only torch's variable-length attention has windows") and "torch 2.10" in reason
 
 
 def test_the_device_and_hooks_stand_in_the_way() -> None:
@@ -112,6 +122,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "bf16 zero 1, recomputed, frozen": (1, ["--bf16", "--checkpoint-activations", "--freeze", "embedding.*"]),
     "fp32 zero 2, smoothing and z-loss": (2, ["--z-loss-coeff", "0.01", "--label-smoothing", "0.1"]),
     "llama": (1, ["--bf16", *LLAMA]),
+    "windows": (0, ["--attention-window", "4", "--position-embedding-type", "rope"]),
     "experts with a capacity": (0, ["--num-experts", "4", "--moe-expert-capacity-factor", "1.0"]),
 }
 TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]

@@ -77,3 +77,14 @@ def test_none_of_documents_does(form: str) -> None:
     first = trainer.micro_batch()
     with torch.device("meta"):
         assert trainer.micro_batch() == first
+
+
+def test_what_is_kept_depends_on_the_length_where_frequencies_do() -> None:
+    config = tiny_config(**NETWORKS["llama, scaled by length"], rope_original_max_positions=4)
+    network, settings = build_gpt(config), StepSettings(seed=SEED)
+    generator = torch.Generator().manual_seed(1)
+    for length in (3, 6, 12, 6):
+        tokens = torch.randint(0, 101, (BATCH, length), generator=generator)
+        kept = network(tokens, settings.context(torch.arange(BATCH)))
+        assert torch.equal(kept, network(tokens, StepSettings(seed=SEED).context(torch.arange(BATCH))))
+    assert len(settings.kept) == 3

@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed returned: the fp32 weights and gradients inside it, and who updates them.
+"""The optimizers that DeepSpeed returns: the fp32 weights and gradients inside each, and who updates them.
 
 `view_of` chooses the class by what the optimizer is. With ZeRO 0, 1 and 2 the step owns the gradients
 (`engine/gradients/`):
@@ -17,7 +17,7 @@ divides, keeps the loss scale and gathers the updated weights.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +25,9 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
+from megatron.engine.deepspeed_internals.base_view import OptimizerView
 from megatron.engine.deepspeed_internals.experts import is_expert
-from megatron.engine.deepspeed_internals.loss_scaler import counters_of, loss_scale_of, restore_counters
+from megatron.engine.deepspeed_internals.loss_scaler import loss_scale_of
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
@@ -38,74 +39,6 @@ from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.tensor_parts import MasterSlice, tensors_in
 from megatron.kernels.optimizer import can_skip
 from megatron.parallel.mesh import ParallelMesh
-
-
-class OptimizerView(ABC):
-    """The optimizer inside a DeepSpeed engine.
-
-    Attributes:
-        optimizer: the torch optimizer, without DeepSpeed's wrapper.
-        is_direct: whether it updates the network's own weights, all of them on every data-parallel rank.
-        takes_by_hooks: whether hooks of the backward pass take the gradients from the parameters.
-    """
-
-    is_direct = False
-    takes_by_hooks = False
-    _GROUPS = ""  # attribute of DeepSpeed's optimizer
-
-    def __init__(self, engine: Any) -> None:
-        self.optimizer: torch.optim.Optimizer = engine.basic_optimizer
-        self._wrapper = engine.optimizer
-
-    @property
-    def can_skip(self) -> bool:
-        """Whether a flag on the device can drop an update."""
-        return False
-
-    def groups(self) -> Sequence[Sequence[nn.Parameter]]:
-        """The network's trained parameters, in the groups in which they are divided among ranks."""
-        return getattr(self._wrapper, self._GROUPS)  # type: ignore[no-any-return]
-
-    def masters(self) -> Sequence[torch.Tensor]:
-        """The tensors that the torch optimizer updates, in the order of its groups."""
-        return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
-
-    @abstractmethod
-    def slice_of(self, parameter: nn.Parameter) -> MasterSlice | None:
-        """The part of a trained parameter that this rank updates; None if it updates nothing of it."""
-
-    @abstractmethod
-    def reduced_gradients(self) -> Iterator[torch.Tensor]:
-        """The gradients that this rank holds when the update begins, averaged over the data-parallel ranks."""
-
-    @abstractmethod
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """All tensors that hold gradients when the update begins; some of them show the same memory."""
-
-    def refresh_weights(self) -> None:
-        """Makes the network compute with the fp32 weights as they are now; collective."""
-        self._wrapper.update_lp_params()
-
-    def norm(self) -> torch.Tensor | float:
-        """Global 2-norm of the last step's gradient before clipping; NaN if DeepSpeed took none."""
-        norm = getattr(self._wrapper, "_global_grad_norm", None)
-        return float("nan") if norm is None else norm
-
-    def loss_scale(self) -> float | torch.Tensor:
-        """The loss scale, in fp16; a tensor is always the same one. Shapes: `[]`."""
-        return float(self._wrapper.cur_scale)
-
-    def loss_scale_state(self) -> dict[str, float]:
-        """What changes of the loss scaler from step to step, in fp16."""
-        return counters_of(self._wrapper.loss_scaler)
-
-    def restore_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Sets what `loss_scale_state` returned, and nothing else that a record may name."""
-        restore_counters(self._wrapper.loss_scaler, state)
-
-    @abstractmethod
-    def guard(self, gate: UpdateGate) -> None:
-        """Asks for permission before every update."""
 
 
 class OwningView(GradientOwner, OptimizerView):
@@ -308,8 +241,7 @@ class SubGroupView(OptimizerView):
         yield from self.reduced_gradients()
         yield from tensors_in(self._wrapper.grad_partitions_flat_buffer)
         for group in (*self.groups(), self.masters()):
-            for tensor in group:
-                yield from tensors_in([tensor.grad, getattr(tensor, "grad_accum", None)])
+            yield from tensors_in([tensor.grad for tensor in group])
 
     def guard(self, gate: UpdateGate) -> None:
         """Stands between DeepSpeed's optimizer and torch's.

@@ -78,7 +78,11 @@ def choose_form(query: torch.Tensor, bounds: Bounds, softcap: float | None, *, v
     is_plain = softcap is None and not bounds.slopes and not has_prefixes
     if is_plain and not has_documents and not has_window:
         return Form.DENSE
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    if varlen and is_plain and is_half and size % 8 == 0 and size <= LARGEST_FLASH_HEAD:
+    if varlen and is_plain and fits_flash(query.dtype, size):
         return Form.VARLEN
     return Form.FLEX if flex and size >= SMALLEST_FLEX_HEAD else Form.DENSE
+
+
+def fits_flash(dtype: torch.dtype, size: int) -> bool:
+    """Whether the kernels of flash attention take queries of a dtype with heads of a width."""
+    return dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= LARGEST_FLASH_HEAD

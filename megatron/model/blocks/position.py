@@ -11,7 +11,6 @@ from megatron.kernels.rotary import doubled
 from megatron.model.interface.step_context import StepContext
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-_SCALINGS_BY_LENGTH = ("dynamic", "longrope")
 
 
 def rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> Rotation:
@@ -67,9 +66,10 @@ def _frequencies(config: ModelConfig, context: StepContext, length: int, windowe
         frequencies, factor = rotary_frequencies(config, length, windowed=windowed)
         return frequencies.to(device), factor
 
-    if not context.texts or config.rope_scaling_type not in _SCALINGS_BY_LENGTH:
+    fixed_up_to = config.rotations_fixed_up_to
+    if not context.texts or fixed_up_to is None:
         needed = context.positions_needed(length)
-        longest = max(needed, config.original_context) if config.rope_scaling_type in _SCALINGS_BY_LENGTH else 0
+        longest = None if fixed_up_to is None else max(needed, fixed_up_to)
         return context.once_for_all(("frequencies", config, windowed, longest, device), lambda: of(needed))
     by_text = [of(part.text_length) for part in context.texts]
     rows = [row.expand(part.count, -1) for part, (row, _) in zip(context.texts, by_text, strict=True)]

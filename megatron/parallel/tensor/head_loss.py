@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
-from megatron.kernels.products import linear, needs_widening
+from megatron.kernels.products import add_product_, linear, needs_widening, product_in_float32
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
@@ -290,12 +290,9 @@ class _GradientSums:
             return
         if self._of_weight is None:
             is_only = hidden.shape[0] == self._tokens.hidden.shape[0]
-            total = gradient.t() @ hidden
-            self._of_weight = total if is_only else total.to(torch.promote_types(total.dtype, torch.float32))
-        elif self._of_weight.dtype == gradient.dtype:
-            self._of_weight.addmm_(gradient.t(), hidden)
+            self._of_weight = gradient.t() @ hidden if is_only else product_in_float32(gradient.t(), hidden)
         else:
-            self._of_weight.add_(gradient.t() @ hidden)
+            add_product_(self._of_weight, gradient.t(), hidden)
 
     def of_hidden(self) -> torch.Tensor | None:
         """Shapes: `[b, s, h]`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import math
@@ -16,11 +17,11 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
 
+from megatron.engine.deepspeed_internals.base_view import OptimizerView
 from megatron.engine.deepspeed_internals.loss_scaler import SCALER_COUNTERS
 from megatron.engine.deepspeed_internals.optimizer_views import (
     AccumulatedView,
     DirectView,
-    OptimizerView,
     PartitionedView,
     SubGroupView,
 )
@@ -37,7 +38,8 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.engine_runs import BF16, RECIPE, stand_in_engine, step_figures, train
-from tests.helpers.architecture.tables import DEEPSPEED_PRIVATE
+from tests.helpers.architecture.deepspeed_names import PRIVATE_NAMES, PrivateName, used_names
+from tests.helpers.architecture.tables import DEEPSPEED_DOOR
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 
@@ -51,6 +53,7 @@ RUNS: tuple[tuple[int, list[str], type[OptimizerView], bool], ...] = (
     (3, [], SubGroupView, False),
     (3, BF16, SubGroupView, False),
 )
+DOOR = Path(__file__).parents[3] / DEEPSPEED_DOOR
 NEW_VALUE = 0.5  # exact in bf16
 
 
@@ -262,11 +265,23 @@ def test_a_built_stage_sets_what_the_constructor_would() -> None:
     assert stage.get_additional_losses() is None
 
 
-def test_every_private_name_occurs_in_the_installed_version() -> None:
-    folder = Path(deepspeed.__file__).parent
-    files = [*(folder / "runtime").rglob("*.py"), *(folder / "utils").glob("*.py"), *(folder / "comm").glob("*.py")]
-    text = "\n".join(path.read_text() for path in (*files, folder / "ops" / "__init__.py"))
-    assert sorted(name for name in DEEPSPEED_PRIVATE if name not in text) == []
+def test_the_names_of_the_contract_are_those_that_are_used() -> None:
+    used = {name for path in DOOR.glob("*.py") for name in used_names(ast.parse(path.read_text()))}
+    assert used == {each.name for each in PRIVATE_NAMES} and len(PRIVATE_NAMES) == len(used)
+
+
+@pytest.mark.parametrize("each", PRIVATE_NAMES, ids=lambda each: each.name)
+def test_the_installed_version_has_each_private_name(each: PrivateName) -> None:
+    assert each.is_kept(), f"DeepSpeed {deepspeed.__version__}: {each.owner} has no {each.name}; with it {each.promise}"
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    assert not any(each._replace(name=each.name + "_of_old").is_kept() for each in PRIVATE_NAMES)
+
+
+def test_each_file_of_the_door_is_short() -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in DOOR.glob("*.py")}
+    assert max(lines.values()) <= 350, lines
 
 
 def test_a_mark_decides_what_the_norm_counts() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
+from tests.helpers.architecture.deepspeed_names import DEEPSPEED_PRIVATE
 from tests.helpers.architecture.syntax import (
     changed_name,
     defined_names,
@@ -26,7 +27,6 @@ from tests.helpers.architecture.syntax import (
 from tests.helpers.architecture.tables import (
     BANNED_WORDS,
     DEEPSPEED_DOOR,
-    DEEPSPEED_PRIVATE,
     DEEPSPEED_PUBLIC,
     DESCRIBED_BY_INTERFACE,
     DESCRIBED_BY_THEIR_BASE,

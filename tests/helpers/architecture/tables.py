@@ -169,33 +169,6 @@ DEEPSPEED_PUBLIC = (
     "deepspeed.runtime.pipe.schedule",
     "deepspeed.zero.Init",
 )
-DEEPSPEED_PRIVATE = {
-    # the engine and its messages
-    *("_INSTRUCTION_MAP", "__compatible_ops__", "basic_optimizer", "cdb", "clip_fp32_gradients"),
-    *("buffered_allreduce_fallback", "pipeline_parallelism", "using_bf16_optimizer"),
-    # optimizers
-    *("_global_grad_norm", "_grad_acc_hooks", "averaged_gradients", "backup_optimizer", "bf16_groups", "bit16_groups"),
-    *(
-        "backward_epilogue",
-        "bf16_groups_flat",
-        "bit16_groups_flat",
-        "gradient_accumulation_dtype",
-        "partition_gradients",
-    ),
-    *("cur_scale", "fp16_groups", "fp32_groups_gradients_flat", "fp32_partitioned_groups_flat", "get_param_id"),
-    *("grad_partitions_flat_buffer", "grad_position", "loss_scaler", "persistent_parameters", "subgroup_to_device"),
-    *("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups", "update_lp_params"),
-    *("consecutive_hysteresis", "delayed_shift", "scale_window"),
-    # the one for bf16
-    *("_hp_grad", "bf16_partitioned_groups"),
-    *("clear_hp_grads", "clear_lp_grads", "immediate_grad_update"),
-    "update_hp_grads",
-    # parameters
-    *("_hp_mapping", "ds_numel", "ds_pipe_replicated", "ds_status", "ds_tensor", "grad_accum", "hp_fragment_address"),
-    *("lp_fragment_address", "param_group_index", "tensor_model_parallel"),
-    # pipeline modules
-    *("_grid", "_local_start", "_local_stop", "activation_checkpoint_func", "loss_fn", "tied_comms"),
-}
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {

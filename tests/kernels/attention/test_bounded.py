@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megatron.kernels.attention import gpu
@@ -309,6 +310,17 @@ def test_variable_length_attention_as_each_torch_has_it(
     bounds, heads = Bounds(DOCUMENTS, window, bidirectional=bidirectional), _heads(3, 200, groups)
     found = VarlenAttention.plan(bounds, heads[0]).attend(*heads, SCALE)
     torch.testing.assert_close(found, attention(*heads, SCALE, bias=_dense_bias(bounds, 3, 200)))
+
+
+def test_windows_in_variable_length_attention_are_planned_without_a_value_and_documents_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "_varlen_attention", lambda: lambda query, *_, window_size, scale: query)
+    with FakeTensorMode():  # tensors without values
+        heads, documents = [torch.empty(3, 4, 200, 16) for _ in range(3)], torch.zeros(3, 200, dtype=torch.int64)
+        assert VarlenAttention.plan(Bounds(None, 35), heads[0]).attend(*heads, SCALE).shape == heads[0].shape
+        with pytest.raises(DynamicOutputShapeException):
+            VarlenAttention.plan(Bounds(documents, 35), heads[0])
 
 
 @pytest.mark.parametrize("function", [None, _varlen_of_torch_2_9])
