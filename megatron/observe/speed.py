@@ -96,7 +96,7 @@ class Workload:
         *,
         recomputes: bool = False,
         predicted_share: float = 1.0,
-        **constants: float | str | None,
+        **constants: float | str | tuple[int, ...] | None,
     ) -> Workload:
         """The workload of a resolved model.
 

@@ -43,9 +43,9 @@ class Division:
     def counts(self, blocks: Sequence[int], ends: tuple[int, int], placement: Placement) -> list[int]:
         """How many consecutive blocks each chunk holds, at least one.
 
-        The most expensive rank costs as little as possible, then the next one, and so on; with that the same of chunks.
-        With blocks of equal cost this is the best division, and with one chunk on each rank its most expensive rank is;
-        else it is close to the best. Where equal numbers of blocks are as good, they stay.
+        The most expensive rank costs as little as possible, and then the most expensive chunk: exactly so with blocks
+        of equal cost, for the rank also with one chunk on each, else nearly. Equal numbers of blocks that are as good
+        stay.
 
         Args:
             blocks: what each block costs.
