@@ -373,8 +373,7 @@ class RollCall:
         store.set(_GAVE_UP, "yes")
         turn = store.add(_TURNS, 0)
         if store.add(f"{_FINDERS}/{turn}", 1) == 1:
-            absent = self._absent(store)
-            came = {rank: process for rank in absent[:_MOST_NAMED] if (process := _identity(store, rank)) is not None}
+            absent, came = self._absent(store)
             entries = {rank: dataclasses.asdict(process) for rank, process in came.items()}
             if not absent:  # the last of them has come by now: whoever gives up later looks again
                 store.delete_key(_GAVE_UP)
@@ -393,14 +392,19 @@ class RollCall:
             time.sleep(_LOOK_SECONDS)
             readers = store.add(f"{_READERS}/{turn}", 0)
 
-    def _absent(self, store: dist.Store) -> list[int]:
-        """The ranks that have not come; if all have, those that neither are connected nor gave up as this one did."""
+    def _absent(self, store: dist.Store) -> tuple[list[int], dict[int, ProcessIdentity]]:
+        """The ranks that have not come; if all have, those that neither are connected nor gave up as this one did, and
+        the processes of these. One that comes a moment too late is not among them: it runs.
+        """
         everyone = range(self._size)
         late = _lacking(store, _FIRST, everyone)
         until = time.monotonic() + _ANSWER_SECONDS
         while not late and time.monotonic() < until and not _have_all(store, _ANSWERED, everyone):
             time.sleep(self._look_seconds)
-        return late or _lacking(store, _ANSWERED, everyone)
+        if late:
+            return late, {}
+        silent = _lacking(store, _ANSWERED, everyone)
+        return silent, {rank: process for rank in silent[:_MOST_NAMED] if (process := _identity(store, rank))}
 
 
 def _have_all(store: dist.Store, note: str, ranks: range) -> bool:

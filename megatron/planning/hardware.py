@@ -160,7 +160,7 @@ def _read_device(path: str) -> Device:
     values: dict[str, Any] = {}
     problems = []
     for field in dataclasses.fields(Device):
-        value = read.get(field.name)
+        value: Any = read.get(field.name)
         if field.name in ("name", "source"):
             is_right, wanted = isinstance(value, str), "a text"
         elif field.name == "attention_saturation":

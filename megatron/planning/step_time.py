@@ -228,7 +228,7 @@ def _matrix_bytes(layout: Layout, share: Parameters, *, is_divided: bool) -> dic
 
     What it owns of a shard stays. Experts are lists of matrices, which tensor-parallel ranks do not bring together.
     """
-    sent = {}
+    sent: dict[str, float] = {}
     for name, count, ranks in (
         ("dp", share.dense, layout.replicas),
         ("dp", share.experts, max(1, layout.replicas // layout.ep)),

@@ -196,6 +196,23 @@ def test_of_ranks_that_came_those_that_do_not_answer_are_missing_and_a_later_tur
     assert ", 4 more have not joined" in missing
 
 
+class LateStore(BusyStore):
+    """Of which rank 7 comes when it has been looked for."""
+
+    def check(self, keys: list[str]) -> bool:
+        are_there = super().check(keys)
+        if keys == [f"{joining._FIRST}/7"]:
+            self.kept[keys[0]] = json.dumps(dataclasses.asdict(ProcessIdentity.own()))
+        return are_there
+
+
+def test_a_rank_that_comes_a_moment_too_late_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessIdentity, "kill", _no_rendezvous)
+    store = LateStore(asking=1)
+    store.kept |= {f"{joining._FIRST}/{rank}": "{}" for rank in range(16) if rank != 7}
+    assert str(_late(3, 16, store).missing()).startswith("rank 7 has not joined the other ranks of 16 ")
+
+
 def test_a_store_that_does_not_answer_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "_ANSWER_SECONDS", -0.9)
     monkeypatch.setattr(ProcessIdentity, "kill", _no_rendezvous)
