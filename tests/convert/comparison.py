@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +13,22 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from megatron.checkpoint import newest_record, save
 from megatron.checkpoint.record import Record
 from megatron.config import LossConfig, ModelConfig, RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
+from megatron.convert.hugging_face.registry import family_of
+from megatron.convert.hugging_face.streaming import (
+    ImportedPieces,
+    network_shapes,
+    with_table_names,
+    without_copies,
+)
+from megatron.convert.hugging_face.table.tensors import bind
+from megatron.convert.hugging_face.weight_files import read_weight_files
 from megatron.inference.generation import Request, generate_all
 from megatron.inference.loaded_model import LoadedModel, load_weights
 from megatron.inference.sampling import Sampling
@@ -41,6 +53,7 @@ class Comparison:
         import_difference: our network with the imported weights against the model they came from.
         export_difference: `transformers` with weights drawn by us against our network.
         loss_difference: the loss of the first step of continued training.
+        gradient_difference: the gradients of that loss, see `gradient_difference`.
         generates_equally: whether greedy generation with a cache gives the same tokens.
         loads_completely: whether `from_pretrained` found every tensor and no other.
         returns_equal: whether what was exported comes back with the same bits.
@@ -49,6 +62,7 @@ class Comparison:
     import_difference: float
     export_difference: float
     loss_difference: float
+    gradient_difference: float
     generates_equally: bool
     loads_completely: bool
     returns_equal: bool
@@ -64,13 +78,7 @@ def compare(source: Path, imported: Path, folder: Path) -> Comparison:
     tokens = sample_tokens()
     reference = load_reference(source)[0]
     model, network = load_network(imported)
-    with torch.no_grad():
-        expected = reference(tokens, labels=tokens)
-        ours = logits_of(network, tokens, model)
-        targets = {"labels": tokens.roll(-1, dims=1), "loss_mask": torch.ones(tokens.shape)}
-        targets["loss_mask"][:, -1] = 0
-        outcome = LanguageModelObjective(MESH.tp, model.vocab_size)(_run(network, tokens), targets)
-        loss = outcome.loss_sum / targets["loss_mask"].sum()
+    logits, loss, expected = run_both(network, model, reference, tokens)
     drawn = draw_checkpoint(imported, model, folder / "drawn")
     exported = export(drawn, folder / "exported")
     again, report = load_reference(exported)
@@ -79,13 +87,54 @@ def compare(source: Path, imported: Path, folder: Path) -> Comparison:
         export_difference = relative(logits_of(mine, tokens, model), again(tokens).logits)
     back = import_model(ModelImportRequest(exported, folder / "back"))
     return Comparison(
-        import_difference=relative(ours, expected.logits),
+        import_difference=relative(logits.detach(), expected.logits.detach()),
         export_difference=export_difference,
-        loss_difference=abs(float(loss / expected.loss) - 1),
+        loss_difference=abs(loss.item() / expected.loss.item() - 1),
         generates_equally=generated(network, model, tokens) == generated_by_transformers(reference, tokens),
+        gradient_difference=gradient_difference(network, model, reference, folder / "gradients"),
         loads_completely=not any(report.values()),
         returns_equal=equal_weights(mine, load_network(back)[1]),
     )
+
+
+def run_both(
+    network: LayerStack, model: ModelConfig, reference: PreTrainedModel, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, CausalLMOutput]:
+    """Our logits and loss of a step, and what the other side says; both have gradients afterwards."""
+    expected = reference(tokens, labels=tokens)
+    logits = _run(network, tokens)
+    targets = {"labels": tokens.roll(-1, dims=1), "loss_mask": torch.ones(tokens.shape)}
+    targets["loss_mask"][:, -1] = 0
+    loss = LanguageModelObjective(MESH.tp, model.vocab_size)(logits, targets).loss_sum / targets["loss_mask"].sum()
+    for each in (loss, expected.loss):
+        each.backward()
+    return logits[..., : model.vocab_size], loss, expected
+
+
+def gradient_difference(network: LayerStack, model: ModelConfig, reference: PreTrainedModel, folder: Path) -> float:
+    """The largest difference between both sides' gradients of a parameter, as a share of the largest value in it, or of
+    a hundredth of the largest of all: biases of keys have gradients that are nothing but rounding.
+
+    Theirs are mapped to ours as weights are: they take the place of the model's weights, which are lost, and are
+    written and read as a model. A parameter of ours without a gradient has an infinite difference.
+    """
+    for parameter in reference.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    reference.save_pretrained(folder)
+    family = family_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    stored = with_table_names(family, read_weight_files(folder))
+    stored = without_copies(family, stored, is_tied=not model.untie_embeddings_and_output_weights)
+    theirs = {key.name: values for key, values in ImportedPieces(bind(family.tensors, network_shapes(model)), stored)}
+    largest = max(float(values.abs().max()) for values in theirs.values())
+    differences = []
+    for name, parameter in network.named_parameters():
+        if parameter.grad is None:
+            return math.inf
+        known = theirs.pop(name)
+        difference = (parameter.grad.view(-1)[: known.numel()] - known).abs().max()
+        differences.append(float(difference) / max(float(known.abs().max()), 0.01 * largest))
+    assert not theirs
+    return max(differences)
 
 
 def load_reference(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:

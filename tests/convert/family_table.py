@@ -19,7 +19,7 @@ from megatron.convert.hugging_face.importing import ModelImportRequest, import_m
 from tests.convert.comparison import Comparison, compare
 from tests.convert.tiny_models import TINY_MODELS, write_tiny_model
 
-HEADER = ("model", "import", "export", "first loss", "generation", "round trip")
+HEADER = ("model", "import", "export", "first loss", "gradients", "generation", "round trip")
 
 
 def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -40,6 +40,7 @@ def row(name: str, found: Comparison) -> tuple[str, ...]:
         f"{found.import_difference:.1e}",
         f"{found.export_difference:.1e}" if found.loads_completely else "tensors missing",
         f"{found.loss_difference:.1e}",
+        f"{found.gradient_difference:.1e}",
         "equal" if found.generates_equally else "DIFFERENT",
         "bit-equal" if found.returns_equal else "DIFFERENT",
     )

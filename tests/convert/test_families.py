@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron.convert.hugging_face.registry import FAMILIES
-from tests.convert.comparison import compare
+from megatron.model.blocks.feed_forward import FeedForward
+from tests.convert.comparison import compare, gradient_difference, load_network, load_reference, relative, run_both
 from tests.convert.family_table import HEADER, main
 from tests.convert.tiny_encoders import TINY_ENCODERS
-from tests.convert.tiny_models import TINY_MODELS
+from tests.convert.tiny_models import TINY_MODELS, sample_tokens
 
 TOLERANCE = 1e-5
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +26,26 @@ def test_a_model_is_the_same_on_both_sides(
     assert found.import_difference <= TOLERANCE
     assert found.export_difference <= TOLERANCE
     assert found.loss_difference <= TOLERANCE
+    assert found.gradient_difference <= TOLERANCE
     assert found.generates_equally
     assert found.loads_completely
     assert found.returns_equal
+
+
+def test_a_branch_that_passes_no_gradient_back_is_noticed(
+    tiny_model: Callable[[str], Path],
+    imported_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits and loss stay equal, and all parameters have gradients: those before the branch are wrong."""
+    forward = FeedForward.forward
+    monkeypatch.setattr(FeedForward, "forward", lambda layer, hidden, *rest: forward(layer, hidden.detach(), *rest))
+    reference = load_reference(tiny_model("llama"))[0]
+    model, network = load_network(imported_model("llama"))
+    logits, _, expected = run_both(network, model, reference, sample_tokens())
+    assert relative(logits.detach(), expected.logits.detach()) <= TOLERANCE
+    assert gradient_difference(network, model, reference, tmp_path / "gradients") > 0.01
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -49,4 +67,4 @@ def test_the_documented_table_has_every_model() -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert [row[0] for row in cells] == list(TINY_MODELS)
     for row in cells:
-        assert max(map(float, row[1:4])) <= TOLERANCE and row[4:] == ["equal", "bit-equal"], row[0]
+        assert max(map(float, row[1:5])) <= TOLERANCE and row[5:] == ["equal", "bit-equal"], row[0]

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 # One of each family; one with a single key head for all ranks, and a number of heads that is no power of two.
 MODELS = (
     "gpt2", "neox-parallel", "bloom-12", "llama-grouped-llama3", "llama-multi-query-linear", "mistral", "qwen2-window",
-    "qwen3", "gemma2", "gemma3", "olmo2", "phi3-long", "mixtral", "qwen3-moe-plain",
+    "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "phi3-long", "mixtral", "qwen3-moe-plain",
 )  # fmt: skip
 # Of two processes: the sizes of tensor, pipeline and expert parallelism.
 LAYOUTS = {"dp2": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "ep2": (1, 1, 2)}

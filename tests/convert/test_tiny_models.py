@@ -41,6 +41,13 @@ MISTAKES: dict[str, list[dict[str, Any]]] = {
         {"embedding_multiplier": 1.0}, {"apply_layernorm_1p": False}, {"attention_window_pattern": (0, 1)},
         {"activation_function": "gelu"},
     ],
+    "olmo3": [
+        {"rotary_base_windowed": 10000.0}, {"rope_scaling_type": "none"}, {"attention_window_pattern": (1, 0)},
+    ],
+    "smollm3": [{"rope_layer_pattern": ()}, {"rope_layer_pattern": (0, 1)}],
+    "granite": [
+        {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"softmax_scale": None}, {"logit_multiplier": 1.0},
+    ],
     "gemma3": [{"rotary_base_windowed": None}, {"rope_scaling_type": "none"}],
     "phi3-short": [{"rope_original_max_positions": CONTEXT}, {"rope_attention_factor": 1.0}],
     "mixtral": [{"moe_router_pre_softmax": True}, {"moe_router_topk": 3}],

@@ -154,6 +154,34 @@ TINY_MODELS: Mapping[str, TinyModel] = {
         },
     ),
     "olmo2": TinyModel("olmo2", LLAMA),
+    "olmo3": TinyModel(
+        "olmo3",
+        {
+            **LLAMA,
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 20.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": CONTEXT,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+    ),
+    "smollm3": TinyModel("smollm3", {**LLAMA, "num_hidden_layers": 4, "no_rope_layer_interval": 2, **_rope("default")}),
+    "granite": TinyModel(
+        "granite",
+        {
+            **LLAMA,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.17,
+            "logits_scaling": 7.0,
+        },
+    ),
     "phi3": TinyModel("phi3", {**LLAMA, "sliding_window": WINDOW, "original_max_position_embeddings": 64}),
     "phi3-short": TinyModel("phi3", {**LLAMA, **_longrope(48)}),
     "phi3-long": TinyModel("phi3", {**LLAMA, **_longrope(CONTEXT)}),

@@ -12,11 +12,13 @@ from megatron.convert.hugging_face.families.bloom import BLOOM
 from megatron.convert.hugging_face.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
 from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
+from megatron.convert.hugging_face.families.granite import GRANITE
 from megatron.convert.hugging_face.families.llama import LLAMA
 from megatron.convert.hugging_face.families.mistral import MISTRAL, MIXTRAL
-from megatron.convert.hugging_face.families.olmo2 import OLMO2
+from megatron.convert.hugging_face.families.olmo import OLMO2, OLMO3
 from megatron.convert.hugging_face.families.phi3 import PHI3
 from megatron.convert.hugging_face.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megatron.convert.hugging_face.families.smollm3 import SMOLLM3
 from megatron.convert.hugging_face.table.family import Family, Obstacle
 from megatron.errors import ConversionError
 
@@ -27,7 +29,10 @@ FAMILIES: tuple[Family, ...] = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    SMOLLM3,
+    GRANITE,
     OLMO2,
+    OLMO3,
     GEMMA2,
     GEMMA3,
     GEMMA3_WITH_IMAGES,

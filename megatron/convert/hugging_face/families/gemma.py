@@ -32,17 +32,9 @@ from megatron.convert.hugging_face.table.config_fields import (
     tied_head,
 )
 from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.rope import read_parameters, rope_fields, write_parameters
+from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.convert.hugging_face.table.tensors import OUR_LAYER, TensorMapping, below, norm
-from megatron.convert.hugging_face.table.windows import (
-    FULL,
-    WINDOWED,
-    checked_window,
-    layer_types,
-    pattern_of,
-    read_layer_types,
-    windows,
-)
+from megatron.convert.hugging_face.table.windows import layered_window, rotations_by_window
 
 
 def _read_scales(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,29 +47,6 @@ def _read_scales(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _write_scales(model: ModelConfig) -> dict[str, Any]:
     scale = model.softmax_scale
     return {"query_pre_attn_scalar": model.kv_channels if scale is None else round(scale**-2)}
-
-
-def layered_window(period: int) -> FieldRule:
-    """The rule for windows in all layers but every `period`-th, where the file has no list `layer_types`."""
-
-    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-        layers = fields["num_layers"]
-        # Written by some versions in addition to the list, where it says nothing new.
-        every = entries.take("sliding_window_pattern", entries.take("_sliding_window_pattern", period))
-        pattern = read_layer_types(entries, layers)
-        if pattern is None:
-            if type(every) is not int or every < 1:
-                raise entries.refused("sliding_window_pattern", every, "should be a number of layers")
-            pattern = tuple(int((layer + 1) % every != 0) for layer in range(layers))
-        if entries.is_null("sliding_window") and any(pattern):
-            raise entries.refused("sliding_window", None, "should be a number of tokens")
-        return windows(checked_window(entries, entries.take("sliding_window", 4096)), pattern)
-
-    def write(model: ModelConfig) -> dict[str, Any]:
-        pattern = pattern_of(model)
-        return {"sliding_window": model.attention_window or 4096, "layer_types": layer_types(pattern)}
-
-    return FieldRule(read, write)
 
 
 # What Gemma 2 and 3 share; their classes have a default for every size, and published files leave out many.
@@ -150,43 +119,6 @@ GEMMA2 = Family(
 )
 
 
-_THETA, _WINDOWED_THETA = 1_000_000.0, 10_000.0
-
-
-def _read_rotations(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    theta = entries.take("rope_theta", _THETA)
-    windowed_theta = entries.take("rope_local_base_freq", _WINDOWED_THETA)
-    by_kind = entries.inner("rope_parameters")
-    full: dict[str, Any] = {}
-    if by_kind is not None:
-        full = dict(by_kind.take(FULL, {}))
-        windowed = read_parameters({"rope_theta": windowed_theta, **by_kind.take(WINDOWED, {})}, WINDOWED, fields)
-        by_kind.check_all_read()
-        if windowed["rope_scaling_type"] != "none":
-            raise by_kind.refused(WINDOWED, windowed["rope_scaling_type"], "should not be scaled")
-        windowed_theta = windowed["rotary_base"]
-    scaling = dict(entries.take("rope_scaling", {}))  # the older form, for the layers with full attention
-    if "type" in scaling:
-        scaling.setdefault("rope_type", scaling.pop("type"))
-    return {
-        "position_embedding_type": "rope",
-        **read_parameters({"rope_theta": theta, **full, **scaling}, "rope_parameters", fields),
-        "rotary_base_windowed": float(windowed_theta),
-    }
-
-
-def _write_rotations(model: ModelConfig) -> dict[str, Any]:
-    full = write_parameters(model)
-    windowed_theta = model.rotary_base if model.rotary_base_windowed is None else model.rotary_base_windowed
-    scaling = {key: value for key, value in full.items() if key != "rope_theta"}
-    return {
-        "rope_parameters": {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": windowed_theta}},
-        "rope_theta": model.rotary_base,
-        "rope_local_base_freq": windowed_theta,
-        "rope_scaling": None if full["rope_type"] == "default" else scaling,
-    }
-
-
 # Source: transformers `models/gemma3/configuration_gemma3.py` and `modeling_gemma3.py`.
 GEMMA3 = Family(
     model_type="gemma3_text",
@@ -198,7 +130,7 @@ GEMMA3 = Family(
         constant(qk_layernorm=True, qk_layernorm_scope="head"),
         same("output_logit_softcap", "final_logit_softcapping", None),
         irrelevant("attn_logit_softcapping"),  # a field that the network does not read
-        FieldRule(_read_rotations, _write_rotations),
+        rotations_by_window(1_000_000.0, 10_000.0, windowed_name="rope_local_base_freq"),
         layered_window(period=6),
     ),
     tensors=(

@@ -1,4 +1,4 @@
-"""Fields that differ from layer to layer: which blocks have a sliding window.
+"""Fields that differ from layer to layer: which blocks have a sliding window, and how these rotate.
 
 Both count the tokens of a window with the token itself.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.table.config_fields import Entries, FieldRule
+from megatron.convert.hugging_face.table.rope import read_parameters, write_parameters
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
@@ -57,6 +58,75 @@ def switched_window(by_layer: bool = True) -> FieldRule:
             first = pattern.index(1) if any(pattern) else model.num_layers
             written |= {"max_window_layers": first, "layer_types": layer_types(pattern)}
         return written
+
+    return FieldRule(read, write)
+
+
+def layered_window(period: int) -> FieldRule:
+    """The rule for windows in all layers but every `period`-th, where the file has no list `layer_types`."""
+
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+        layers = fields["num_layers"]
+        # Written by some versions in addition to the list, where it says nothing new.
+        every = entries.take("sliding_window_pattern", entries.take("_sliding_window_pattern", period))
+        pattern = read_layer_types(entries, layers)
+        if pattern is None:
+            if type(every) is not int or every < 1:
+                raise entries.refused("sliding_window_pattern", every, "should be a number of layers")
+            pattern = tuple(int((layer + 1) % every != 0) for layer in range(layers))
+        if entries.is_null("sliding_window") and any(pattern):
+            raise entries.refused("sliding_window", None, "should be a number of tokens")
+        return windows(checked_window(entries, entries.take("sliding_window", 4096)), pattern)
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        pattern = pattern_of(model)
+        return {"sliding_window": model.attention_window or 4096, "layer_types": layer_types(pattern)}
+
+    return FieldRule(read, write)
+
+
+def rotations_by_window(theta: float, windowed_theta: float | None = None, windowed_name: str = "") -> FieldRule:
+    """The rule for blocks with a window that rotate without scaling, and with another base in some families.
+
+    Args:
+        theta: the base of the other blocks where the file does not say it.
+        windowed_theta: that of the blocks with a window; None if it is the same.
+        windowed_name: what older files call the latter, if they have it.
+    """
+
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+        base = entries.take("rope_theta", theta)
+        windowed_base = base if windowed_theta is None else windowed_theta
+        if windowed_name:
+            windowed_base = entries.take(windowed_name, windowed_base)
+        by_kind = entries.inner("rope_parameters")
+        full: dict[str, Any] = {}
+        if by_kind is not None:
+            full = dict(by_kind.take(FULL, {}))
+            windowed = read_parameters({"rope_theta": windowed_base, **by_kind.take(WINDOWED, {})}, WINDOWED, fields)
+            by_kind.check_all_read()
+            if windowed["rope_scaling_type"] != "none":
+                raise by_kind.refused(WINDOWED, windowed["rope_scaling_type"], "should not be scaled")
+            windowed_base = windowed["rotary_base"]
+        scaling = dict(entries.take("rope_scaling", {}))  # the older form, for the layers with full attention
+        if "type" in scaling:
+            scaling.setdefault("rope_type", scaling.pop("type"))
+        return {
+            "position_embedding_type": "rope",
+            **read_parameters({"rope_theta": base, **full, **scaling}, "rope_parameters", fields),
+            "rotary_base_windowed": float(windowed_base),
+        }
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        full = write_parameters(model)
+        windowed_base = model.rotary_base if model.rotary_base_windowed is None else model.rotary_base_windowed
+        scaling = {key: value for key, value in full.items() if key != "rope_theta"}
+        return {
+            "rope_parameters": {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": windowed_base}},
+            "rope_theta": model.rotary_base,
+            **({windowed_name: windowed_base} if windowed_name else {}),
+            "rope_scaling": None if full["rope_type"] == "default" else scaling,
+        }
 
     return FieldRule(read, write)
 
