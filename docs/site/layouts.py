@@ -25,7 +25,6 @@ COMMAND = shlex.split(
 # Pairs that every run of the tests trains; the others are part of its campaign.
 FEW = (
     ("zbv", "a teacher too"),
-    ("interleaved", "4 experts"),
     ("interleaved-zb", "some frozen"),
     ("zb-h1", "muon"),
     ("v-half", "lion"),
