@@ -162,16 +162,13 @@ def build_optimizer(
                 places.get(id(parameter), 0),
             )
             by_kind.setdefault(key, []).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": by_kind[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
-        for key in sorted(by_kind)
-    ]
-    if optim.use_bnb_optimizer:
-        for key, group in zip(sorted(by_kind), groups, strict=True):
-            group["keeps_float32"] = key[3]
-    for key, group in zip(sorted(by_kind), groups, strict=True):
+    groups: list[dict[str, Any]] = []
+    for key, members in sorted(by_kind.items(), key=lambda item: item[0]):
+        group = {"params": members, "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
+        group.update({"keeps_float32": key[3]} if optim.use_bnb_optimizer else {})
         group.update(EXPERT_GROUP if key[4] else {})
         group.update({IS_ORTHOGONAL: True} if key[5] else {})
+        groups.append(group)
     if not groups:  # all layers of this rank are frozen, and an optimizer needs something
         groups = [{"params": [_placeholder(module)], "weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}]
     implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
