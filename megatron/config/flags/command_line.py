@@ -186,7 +186,9 @@ def _single_value(flag: Flag, option: str, words: Sequence[str]) -> Any:
         return values if len(set(values)) > 1 else values[0]
     if len(words) != 1:
         given = f"{len(words)} given ({' '.join(words)})" if words else "none given"
-        raise ConfigError(" ".join(filter(None, [f"{option} takes one value, {given}.", flag.facts.remedy])))
+        if flag.facts.remedy:
+            given += f". {flag.facts.remedy.rstrip('.')}"
+        raise ConfigError(f"{option} takes one value, {given}.")
     return _convert(flag, option, words[0])
 
 
