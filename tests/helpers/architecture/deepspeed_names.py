@@ -40,6 +40,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "postscale_gradients",
         ),
         "every call of its step is to update": ("set_gradient_accumulation_boundary",),
+        "it clears gradients, which are freed here, nowhere else": ("zero_grad",),
         "float16 and pipelines are known": ("fp16_enabled", "pipeline_parallelism"),
     },
     _ENGINE_MODULE: {
@@ -55,7 +56,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     _PIPELINE_ENGINE: {
         "phases of its schedule are announced": ("_INSTRUCTION_MAP",),
         "it leaves the accumulation of gradients to the optimizer": ("using_bf16_optimizer",),
-        "it calls what accumulates, and reads the sum of a tied weight": ("_hp_grad", "update_hp_grads"),
+        "it calls what accumulates": ("update_hp_grads",),
     },
     _PIPELINE_MODULE: {
         "a stage that is built here is one to the engine": (
