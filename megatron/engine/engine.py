@@ -70,6 +70,7 @@ class Engine:
         deepspeed: DeepSpeed's engine.
         view: the optimizer inside it.
         averages: means of the weights that are trained; None if none are kept.
+        layer_names: global names of the layers of the whole network, in order.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
 
@@ -99,6 +100,7 @@ class Engine:
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
         join_deepspeed()
+        self.layer_names = tuple(spec.name for spec in network)
         self.chunks = pipeline.chunks(network, mesh.pp, freezing.frozen)
         self.stack = build_stack(self.chunks.specs, mesh, settings, steps.dtype, seed, freezing.frozen)
         self._states = [module for module in self.stack.modules() if isinstance(module, StepState)]

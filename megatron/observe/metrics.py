@@ -90,6 +90,8 @@ class StepMetrics:
             if no token of these steps counts.
         loss_scale: the loss scale in fp16; None otherwise.
         gradient_norm: gradient norm of the last step before clipping; None if unknown, or if no token of it counts.
+        weight_norm: L2 norm of all weights after the last step; None unless measured in it.
+        weight_norms: the same of each layer, by its global name.
         skipped_iterations: number of covered steps whose update was skipped.
         nan_iterations: number of covered steps whose loss or, outside fp16, gradient norm was NaN or infinite.
         samples_per_second: over all replicas.
@@ -131,6 +133,8 @@ class StepMetrics:
     tokens_per_second: float
     teraflops_per_device: float
     gigaflops_without_embeddings: float
+    weight_norm: float | None = None
+    weight_norms: Mapping[str, float] | None = None
     source_losses: Mapping[str, SourceLoss] | None = None
     empty_iterations: int | None = None
     z_loss: float | None = None
@@ -158,6 +162,7 @@ def measure(
     loss_scale: float | None = None,
     source_names: Sequence[str] = (),
     waits: Waits | None = None,
+    weight_norms: Mapping[str, float] | None = None,
     eta_seconds: float | None = None,
 ) -> StepMetrics:
     """Builds the record of one step.
@@ -171,6 +176,7 @@ def measure(
         loss_scale: the loss scale; fp16 only.
         source_names: names of the data sources in the outcome's metrics.
         waits: what the step waited for; None if unknown.
+        weight_norms: the norm of the weights of each layer; None if not measured.
         eta_seconds: estimated time to the end of the run.
     """
     waits = waits or Waits()
@@ -186,6 +192,8 @@ def measure(
         lm_loss=outcome.loss,
         loss_scale=loss_scale,
         gradient_norm=None if outcome.loss is None else outcome.gradient_norm,
+        weight_norm=None if weight_norms is None else math.hypot(*weight_norms.values()),
+        weight_norms=weight_norms,
         skipped_iterations=int(outcome.skipped or outcome.bad_in_a_row > 0),
         nan_iterations=int(_is_not_finite(outcome)),
         samples_per_second=samples_per_second,

@@ -148,6 +148,7 @@ class Report:
         learning_rate: float,
         seconds: float,
         waits: Waits | None = None,
+        weight_norms: Mapping[str, float] | None = None,
     ) -> StepMetrics:
         """Reports one step, and prints a line at the end of each --log-interval.
 
@@ -157,6 +158,7 @@ class Report:
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
             waits: what it waited for; None if unknown.
+            weight_norms: the norm of the weights of each layer; None if not measured.
         """
         self._pace.mark(progress.step)
         metrics = measure(
@@ -169,6 +171,7 @@ class Report:
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
             source_names=self.source_names,
             waits=waits,
+            weight_norms=weight_norms,
             eta_seconds=self._pace.seconds_left(progress.step, self._train_iterations),
         )
         self._record("step", progress.step, lambda destination: destination.step(metrics))

@@ -6,11 +6,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import torch
+
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
 from megatron.device import Elapsed, peak_memory_bytes
 from megatron.engine.totals import StepResult
+from megatron.engine.weight_norms import weight_norms
 from megatron.errors import DataError, NumericsError
 from megatron.observe.metrics import Waits
 from megatron.parallel.messages import TRANSFER
@@ -32,6 +35,7 @@ class TrainedStep:
         seconds: wall time of the step.
         data_seconds: of these, until its batch was read.
         messages: what its messages took; None with one rank, which sends none.
+        weight_norms: see `megatron.engine.weight_norms`; None unless asked for.
     """
 
     progress: Progress
@@ -40,6 +44,7 @@ class TrainedStep:
     seconds: float
     data_seconds: float
     messages: Elapsed | None
+    weight_norms: torch.Tensor | None = None
 
 
 def train_step(run: Run) -> TrainedStep:
@@ -57,7 +62,10 @@ def train_step(run: Run) -> TrainedStep:
     progress = before.after(result.sample_count, result.sample_count * length)
     seconds = time.monotonic() - started_at
     messages = None if stopwatch is None else stopwatch.take()
-    return TrainedStep(progress, result, rate, seconds, data_seconds, messages)
+    reporting = run.config.report
+    are_due = reporting.log_params_norm and reporting.log_interval and progress.step % reporting.log_interval == 0
+    norms = weight_norms(run.engine) if are_due else None
+    return TrainedStep(progress, result, rate, seconds, data_seconds, messages, norms)
 
 
 class StepReports:
@@ -111,7 +119,9 @@ class StepReports:
         while len(self._trained) > keep:
             step = self._trained.popleft()
             waits = _waits_of(step, has_stages=run.mesh.pp.size > 1)
-            run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits)
+            norms = None if step.weight_norms is None else step.weight_norms.tolist()
+            by_layer = None if norms is None else dict(zip(run.engine.layer_names, norms, strict=True))
+            run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits, by_layer)
             run.progress = run.progress.counted(is_skipped=step.result.skipped, is_bad=step.result.bad_in_a_row > 0)
             check_numbers(run, step.progress, step.result)
             self._check_scale(step.progress, step.result)

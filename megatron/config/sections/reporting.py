@@ -56,7 +56,7 @@ class ReportConfig(ConfigSection):
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard scalars", at_least=1)
     tensorboard_queue_size: int = flag(1000, "TensorBoard events buffered before they are written", at_least=1)
     log_params_norm: bool = flag(
-        False, "log the L2 norm of the weights", ignored="the norm of the weights is not computed yet"
+        False, "log the L2 norm of the weights every --log-interval steps; metrics.jsonl also has that of each layer"
     )
     log_num_zeros_in_grad: bool = flag(
         False, "log the number of zeros in the gradient", ignored="zeros in the gradient are not counted yet"

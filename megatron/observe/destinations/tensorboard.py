@@ -138,6 +138,7 @@ def step_scalars(
         "lm-loss-training/z loss": metrics.z_loss,
         "loss-scale/loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
         "grad-norm/grad-norm": metrics.gradient_norm,
+        "params-norm/params-norm": metrics.weight_norm,
         "iteration-time/iteration-time": metrics.seconds_per_iteration if config.log_timers_to_tensorboard else None,
     }
     for tag, value in families.items():
@@ -145,6 +146,8 @@ def step_scalars(
             scalars |= _on_axes(tag, value, progress, workload)
     for name, source in (metrics.source_losses or {}).items():
         scalars |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
+    for name, value in (metrics.weight_norms or {}).items():
+        scalars |= _on_axes(f"params-norm-by-layer/{name}", value, progress, workload)
     for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():
         scalars |= _on_axes(f"routing/{name}", value, progress, workload)
     if config.log_timers_to_tensorboard:

@@ -113,6 +113,7 @@ def interval_values(metrics: StepMetrics) -> dict[str, float]:
         "batch-size": metrics.global_batch_size,
         "loss-scale": metrics.loss_scale,
         "grad-norm": metrics.gradient_norm,
+        "params-norm": metrics.weight_norm,
         "consumed-samples": metrics.consumed_samples,
         "consumed-tokens": metrics.consumed_tokens,
         "iteration-time": metrics.seconds_per_iteration,

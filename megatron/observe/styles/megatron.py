@@ -48,6 +48,8 @@ def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
         fields.append(f"loss scale: {metrics.loss_scale:.1f}")
     if metrics.gradient_norm is not None:
         fields.append(f"grad norm: {metrics.gradient_norm:.3f}")
+    if metrics.weight_norm is not None:
+        fields.append(f"params norm: {metrics.weight_norm:.3f}")
     fields += [
         f"number of skipped iterations: {metrics.skipped_iterations:3d}",
         f"number of nan iterations: {metrics.nan_iterations:3d}",

@@ -94,9 +94,9 @@ def test_words_and_switches_of_old_flags() -> None:
 
 
 def test_a_changed_field_without_effect_gives_a_notice() -> None:
-    (sentence,) = small("--log-params-norm").ignored
-    assert sentence.startswith("--log-params-norm is accepted and ignored: the norm of the weights")
-    config = small("--no-log-params-norm --no-masked-softmax-fusion")
+    (sentence,) = small("--log-num-zeros-in-grad").ignored
+    assert sentence.startswith("--log-num-zeros-in-grad is accepted and ignored: zeros in the gradient")
+    config = small("--no-log-num-zeros-in-grad --no-masked-softmax-fusion")
     assert config.notices == config.ignored == ()
 
 

@@ -72,6 +72,12 @@ def test_the_z_loss_is_a_curve_only_if_there_is_one() -> None:
     assert "lm-loss-training/z loss" not in step_scalars(metrics(), report_config(), WORKLOAD)
 
 
+def test_norms_of_weights_are_curves_where_they_were_measured() -> None:
+    found = step_scalars(metrics(weight_norm=5.0, weight_norms={"a": 3.0, "b": 4.0}), report_config(), WORKLOAD)
+    assert found["params-norm/params-norm"] == (5.0, 7) and found["params-norm-by-layer/b"] == (4.0, 7)
+    assert not [tag for tag in step_scalars(metrics(), report_config(), WORKLOAD) if tag.startswith("params-norm")]
+
+
 def test_values_and_axes() -> None:
     found = step_scalars(metrics(), report_config(log_timers_to_tensorboard=True), WORKLOAD)
     assert found["lm-loss-training/lm loss"] == (9.87654321, 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,11 @@ def test_the_sentence_order_loss_follows_the_loss_of_masked_tokens() -> None:
 
 def test_the_z_loss_follows_the_losses() -> None:
     assert "| lm loss: 9.876543E+00 | z loss: 2.500000E-03 | grad norm" in line_of(metrics(z_loss=0.0025))
+
+
+def test_the_norm_of_the_weights_follows_that_of_the_gradient() -> None:
+    line = line_of(metrics(weight_norm=12.3456))
+    assert re.search(r"\| grad norm: [\d.]+ \| params norm: 12\.346 \| number of skipped", line)
 
 
 def test_the_routing_follows_the_losses() -> None:

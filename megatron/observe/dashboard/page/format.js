@@ -59,6 +59,7 @@ const KNOWN = {
   lm_loss: ["Loss", "nats per token"],
   learning_rate: ["Learning rate", ""],
   gradient_norm: ["Gradient norm", "before clipping"],
+  weight_norm: ["Norm of the weights", ""],
   tokens_per_second: ["Throughput", "tokens per second"],
   samples_per_second: ["Samples", "per second"],
   seconds_per_iteration: ["Time of a step", "seconds"],
