@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,10 @@ class PageFlags(ConfigSection):
     seconds: float = flag(600.0, "time of that part")
     page: tuple[str, ...] = flag((), "only render the page of these files", nargs="+")
     constants: str | None = flag(None, "JSON file to write the planner's constants to, from the files of --page")
+
+    def problems(self) -> Iterator[str]:
+        if self.constants is not None and not self.page:
+            yield f"--constants {self.constants} needs --page FILE...: the results to take the constants from."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

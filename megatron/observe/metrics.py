@@ -162,7 +162,6 @@ def measure(
     loss_scale: float | None = None,
     source_names: Sequence[str] = (),
     waits: Waits | None = None,
-    weight_norms: Mapping[str, float] | None = None,
     eta_seconds: float | None = None,
 ) -> StepMetrics:
     """Builds the record of one step.
@@ -176,7 +175,6 @@ def measure(
         loss_scale: the loss scale; fp16 only.
         source_names: names of the data sources in the outcome's metrics.
         waits: what the step waited for; None if unknown.
-        weight_norms: the norm of the weights of each layer; None if not measured.
         eta_seconds: estimated time to the end of the run.
     """
     waits = waits or Waits()
@@ -192,8 +190,6 @@ def measure(
         lm_loss=outcome.loss,
         loss_scale=loss_scale,
         gradient_norm=None if outcome.loss is None else outcome.gradient_norm,
-        weight_norm=None if weight_norms is None else math.hypot(*weight_norms.values()),
-        weight_norms=weight_norms,
         skipped_iterations=int(outcome.skipped or outcome.bad_in_a_row > 0),
         nan_iterations=int(_is_not_finite(outcome)),
         samples_per_second=samples_per_second,

@@ -7,6 +7,8 @@ files, so that they are on one machine.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,9 +173,11 @@ class Report:
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
             source_names=self.source_names,
             waits=waits,
-            weight_norms=weight_norms,
             eta_seconds=self._pace.seconds_left(progress.step, self._train_iterations),
         )
+        if weight_norms is not None:
+            total = math.hypot(*weight_norms.values())
+            metrics = dataclasses.replace(metrics, weight_norm=total, weight_norms=weight_norms)
         self._record("step", progress.step, lambda destination: destination.step(metrics))
         if self._bar is not None:
             self._bar.step(metrics)

@@ -30,7 +30,7 @@ from megatron.parallel.tree_opening import LOOPBACK
 
 _LOOKUP_TRIES = 3  # one second apart
 # A rank connects to the store for the roll call, for its groups and for torch's own watch of them.
-_CONNECTIONS_OF_A_RANK, _OTHER_FILES = 4, 1024
+_CONNECTIONS_OF_A_RANK, _OTHER_FILES, _FEWEST_OTHER_FILES = 4, 1024, 64
 # How long after the limit a thread waits for the main thread to give up.
 _GRACE_SECONDS = 2.0
 # How long the ranks that gave up wait for each other, and for a store that may not answer; longer than that.
@@ -179,8 +179,9 @@ def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     Source: torch/distributed/rendezvous.py, `_create_c10d_store`.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    needed = _CONNECTIONS_OF_A_RANK * ranks.world_size + _OTHER_FILES
-    if ranks.rank == 0 and not is_agents and not allow_open_files(needed):
+    connections = _CONNECTIONS_OF_A_RANK * ranks.world_size
+    needed = connections + _FEWEST_OTHER_FILES
+    if ranks.rank == 0 and not is_agents and allow_open_files(connections + _OTHER_FILES) < needed:
         raise LaunchError(
             f"Rank 0 holds the store at which {ranks.world_size:,} ranks meet, with {_CONNECTIONS_OF_A_RANK} "
             f"connections of each, and may not have the {needed:,} files open that this takes. Raise the hard limit of "
@@ -312,7 +313,11 @@ class RollCall:
                 failure = self.missing()
                 if failure is not None:
                     raise failure
+                if time.monotonic() > self._until + self._limit_seconds:  # one has answered, and ended since
+                    raise HangError(self._unknown())
             time.sleep(self._look_seconds)
+        if store.check([_GAVE_UP]):
+            store.set(f"{_ANSWERED}/{self._rank}", "yes")  # to whoever came to look just before the last rank came
         self._until = time.monotonic() + self._limit_seconds
 
     def _guard(self) -> None:
@@ -398,7 +403,7 @@ class RollCall:
         """
         everyone = range(self._size)
         late = _lacking(store, _FIRST, everyone)
-        until = time.monotonic() + _ANSWER_SECONDS
+        until = time.monotonic() + _ANSWER_SECONDS + self._look_seconds
         while not late and time.monotonic() < until and not _have_all(store, _ANSWERED, everyone):
             time.sleep(self._look_seconds)
         if late:

@@ -82,16 +82,18 @@ def born_at(process_id: int) -> str:
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
 
 
-def allow_open_files(count: int) -> bool:
-    """Raises the soft limit on open files to this many, or as far as the hard limit lets it; whether that suffices."""
+def allow_open_files(count: int) -> int:
+    """Raises the soft limit on open files to this many, or as far as the hard limit lets it; how many of them may then
+    be open.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
-        return True
+        return count
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     with contextlib.suppress(OSError, ValueError):  # macOS has a limit below the hard one
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
         soft = max(soft, wanted)
-    return soft >= count
+    return min(soft, count)
 
 
 def _stat_fields(process_id: int) -> list[str]:

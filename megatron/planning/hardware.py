@@ -158,7 +158,12 @@ def _read_device(path: str) -> Device:
     if not isinstance(read, Mapping):
         raise ConfigError(f"{option} holds a {type(read).__name__}. It must hold a mapping of constants to values.")
     values: dict[str, Any] = {}
-    problems = []
+    names = [field.name for field in dataclasses.fields(Device)]
+    problems = [
+        f"{option}: {printable(name)} is not a constant of a device. Use {', '.join(names)}."
+        for name in read
+        if name not in names
+    ]
     for field in dataclasses.fields(Device):
         value: Any = read.get(field.name)
         if field.name in ("name", "source"):

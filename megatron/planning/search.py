@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.config.layout import divisors
 from megatron.config.sections.pipelines import DEFAULT_ENGINE, ENGINES, SCHEDULE_CHUNKS
+from megatron.parallel.schedule.actions import Placement
 from megatron.planning.job import Job
 from megatron.planning.layouts import ATTENTION, BLOCKS, NOTHING, Layout
 from megatron.planning.memory import Memory, memory_of
@@ -170,7 +171,7 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
         if share % micro:
             continue
         for schedule, chunks in _schedules(fixed) if pp > 1 else [(fixed.get("schedule", "1f1b"), 1)]:
-            if pp * chunks > job.model.num_layers:
+            if not _divides(job, pp, chunks):
                 continue
             for zero in (stage for stage in stages if stage > 0 or "zero" in fixed):
                 for recompute in (NOTHING, ATTENTION, BLOCKS):
@@ -185,6 +186,11 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
                     }
                     if all(fixed.get(name, value) == value for name, value in chosen.items()):
                         yield chosen
+
+
+def _divides(job: Job, pp: int, chunks: int) -> bool:
+    """Whether the blocks can be divided so, with the numbers of blocks that are asked for."""
+    return job.division.fits(job.model.num_layers, Placement.loop(pp, chunks))
 
 
 def _schedules(fixed: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -203,7 +209,8 @@ def _other_schedules(job: Job, layout: Layout, fixed: Mapping[str, Any]) -> Iter
     for name, (fewest, most) in SCHEDULE_CHUNKS.items():
         for chunks in _CHUNKS:
             is_known = name in ("1f1b", "interleaved") or fixed.get("chunks", chunks) != chunks
-            if is_known or chunks < fewest or (most or chunks) < chunks or layout.pp * chunks > job.model.num_layers:
+            fits = fewest <= chunks <= (most or chunks) and _divides(job, layout.pp, chunks)
+            if is_known or not fits:
                 continue
             yield dataclasses.replace(layout, schedule=name, chunks=chunks)
 
@@ -228,7 +235,7 @@ def neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
     if layout.pp > 1:
         for name, (fewest, _) in SCHEDULE_CHUNKS.items():
             chunks = max(fewest, layout.chunks if SCHEDULE_CHUNKS[name][1] is None else fewest)
-            if name != layout.schedule and layout.pp * chunks <= job.model.num_layers:
+            if name != layout.schedule and _divides(job, layout.pp, chunks):
                 yield name, dataclasses.replace(layout, schedule=name, chunks=chunks)
 
 
@@ -243,7 +250,7 @@ def _resized(job: Job, layout: Layout, name: str, size: int) -> Layout | None:
         rest
         or dp < 1
         or job.global_batch % (dp * layout.micro_batch)
-        or changed.pp * changed.chunks > (job.model.num_layers if changed.pp > 1 else changed.chunks)
+        or (changed.pp > 1 and not _divides(job, changed.pp, changed.chunks))
     ):
         return None
     schedule: dict[str, Any] = {"schedule": "1f1b", "chunks": 1} if changed.pp == 1 or layout.pp == 1 else {}

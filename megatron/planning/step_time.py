@@ -231,7 +231,7 @@ def _matrix_bytes(layout: Layout, share: Parameters, *, is_divided: bool) -> dic
     sent: dict[str, float] = {}
     for name, count, ranks in (
         ("dp", share.dense, layout.replicas),
-        ("dp", share.experts, max(1, layout.replicas // layout.ep)),
+        ("dp", share.experts, layout.expert_copies // layout.ep),
         ("tp", share.dense / layout.replicas, layout.tp),
     ):
         # Without ZeRO each rank has all of a shard to begin with, and wants all of it back.

@@ -120,7 +120,7 @@ def test_contenders_that_do_not_fit_are_left_out(tmp_path: Path, monkeypatch: py
         return 5.0
 
     monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
-    monkeypatch.setattr(training, "_measured", measured)
+    monkeypatch.setattr(training, "measured", measured)
     monkeypatch.setattr(training, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     training.measure_model(Context("124m", tmp_path, torch.device("cpu"), TINY, seconds=10.0))
     assert began == ["ours", "plain PyTorch, torch.compile"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -234,9 +235,32 @@ def test_rank_0_may_open_a_connection_for_every_rank_before_it_opens_the_store(m
     joining._open_store(ranks, timedelta(minutes=1))
     assert (opened, limit) == ([5024], [5024, 8192])
     joining._open_store(dataclasses.replace(ranks, rank=1, world_size=10_000), timedelta(minutes=1))
-    with pytest.raises(LaunchError, match=r"10,000 ranks meet.*not have the 41,024 files open.*ulimit -Hn 41024"):
+    with pytest.raises(LaunchError, match=r"10,000 ranks meet.*not have the 40,064 files open.*ulimit -Hn 40064"):
         joining._open_store(dataclasses.replace(ranks, world_size=10_000), timedelta(minutes=1))
     assert len(opened) == 2
+
+
+@pytest.mark.parametrize(("hard", "is_enough"), [(1024, True), (4 * 2 + 64, True), (4 * 2 + 63, False)])
+def test_a_low_hard_limit_refuses_only_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, hard: int, is_enough: bool
+) -> None:
+    monkeypatch.setattr(processes.resource, "getrlimit", lambda _: (64, hard))
+    monkeypatch.setattr(processes.resource, "setrlimit", lambda _, limits: None)
+    monkeypatch.setattr(joining.dist, "TCPStore", lambda *_, **__: torch.distributed.HashStore())
+    with contextlib.nullcontext() if is_enough else pytest.raises(LaunchError, match="the 72 files open"):
+        joining._open_store(Ranks(0, 2, 0, "127.0.0.1", 12345, "srun"), timedelta(minutes=1))
+
+
+def test_a_rank_whose_neighbour_answered_and_ended_does_not_wait_for_ever() -> None:
+    store = torch.distributed.HashStore()
+    ours, theirs = (RollCall(rank, 2, "node1:1234", 0.3, _no_rendezvous) for rank in range(2))
+    store.set(f"{joining._ANSWERED}/1", "yes")  # it looked for a missing rank, found none, and ended
+    theirs._store = store
+    store.set(f"{joining._FIRST}/1", json.dumps(dataclasses.asdict(ProcessIdentity.own())))
+    store.add(joining._FIRST, 1)
+    ours.begin(store)
+    with pytest.raises(HangError, match=r"rank 0 waited 0.3 s .* which of them are missing is unknown"):
+        ours.finish()
 
 
 def _under_a_low_limit(rank: int) -> tuple[int, int]:

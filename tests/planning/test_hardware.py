@@ -27,6 +27,7 @@ def test_a_device_is_read_from_a_file(tmp_path: Path) -> None:
         ({"attention_saturation": [1000]}, r"attention_saturation is \[1000\]\. It must be two numbers above 0\."),
         ({"name": None}, r"name is None\. It must be a text\."),
         ({"saturation": True}, r"saturation is True\. It must be a number above 0\."),
+        ({"peek": 1}, r"mine\.json: 'peek' is not a constant of a device\. Use name, .*peak"),
         (None, r"peak is missing\. It must be a number above 0\."),
     ],
 )

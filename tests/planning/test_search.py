@@ -226,6 +226,17 @@ def test_experts_are_divided_as_the_run_would_divide_them(
     assert dataclasses.replace(again, schedule=some[-1].schedule) == some[-1]
 
 
+def test_numbers_of_blocks_that_are_given_leave_out_layouts_that_they_do_not_fit() -> None:
+    words = ["--num-layers", "24", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "256"]
+    words += ["--max-position-embeddings", "256", "--bf16", "--planned-devices", "16", "--global-batch-size", "64"]
+    words += ["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "23"]
+    words, request = read_planned(words)
+    plan, _ = planned(words, request)
+    assert plan.best
+    assert {layout.chunks for layout in layouts(plan.job, {"pp": 2})} == {1}, "the last rank has one block, not two"
+    assert not list(layouts(plan.job, {"pp": 4})), "and four ranks have no block for two of them"
+
+
 def test_experts_that_are_to_be_whole_are_whole_in_every_layout() -> None:
     words, request = read_planned([*LONG, "--expert-tensor-parallel-size", "1", "--micro-batch-size", "1"])
     plan, _ = planned(words, request)

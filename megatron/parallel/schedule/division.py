@@ -69,6 +69,13 @@ class Division:
             balanced = _improved(costs, owners, starts)
         return min(even, balanced, key=lambda counts: [max(each) for each in _costs_of(costs, counts, owners)])
 
+    def fits(self, blocks: int, placement: Placement) -> bool:
+        """Whether every chunk gets a block and every block a chunk."""
+        if self.first_blocks is None and self.last_blocks is None:
+            return blocks >= placement.chunks
+        counts = self._evenly(blocks, placement)
+        return sum(counts) == blocks and min(counts) > 0
+
     def _evenly(self, blocks: int, placement: Placement) -> list[int]:
         """Equal numbers of blocks, but for what is given, and what the ends count as."""
         counts = [0] * placement.chunks

@@ -108,7 +108,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "gradients",
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
         ".",
-        *("passes", "pipeline", "engine", "state", "replicas", "memory"),
+        *("passes", "pipeline", "engine", "state", "weight_norms", "replicas", "memory"),
     ),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "execution", "."),
