@@ -145,7 +145,8 @@ def show_layouts(words: Sequence[str], *, as_json: bool) -> None:
         for one in shown:
             if one.axis == axis:
                 status = "REFUSED" if one.problems else "given  " if one.is_given else "works  "
-                log.text(f"  {status} {one.value}" + ("" if one.problems else f"  ({tests[one.value]})"))
+                test = None if one.problems else tests[one.value]
+                log.text(f"  {status} {one.value}" + (f"  ({test})" if test else ""))
                 for problem in one.problems:
                     log.text(f"          {problem}")
 

@@ -109,8 +109,8 @@ combined with dropout in fused attention.
 ## Pipelines
 
 `yes`: the value works with this pipeline, whatever the others are, unless a row of the next table forbids it. The
-number is that of a test below, which trains the two together and compares with one process; of the other axes it has
-the first value.
+number is that of a test below, which trains the two together and compares with one process, or one engine with the
+other; of the other axes it has the first value.
 """
 
 
@@ -156,15 +156,17 @@ def page(refused: Sequence[tuple[tuple[str, ...], str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_of(pipeline: str, value: str) -> str:
-    """The test that trains with both, if they go together."""
+def test_of(pipeline: str, value: str) -> str | None:
+    """The test that trains with both, if they go together; None for a pipeline that is not in the table, such as one
+    of a schedule file.
+    """
     from megatron.config.support import AXES
 
-    if value == REPLICAS:
-        return TESTED_BY[pipeline]
+    own = TESTED_BY.get(pipeline)
+    if value == REPLICAS or own is None:
+        return own
     (axis,) = (axis for axis, values in AXES.items() if value in values)
     is_first = value == next(iter(AXES[axis]))
-    own = TESTED_BY[pipeline]
     if is_first or (own == _SCHEDULES and (axis in ("ZeRO", "recompute") or value == "tensor 2")):
         return own
     return _FEW if (pipeline, value) in FEW else _EACH.format(value)
@@ -178,7 +180,7 @@ def _matrix(refused: Sequence[frozenset[str]]) -> Iterator[str]:
     yield "|---" * (1 + len(pipelines)) + "|"
     for axis, values in {**AXES, "data parallelism": (REPLICAS,)}.items():
         for value in values if axis != "pipeline" else ():
-            tests = [test_of(pipeline, value).replace(f"[{value}]", "[VALUE]") for pipeline in pipelines]
+            tests = [(test_of(pipeline, value) or "").replace(f"[{value}]", "[VALUE]") for pipeline in pipelines]
             cells = [
                 "no" if any(one <= {pipeline, value} for one in refused) else f"yes {numbers[test]}"
                 for pipeline, test in zip(pipelines, tests, strict=True)

@@ -87,6 +87,10 @@ _ALSO: Mapping[str, frozenset[str]] = types.MappingProxyType(
                 "parallel.enable_zbh1_pipeline",
                 "parallel.virtual_pipeline_model_parallel_size",
                 "parallel.num_layers_per_virtual_pipeline_stage",
+                "parallel.decoder_first_pipeline_num_layers",
+                "parallel.decoder_last_pipeline_num_layers",
+                "parallel.account_for_embedding_in_pipeline_split",
+                "parallel.account_for_loss_in_pipeline_split",
             }
         ),
         "recompute": frozenset({"recompute.recompute_activations", "recompute.activations_checkpoint_method"}),

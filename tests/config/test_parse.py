@@ -135,7 +135,7 @@ REFUSALS = [
     (
         "--pp-partition-method uniform",
         "",
-        r"--pp-partition-method uniform is not known: .*Use type:transformer",
+        r"--pp-partition-method uniform is not supported: .*Use type:transformer",
     ),
     ("--zero-stage 4", "", r"--zero-stage 4 is unknown\. Use one of: 0, 1, 2, 3"),
     ("--distributed-backend mpi", "", r"--distributed-backend mpi is unknown\. Use one of: nccl, gloo"),

@@ -14,6 +14,8 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.parallel import joining
+from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.schedule_files import schedule_text
 from tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,3 +213,16 @@ def test_of_a_refused_command_the_changes_that_are_enough(capsys: pytest.Capture
     ]
     assert doctor.main(["--layouts", "--", *SMALL, *pipeline, "--zero-stage", "3", "--compile"]) == ExitCode.DONE
     assert "No single change of the layout is enough." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", ["mine.csv", "zbv"])
+def test_a_pipeline_that_is_not_in_the_table_has_no_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.csv").write_text(schedule_text(build_schedule("1f1b", 2, 1, 4)))
+    pipeline = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
+    engine = [] if schedule == "mine.csv" else ["--pipeline-engine", "deepspeed"]
+    assert doctor.main(["--layouts", "--", *SMALL, *pipeline, *engine]) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert "  works   no pipeline  (tests/parity/test_parity.py::test_fp32_layout_equals_reference)" in lines

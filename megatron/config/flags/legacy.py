@@ -255,7 +255,7 @@ _IGNORED_ROWS: tuple[Row, ...] = (
             Known("empty_unused_memory_level", int, 0),
         ),
     ),
-    ("Python's garbage is always collected at chosen steps only; see --manual-gc-interval.", ("manual_gc",)),
+    ("Python's garbage is collected at chosen steps unless --manual-gc-interval is 0.", ("manual_gc",)),
     ("a run with one pipeline stage never uses the pipeline engine.", ("no_pipeline_parallel",)),
     (
         "upstream never reads it; ZeRO's settings come from --deepspeed_config.",

@@ -190,7 +190,7 @@ class ParallelRequest(ConfigSection):
         method = self.pp_partition_method
         if method is not None and method not in _PARTITIONS:
             yield (
-                f"--pp-partition-method {method} is not known: stages are cut between transformer blocks, and each "
+                f"--pp-partition-method {method} is not supported: stages are cut between transformer blocks, and each "
                 "gets one. Use type:transformer, which spreads the blocks evenly, or drop the flag, which spreads "
                 "operations."
             )

@@ -22,8 +22,8 @@ class GradientOwner:
         owner.reduce()                   once: over data-parallel ranks, then over the ranks that hold tied weights
         deepspeed.step()                 once: measures, clips and updates
 
-    and in between `main_gradient(parameter)` is the sum so far. Nothing is divided by the number of micro-batches: the
-    loss is to be, and multiplied by the loss scale in fp16. `reduce` takes the mean over data-parallel ranks.
+    Nothing is divided by the number of micro-batches: the loss is to be, and multiplied by the loss scale in fp16.
+    `reduce` takes the mean over data-parallel ranks.
 
     Args:
         gradients: where gradients are added up.
@@ -47,14 +47,6 @@ class GradientOwner:
             parameters: those whose gradients are complete, frozen ones excluded; all by default.
         """
         self._sum.add(self._trained if parameters is None else parameters)
-
-    def main_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The sum for a parameter on this rank, in its shape; what is written into it before `reduce` counts.
-
-        Raises:
-            ValueError: with ZeRO 2, unless it is one of `sum_partial`: a rank keeps nothing else but its part.
-        """
-        return self._sum.of(parameter)
 
     def sum_tied(self, tied: Tied) -> None:
         """Has `reduce` sum these weights, which other stages also hold, each over the axis of the ranks that do; before

@@ -6,7 +6,7 @@ Source: K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 20
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,20 +132,18 @@ class Muon(torch.optim.Optimizer):
         if not self._is_connected:
             return
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
-        directions = {id(tensor): self._direction(tensor, skip) for _, tensor in self._tensors()}
+        tensors = [tensor for group in self.param_groups for tensor in _tensors_of(group)]
+        directions = {id(tensor): self._direction(tensor, skip) for tensor in tensors}
         parts = [self._part(each, directions) for each in self._held]
         for numbers, whole in self._buckets:
             whole.transform([parts[number] for number in numbers], self._orthogonalize)
-        for group, tensor in self._tensors():
-            tensor.mul_(unless_skipped(skip, 1.0 - group["lr"] * group["weight_decay"], 1.0))
-            tensor.sub_(directions[id(tensor)].view_as(tensor).mul_(unless_skipped(skip, group["lr"], 0.0)))
+        for group in self.param_groups:
+            decay = unless_skipped(skip, 1.0 - group["lr"] * group["weight_decay"], 1.0)
+            rate = unless_skipped(skip, group["lr"], 0.0)
+            for tensor in _tensors_of(group):
+                tensor.mul_(decay).sub_(directions[id(tensor)].view_as(tensor).mul_(rate))
         if self._others is not None:
             update(self._others, skip=skip)
-
-    def _tensors(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        for group in self.param_groups:
-            if group.get(IS_ORTHOGONAL):
-                yield from ((group, tensor) for tensor in group["params"] if tensor.grad is not None)
 
     def _part(self, held: HeldMatrix, directions: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The direction of the part of a matrix that this rank updates; zeros, which stay zeros, without a gradient."""
@@ -181,3 +179,8 @@ class Muon(torch.optim.Optimizer):
                 parts[number][position] = matrix
         for each_matrix, whole, each in zip(matrices, wholes, parts, strict=True):
             each_matrix.replace(whole, each)
+
+
+def _tensors_of(group: dict[str, Any]) -> list[torch.Tensor]:
+    """The matrices of a group that have a gradient; none of a group for the other optimizer."""
+    return [tensor for tensor in group["params"] if tensor.grad is not None] if group.get(IS_ORTHOGONAL) else []

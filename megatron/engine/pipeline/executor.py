@@ -8,6 +8,7 @@ and nothing is asked for before.
 
 from __future__ import annotations
 
+import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -86,20 +87,10 @@ class _Execution:
         self._alive: dict[Place, ChunkPass] = {}
         self._halved: dict[Place, ChunkPass] = {}
         self.most_held = 0
-        self._steps: Mapping[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT_BACKWARD: self._input_backward,
-            Kind.WEIGHT_BACKWARD: self._weight_backward,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECEIVE_FORWARD: self._receive,
-            Kind.RECEIVE_BACKWARD: self._receive,
-        }
 
     def execute(self, action: Action) -> None:
         """Does what an action says."""
-        self._steps[action.kind](action)
+        _STEPS[action.kind](self, action)
 
     def finish(self) -> None:
         """Waits until everything that was sent has left."""
@@ -193,6 +184,21 @@ class _Execution:
     def _wait(self, messages: Sequence[PendingMessage]) -> Hidden:
         self._executor.enter("p2p")
         return [message.wait() for message in messages]
+
+
+# Functions, not bound methods: an execution that refers to itself would keep its batches until Python collects garbage.
+_STEPS: Mapping[Kind, Callable[[_Execution, Action], None]] = types.MappingProxyType(
+    {
+        Kind.FORWARD: _Execution._forward,
+        Kind.BACKWARD: _Execution._backward,
+        Kind.INPUT_BACKWARD: _Execution._input_backward,
+        Kind.WEIGHT_BACKWARD: _Execution._weight_backward,
+        Kind.SEND_FORWARD: _Execution._send_forward,
+        Kind.SEND_BACKWARD: _Execution._send_backward,
+        Kind.RECEIVE_FORWARD: _Execution._receive,
+        Kind.RECEIVE_BACKWARD: _Execution._receive,
+    }
+)
 
 
 def _peer(action: Action) -> int:

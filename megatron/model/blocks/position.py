@@ -71,9 +71,9 @@ def _frequencies(config: ModelConfig, context: StepContext, length: int, windowe
         needed = context.positions_needed(length)
         longest = None if fixed_up_to is None else max(needed, fixed_up_to)
         return context.once_for_all(("frequencies", config, windowed, longest, device), lambda: of(needed))
-    by_text = [of(part.text_length) for part in context.texts]
+    by_text = [rotary_frequencies(config, part.text_length, windowed=windowed) for part in context.texts]
     rows = [row.expand(part.count, -1) for part, (row, _) in zip(context.texts, by_text, strict=True)]
-    return torch.cat(rows), by_text[0][1]
+    return torch.cat(rows).to(device), by_text[0][1]
 
 
 def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = False) -> tuple[torch.Tensor, float]:

@@ -24,7 +24,7 @@ def test_a_resolved_layout_is_complete() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"pp_partition_method": "uniform"}, "--pp-partition-method uniform is not known: stages are cut between"),
+        ({"pp_partition_method": "uniform"}, "--pp-partition-method uniform is not supported: stages are cut between"),
         ({"pad_vocab_size_to": 129}, "129 is not divisible by 128.*Use --pad-vocab-size-to 256"),
     ],
 )

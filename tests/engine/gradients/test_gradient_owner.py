@@ -42,7 +42,7 @@ def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]
     for factor in (1.0, 2.0):
         (scale * factor * (first.sum() - second.sum())).backward()
         owner.accumulate()
-    assert first.grad is None and owner.main_gradient(second).tolist() == [-3.0 * scale] * 2
+    assert first.grad is None and second.grad is None
     assert len(list(owner.sums())) == 2
     owner.reduce()
     assert [part.tolist() for part in owner.reduced_gradients()] == [[3.0 * scale] * 3 + [-3.0 * scale] * 2 + [0.0]]

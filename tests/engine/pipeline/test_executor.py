@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megatron.engine.freezing import Freezing
+from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.pipeline import executor
 from megatron.engine.pipeline.chunks import Chunks
 from megatron.model.blocks.transformer import TransformerBlock
@@ -22,6 +25,31 @@ from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=5, hidden_size=16, global_batch_size=10)
+
+
+def batches_that_stay(rank: int) -> int:
+    """How many micro-batches of a step and of an evaluation are still there after it, with no collection of garbage."""
+    config = layout_config(RECIPE, (1, 2, 1), 0, ["--pipeline-schedule", "zbv"])
+    engine = build_engine(config, open_mesh(config.parallel))
+    batches = local_batches(RECIPE, config, engine.mesh, 0, True)
+    prepared: list[weakref.ref[Any]] = []
+    prepare = engine._prepare
+
+    def noted(given: Any) -> list[DeviceBatch]:
+        made = prepare(given)
+        prepared.extend(map(weakref.ref, made))
+        return made
+
+    engine._prepare = noted  # type: ignore[method-assign]
+    gc.disable()
+    engine.train_batch(batches, RECIPE.learning_rate)
+    engine.evaluate(batches)
+    assert len(prepared) == 2 * len(batches)
+    return sum(one() is not None for one in prepared)
+
+
+def test_the_batches_of_a_step_are_freed_with_it() -> None:
+    assert run_ranks(batches_that_stay, 2) == [0, 0]
 
 
 def block_runs(rank: int) -> tuple[int, int, int]:
