@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.reporting import UPSTREAMS_STYLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ITERATION = " iteration        1/"
@@ -44,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         demo = quickstart_data(folder)
 
         def start(number: int) -> float:
-            command = [*demo.training_flags(f"run{number}"), "--micro-batch-size", 1, "--log-interval", 1]
-            return seconds_to_first_iteration(command)
+            command = [*demo.training_flags(f"run{number}"), "--micro-batch-size", 1, "--train-iters", 2]
+            return seconds_to_first_iteration([*command, "--log-interval", 1, "--log-style", UPSTREAMS_STYLE])
 
         cold = start(0)
         warm = [start(number + 1) for number in range(flags.repeats)]
