@@ -193,6 +193,12 @@ class ExpertFields(FeedForwardFields):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self._count_problems()
+        if self.num_experts > 1 and not any(map(self._may_have_experts, range(self.num_layers))):
+            pattern = " ".join(map(str, self.moe_layer_pattern))
+            yield (
+                f"--num-experts {self.num_experts} with --moe-layer-pattern {pattern} gives none of the "
+                f"{self.num_layers} layers experts. Use a pattern with a 1 for one of them, or drop --num-experts."
+            )
         fewest = min((count for count in self.moe_expert_counts if count > 1), default=self.num_experts)
         if self.num_experts > 1 and self.moe_router_topk > fewest:
             yield (
@@ -249,7 +255,7 @@ class ExpertFields(FeedForwardFields):
         if len(counts) != layers:
             yield (
                 f"--num-experts {shown} has {len(counts)} numbers, and {layers} of the {self.num_layers} layers "
-                f"have experts (--num-layers, --expert-interval). Give {layers} numbers, or one for all layers."
+                f"have experts (--num-layers, --moe-layer-pattern). Give {layers} numbers, or one for all layers."
             )
         if max(counts) != self.num_experts:
             yield (

@@ -13,6 +13,10 @@ EXPERTS = "--num-experts 8 --moe-router-topk 4 "
 @pytest.mark.parametrize(
     "text, sentence",
     [
+        (
+            "--moe-layer-pattern 0 0 0 0 0 0 0 0 0 1",
+            "--num-experts 8 with --moe-layer-pattern 0 .* gives none of the . layers experts. Use a pattern with a 1",
+        ),
         ("--moe-router-num-groups 4", "--moe-router-num-groups 4 needs --moe-router-group-topk. Give both"),
         ("--moe-router-group-topk 2", "--moe-router-group-topk 2 needs --moe-router-num-groups"),
         (
