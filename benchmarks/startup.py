@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def start(number: int) -> float:
             command = [*demo.training_flags(f"run{number}"), "--micro-batch-size", 1, "--train-iters", 2]
+            command += ["--max-failed-starts", 0]  # every start is killed, which would count as failing on one batch
             return seconds_to_first_iteration([*command, "--log-interval", 1, "--log-style", UPSTREAMS_STYLE])
 
         cold = start(0)

@@ -15,6 +15,8 @@ import pytest
 from megatron.config import NO_PROGRAM, Machine, TokenizerFacts, parse, resolve
 from megatron.errors import ConfigError, ExitCode
 from megatron.parallel.mesh import ParallelMesh, requested_axes, requested_experts
+from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.schedule_files import schedule_text
 from megatron.rehearsal import rehearsing
 from megatron.rehearsal.programs import ProgramEntry, RankProgram
 from megatron.rehearsal.recording import RankMessage
@@ -317,6 +319,14 @@ def test_ranks_that_do_not_fit_end_with_their_names(sound: Rehearsal, monkeypatc
 )
 def test_what_is_not_walked_is_refused(flags: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
+        checked_rehearsal([*NETWORK, *flags, "--dry-run-ranks", "8"], NO_PROGRAM)
+
+
+def test_a_schedule_of_a_file_is_not_walked(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(schedule_text(build_schedule("1f1b", 2, 1, 4)))
+    flags = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", str(path)]
+    with pytest.raises(ConfigError, match=r"walks schedules with a name, .*mine\.csv is for a number of them"):
         checked_rehearsal([*NETWORK, *flags, "--dry-run-ranks", "8"], NO_PROGRAM)
 
 

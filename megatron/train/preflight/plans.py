@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from megatron import log
 from megatron.config import Machine, Program, RunConfig, TokenizerFacts, resolve
 from megatron.config.sections.optimizers import MUON
+from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.errors import ConfigError, ExitCode
 from megatron.parallel.rank_start import launched_ranks
 from megatron.planning.requests import (
@@ -60,6 +61,12 @@ def rehearsal_problems(config: RunConfig) -> Iterator[str]:
         )
     if parallel.pipeline_engine != "own":
         yield "--dry-run-ranks walks --pipeline-engine own. Drop --pipeline-engine."
+    schedule = parallel.pipeline_schedule or ""
+    if schedule.endswith(SCHEDULE_FILE):
+        yield (
+            f"--dry-run-ranks walks schedules with a name, which can have one micro-batch, and {schedule} is for a "
+            "number of them. Use --pipeline-schedule NAME."
+        )
     if config.optim.optimizer == MUON:
         yield (
             "--dry-run-ranks does not walk --optimizer muon, which exchanges matrices of which each has an owner. "
