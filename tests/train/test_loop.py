@@ -49,6 +49,7 @@ class FakeRun:
             saving=asked.saving,
             optim=optim_config(train_iters=train_iters, lr=1.0, lr_decay_style="constant"),
             data=SimpleNamespace(seq_length=10),
+            report=asked.report,
             safety=SafetyConfig(),
             precision=PrecisionConfig(fp16=True),
         )
@@ -82,7 +83,10 @@ class FakeRun:
             is_interval_over=lambda step: False,
         )
 
-    def _report(self, progress: Progress, step: Outcome, rate: float, seconds: float, waits: Waits) -> None:
+    def _report(
+        self, progress: Progress, step: Outcome, rate: float, seconds: float, waits: Waits, norms: None
+    ) -> None:
+        assert norms is None, "not asked for"
         self.events.append(("report", progress.step))
         self.waits.append(waits)
 
