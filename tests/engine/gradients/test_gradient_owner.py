@@ -43,6 +43,7 @@ def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]
         (scale * factor * (first.sum() - second.sum())).backward()
         owner.accumulate()
     assert first.grad is None and second.grad is None
+    assert owner._sum.of(second).tolist() == [-3.0 * scale] * 2
     assert len(list(owner.sums())) == 2
     owner.reduce()
     assert [part.tolist() for part in owner.reduced_gradients()] == [[3.0 * scale] * 3 + [-3.0 * scale] * 2 + [0.0]]
