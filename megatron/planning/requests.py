@@ -198,12 +198,12 @@ def rules_of(words: Sequence[str], devices: int, program: Program) -> Callable[[
     def problems(layout: Layout) -> Sequence[str]:
         # A single chunk as well: the command line may ask for others.
         draft = read_flags([*words, *layout.words(), _VIRTUAL, str(layout.chunks)], program=program)
-        return draft.problems or world_problems(draft.request(), devices) or _file_problems(layout)
+        return draft.problems or world_problems(draft.request(), devices) or file_problems(layout)
 
     return problems
 
 
-def _file_problems(layout: Layout) -> Sequence[str]:
+def file_problems(layout: Layout) -> Sequence[str]:
     """Why a schedule of a file is not one of this layout."""
     if is_file(layout.schedule):
         try:
@@ -310,7 +310,7 @@ def own_lines(argv: Sequence[str], program: Program, devices: int, command: Sequ
     words, request = read_planned(argv, program)
     cluster = cluster_of(request, devices)
     layout = layout_of(request, cluster.devices)
-    misfits = world_problems(request, cluster.devices) or _file_problems(layout)
+    misfits = world_problems(request, cluster.devices) or file_problems(layout)
     if misfits:
         raise ConfigError(misfits)
     job = dataclasses.replace(job_of(request, cluster), global_batch=layout.global_batch)
