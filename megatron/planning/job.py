@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,7 +87,7 @@ class Job:
         """Forward FLOPs of the head for a token, as the mean of all tokens."""
         return int(self.head_share * heads_cost(self.model).flops_per_token)
 
-    def chunks(self, placement: Placement) -> tuple[tuple[range, ...], tuple[int, ...]]:
+    def chunks(self, placement: Placement) -> tuple[tuple[range, ...], Mapping[int, int]]:
         """The blocks of each chunk of a pipeline, and the ranks that differ, see `blocks_of_chunks`."""
         return blocks_of_chunks(self._block_flops, self.head_flops, placement, self.division)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.config.architecture.positions import ROPE
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.planning.job import Job, Parameters
-from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, schedule_figures
+from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
 
 _FP32 = 4
 # What an allocator cannot use between blocks of memory, and what the libraries of a GPU take: an allowance.
@@ -74,9 +74,9 @@ def memory_of(job: Job, layout: Layout) -> Memory:
 
 def memory_of_ranks(job: Job, layout: Layout) -> list[Memory]:
     """The memory of the pipeline ranks; of those with equal blocks the first, which holds the most activations."""
-    figures = schedule_figures(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
-    chunks, ranks = job.chunks(figures.placement)
-    return [_memory_at(job, layout, chunks, figures.placement.chunks_of(rank), figures.alive[rank]) for rank in ranks]
+    costs = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+    chunks, ranks = job.chunks(costs.placement)
+    return [_memory_at(job, layout, chunks, costs.placement.chunks_of(rank), costs.peak_alive[rank]) for rank in ranks]
 
 
 def _memory_at(job: Job, layout: Layout, chunks: tuple[range, ...], own: tuple[int, ...], alive: int) -> Memory:

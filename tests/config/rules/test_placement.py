@@ -40,7 +40,7 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
         ),
         (
             EXPERTS + "--moe-train-capacity-factor 0",
-            "--moe-expert-capacity-factor 0.0 is out of range.* Use 1.0 for as many as an even load needs",
+            "--moe-train-capacity-factor 0.0 is out of range.* Use 1.0 for as many as an even load needs",
         ),
         (EXPERTS + "--moe-expert-capacity-factor -1", "--moe-expert-capacity-factor -1.0 is out.* or drop the flag"),
         (EXPERTS + "--moe-token-drop-policy random", "--moe-token-drop-policy random is unknown. Use one of: probs"),
