@@ -144,7 +144,9 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
     )
     optim = dataclasses.replace(request.optim, micro_batch_size=1, global_batch_size=batch)
     alone = dataclasses.replace(request, parallel=parallel, optim=optim)
-    config = resolve(alone, Machine("cuda", 1, True, True), TokenizerFacts(vocabulary, vocabulary - 1, ""))
+    config = resolve(
+        alone, Machine("cuda", 1, True, True, supports_fp8=True), TokenizerFacts(vocabulary, vocabulary - 1, "")
+    )
     weight_bytes = 4 if request.precision.dtype_name == "float32" else 2
     return Job(
         config.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.config import ModelConfig
-from megatron.kernels.products import linear
+from megatron.kernels.float8.linear import linear
 from megatron.kernels.rotary import split_heads
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, check_divisible
@@ -111,9 +111,9 @@ class QueryKeyValue(ColumnParallelLinear):
         weight = self._own_rows(copy_to(self.weight, self.axis))
         bias = None if self.bias is None else self._own_rows(copy_to(self.bias, self.axis))
         if splits_sequence:
-            states = gathered_linear(hidden, weight, bias, self.axis)
+            states = gathered_linear(hidden, weight, bias, self.axis, float8=self.float8)
         else:
-            states = linear(copy_to(hidden, self.axis), weight, bias)
+            states = linear(copy_to(hidden, self.axis), weight, bias, self.float8)
         groups = self.group_dimension.size
         query, key, value = states.unflatten(-1, (-1, self.head_size)).split(
             [self.query_dimension.local_size, groups, groups], dim=2

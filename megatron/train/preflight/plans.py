@@ -43,7 +43,7 @@ def checked_rehearsal(argv: Sequence[str], program: Program) -> tuple[RunConfig,
     size = request.planning.dry_run_ranks or 1
     vocabulary = request.model.vocab_size or USUAL_VOCABULARY
     facts = TokenizerFacts(vocabulary, vocabulary - 1, "")
-    config = resolve(request, Machine("cuda", size, supports_fp16=True, supports_bf16=True), facts)
+    config = resolve(request, Machine("cuda", size, supports_fp16=True, supports_bf16=True, supports_fp8=True), facts)
     layout = layout_of(request, size)
     problems = [*rehearsal_problems(config), *file_problems(layout)]
     if problems:
