@@ -16,7 +16,8 @@ def block_cost(config: ModelConfig, index: int) -> LayerCost:
     """Parameters and operations of block `index`."""
     hidden, size = config.hidden_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
-    projected, attended = (heads + 2 * groups) * size, heads * size
+    projected = (heads * (1 + config.attention_output_gate) + 2 * groups) * size
+    attended = heads * size
     attention = hidden * (projected + attended)
     vectors = config.add_qkv_bias * projected + config.attention_output_bias * hidden
     if config.qk_layernorm:

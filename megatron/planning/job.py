@@ -105,7 +105,7 @@ class Job:
         model, tp = self.model, layout.tp
         hidden, size = model.hidden_size, model.kv_channels
         heads, groups = model.num_attention_heads / tp, max(model.num_query_groups / tp, 1)
-        attention = int(hidden * size * (2 * heads + 2 * groups))
+        attention = int(hidden * size * ((2 + model.attention_output_gate) * heads + 2 * groups))
         whole = self.block_costs[index]
         if not model.has_experts(index):
             feed_forward = self._feed_forward
@@ -134,7 +134,8 @@ class Job:
     @property
     def _attention(self) -> int:
         model = self.model
-        return model.hidden_size * model.kv_channels * 2 * (model.num_attention_heads + model.num_query_groups)
+        rows = (2 + model.attention_output_gate) * model.num_attention_heads + 2 * model.num_query_groups
+        return model.hidden_size * model.kv_channels * rows
 
     @property
     def _feed_forward(self) -> int:

@@ -48,6 +48,8 @@ SWITCHES: dict[str, list[str]] = {
                      "--num-experts", "4"],
     "gpt-oss": [*ROPE, *RMS, "--softmax-type", "learnable", "--num-query-groups", "2", "--attention-window", "5",
                 "--attention-window-pattern", "1", "0", "--rotary-base-windowed", "100"],
+    "qwen3-next": [*ROPE, *RMS, "--attention-output-gate", "--qk-layernorm", "--num-query-groups", "2",
+                   "--rotary-percent", "0.5"],
     "off by one, longrope": [*ROPE, "--softmax-type", "off-by-one", "--rope-scaling-type", "longrope",
                              "--rope-original-max-positions", "8", "--rope-short-factors", "1", "1.5", "2", "3",
                              "--rope-long-factors", "1", "2", "3", "4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,19 +46,26 @@ FAMILIES: tuple[Family, ...] = (
     BERT,
 )
 
+# Families that are published, and the part of their network that ours does not have.
+_LACKING: Mapping[str, str] = types.MappingProxyType(
+    {"qwen3_next": "three of four of its layers have linear attention (the gated delta rule)"}
+)
+
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`.
 
     Raises:
-        ConversionError: it names none, or one that is unknown.
+        ConversionError: it names none, one that is unknown, or one that our network lacks a part of.
     """
     model_type = config.get("model_type")
     for family in FAMILIES:
         if model_type == family.model_type:
             return family
+    lacking = _LACKING.get(model_type) if isinstance(model_type, str) else None
+    why = f": {lacking}, which our network has not" if lacking else ""
     raise ConversionError(
-        f'config.json has "model_type": {json.dumps(model_type)}, which cannot be converted. {known_types()}'
+        f'config.json has "model_type": {json.dumps(model_type)}, which cannot be converted{why}. {known_types()}'
     )
 
 
