@@ -8,7 +8,15 @@ from functools import cached_property
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
 from megatron.config.architecture.positions import LEARNED
-from megatron.model.costs import block_cost, experts_cost, head_cost, heads_cost, norm_size, token_work
+from megatron.model.costs import (
+    block_cost,
+    expert_parameters,
+    experts_cost,
+    head_cost,
+    heads_cost,
+    norm_size,
+    token_work,
+)
 from megatron.observe.speed import model_flops_per_sample
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import BY_COST, Division
@@ -111,7 +119,7 @@ class Job:
             feed_forward = self._feed_forward
             rest = whole.parameters - self._attention - feed_forward
             return Parameters(attention + feed_forward // tp + rest)
-        everything, expert = experts_cost(model, index), self._expert
+        everything, expert = experts_cost(model, index), expert_parameters(model)
         routed = model.experts_of(index) * expert
         others = everything.parameters - routed - model.experts_of(index) * hidden
         rest = whole.parameters - self._attention - everything.parameters + model.experts_of(index) * hidden
@@ -141,11 +149,6 @@ class Job:
     def _feed_forward(self) -> int:
         model = self.model
         return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-
-    @property
-    def _expert(self) -> int:
-        model = self.model
-        return model.hidden_size * model.moe_ffn_hidden_size * (3 if model.gated_linear_unit else 2)
 
     def _embedding(self, tp: int) -> int:
         model = self.model

@@ -13,6 +13,7 @@ from megatron.convert.hugging_face.families.bloom import BLOOM
 from megatron.convert.hugging_face.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
 from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
+from megatron.convert.hugging_face.families.gpt_oss import GPT_OSS
 from megatron.convert.hugging_face.families.granite import GRANITE
 from megatron.convert.hugging_face.families.llama import LLAMA
 from megatron.convert.hugging_face.families.mistral import MISTRAL, MIXTRAL
@@ -40,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     PHI3,
     MIXTRAL,
     QWEN3_MOE,
+    GPT_OSS,
     GPT_NEOX,
     BLOOM,
     ROBERTA,
