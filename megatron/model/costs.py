@@ -16,7 +16,8 @@ def block_cost(config: ModelConfig, index: int) -> LayerCost:
     """Parameters and operations of block `index`."""
     hidden, size = config.hidden_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
-    projected, attended = (heads + 2 * groups) * size, heads * size
+    projected = (heads * (1 + config.attention_output_gate) + 2 * groups) * size
+    attended = heads * size
     attention = hidden * (projected + attended)
     vectors = config.add_qkv_bias * projected + config.attention_output_bias * hidden
     if config.qk_layernorm:
@@ -47,24 +48,30 @@ def experts_cost(config: ModelConfig, index: int = 0) -> LayerCost:
     count = config.experts_of(index)
     router = count * hidden
     expert = matrices * hidden * config.moe_ffn_hidden_size
+    vectors = count * (config.moe_router_bias + expert_parameters(config) - expert)
     shared = matrices * hidden * config.moe_shared_expert_intermediate_size
     dense = mixing = LayerCost(0)
     if config.moe_residual:
         dense = feed_forward_cost(config, config.ffn_hidden_size)
         mixing = LayerCost(2 * (hidden + 1), flops_per_token=2 * 2 * hidden)
     return LayerCost(
-        router + count * expert + shared + dense.parameters + mixing.parameters,
+        router + count * expert + vectors + shared + dense.parameters + mixing.parameters,
         flops_per_token=2 * (router + config.moe_router_topk * expert + shared)
         + dense.flops_per_token
         + mixing.flops_per_token,
     )
 
 
+def expert_parameters(config: ModelConfig) -> int:
+    """Parameters of one routed expert."""
+    hidden, inner, products = config.hidden_size, config.moe_ffn_hidden_size, 2 if config.gated_linear_unit else 1
+    return hidden * inner * (products + 1) + config.moe_mlp_bias * (products * inner + hidden)
+
+
 def idle_expert_parameters(config: ModelConfig) -> int:
     """Parameters of the experts that a token does not go to, over all layers."""
-    expert = (3 if config.gated_linear_unit else 2) * config.hidden_size * config.moe_ffn_hidden_size
     counts = [config.experts_of(layer) for layer in range(config.num_layers) if config.has_experts(layer)]
-    return sum(count - config.moe_router_topk for count in counts) * expert
+    return sum(count - config.moe_router_topk for count in counts) * expert_parameters(config)
 
 
 def head_cost(config: ModelConfig) -> LayerCost:

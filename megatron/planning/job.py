@@ -9,7 +9,15 @@ from functools import cached_property
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
 from megatron.config.architecture.positions import LEARNED
-from megatron.model.costs import block_cost, experts_cost, head_cost, heads_cost, norm_size, token_work
+from megatron.model.costs import (
+    block_cost,
+    expert_parameters,
+    experts_cost,
+    head_cost,
+    heads_cost,
+    norm_size,
+    token_work,
+)
 from megatron.observe.speed import model_flops_per_sample
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import BY_COST, Division
@@ -106,13 +114,13 @@ class Job:
         model, tp = self.model, layout.tp
         hidden, size = model.hidden_size, model.kv_channels
         heads, groups = model.num_attention_heads / tp, max(model.num_query_groups / tp, 1)
-        attention = int(hidden * size * (2 * heads + 2 * groups))
+        attention = int(hidden * size * ((2 + model.attention_output_gate) * heads + 2 * groups))
         whole = self.block_costs[index]
         if not model.has_experts(index):
             feed_forward = self._feed_forward
             rest = whole.parameters - self._attention - feed_forward
             return Parameters(attention + feed_forward // tp + rest)
-        everything, expert = experts_cost(model, index), self._expert
+        everything, expert = experts_cost(model, index), expert_parameters(model)
         routed = model.experts_of(index) * expert
         others = everything.parameters - routed - model.experts_of(index) * hidden
         rest = whole.parameters - self._attention - everything.parameters + model.experts_of(index) * hidden
@@ -135,17 +143,13 @@ class Job:
     @property
     def _attention(self) -> int:
         model = self.model
-        return model.hidden_size * model.kv_channels * 2 * (model.num_attention_heads + model.num_query_groups)
+        rows = (2 + model.attention_output_gate) * model.num_attention_heads + 2 * model.num_query_groups
+        return model.hidden_size * model.kv_channels * rows
 
     @property
     def _feed_forward(self) -> int:
         model = self.model
         return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-
-    @property
-    def _expert(self) -> int:
-        model = self.model
-        return model.hidden_size * model.moe_ffn_hidden_size * (3 if model.gated_linear_unit else 2)
 
     def _embedding(self, tp: int) -> int:
         model = self.model

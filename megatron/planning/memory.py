@@ -131,12 +131,13 @@ def _whole_activations(job: Job, layout: Layout, index: int) -> int:
     """The same of a block of which at most attention is recomputed.
 
     In elements a token: inputs and outputs of two norms, the projection to queries, keys and values, rotated copies,
-    the output of attention, and input and output of the activation. Statistics of rows are in fp32.
+    the output of attention, its gate, that gate's sigmoid and their product, and input and output of the activation.
+    Statistics of rows are in fp32.
     """
     model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
     size, heads, groups = model.kv_channels, model.num_attention_heads / tp, max(model.num_query_groups / tp, 1)
-    elements = 4 * model.hidden_size / within + (2 * heads + 2 * groups) * size
+    elements = 4 * model.hidden_size / within + ((2 + 3 * model.attention_output_gate) * heads + 2 * groups) * size
     if model.position_embedding_type == ROPE:
         elements += (heads + groups) * size
     if model.qk_layernorm:

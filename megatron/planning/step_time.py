@@ -151,8 +151,9 @@ def _traffic(job: Job, layout: Layout, blocks: list[int]) -> float:
     """
     model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
-    projected = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
-    elements = 30 * model.hidden_size / within + 2 * projected
+    queries, gated = model.num_attention_heads * model.kv_channels / tp, model.attention_output_gate
+    projected = queries + 2 * model.num_query_groups * model.kv_channels / tp
+    elements = 30 * model.hidden_size / within + 2 * projected + 10 * queries * gated
     if model.position_embedding_type == ROPE:
         elements += 4 * projected
     own = tp if layout.keeps_experts_whole else 1  # ranks that route different tokens

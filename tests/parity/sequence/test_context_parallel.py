@@ -54,9 +54,10 @@ CASES = {
         0,
     ),
     "ring-sinks-documents-tp": Case(
-        f"{RING_2} --tensor-model-parallel-size 2", "--softmax-type learnable --reset-attention-mask"
+        f"{RING_2} --tensor-model-parallel-size 2",
+        "--softmax-type learnable --reset-attention-mask --attention-output-gate",
     ),
-    "mixed-sinks": Case(MIXED, "--softmax-type learnable --attention-window 5"),
+    "mixed-sinks": Case(MIXED, "--softmax-type learnable --attention-window 5 --attention-output-gate"),
     "ring-sample-means": Case(RING_4, "--loss-mean samples --z-loss-coeff 0.01 --label-smoothing 0.1"),
     "ring-experts": Case(RING_2, "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --no-add-bias-linear"),
     "ulysses": Case("--ds-sequence-parallel-size 4", f"--attention-dropout 0.2 {DROPS}", 0),
