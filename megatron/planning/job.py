@@ -8,7 +8,15 @@ from functools import cached_property
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
 from megatron.config.architecture.positions import LEARNED
-from megatron.model.costs import block_cost, experts_cost, head_cost, heads_cost, norm_size, token_work
+from megatron.model.costs import (
+    attention_matrices,
+    block_cost,
+    experts_cost,
+    head_cost,
+    heads_cost,
+    norm_size,
+    token_work,
+)
 from megatron.observe.speed import model_flops_per_sample
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import BY_COST, Division
@@ -103,9 +111,7 @@ class Job:
     def block_parameters(self, index: int, layout: Layout) -> Parameters:
         """The parameters of a block on a rank."""
         model, tp = self.model, layout.tp
-        hidden, size = model.hidden_size, model.kv_channels
-        heads, groups = model.num_attention_heads / tp, max(model.num_query_groups / tp, 1)
-        attention = int(hidden * size * (2 * heads + 2 * groups))
+        hidden, attention = model.hidden_size, attention_matrices(model, tp)
         whole = self.block_costs[index]
         if not model.has_experts(index):
             feed_forward = self._feed_forward
@@ -133,8 +139,7 @@ class Job:
 
     @property
     def _attention(self) -> int:
-        model = self.model
-        return model.hidden_size * model.kv_channels * 2 * (model.num_attention_heads + model.num_query_groups)
+        return attention_matrices(self.model)
 
     @property
     def _feed_forward(self) -> int:
