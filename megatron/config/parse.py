@@ -10,6 +10,7 @@ from typing import Any
 from megatron.config.architecture.attention import AttentionFields
 from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields, FeedForwardFields
+from megatron.config.architecture.latent_attention import LatentAttentionFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import LEARNED, PositionFields
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
@@ -52,6 +53,7 @@ from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
 _PARTS: tuple[tuple[str, type], ...] = (
+    ("model: latent attention", LatentAttentionFields),
     ("model: attention", AttentionFields),
     ("model: feed-forward", FeedForwardFields),
     ("model: experts", ExpertFields),

@@ -14,24 +14,44 @@ from megatron.parallel.schedule.division import Division
 
 def block_cost(config: ModelConfig, index: int) -> LayerCost:
     """Parameters and operations of block `index`."""
-    hidden, size = config.hidden_size, config.kv_channels
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    projected = (heads * (1 + config.attention_output_gate) + 2 * groups) * size
-    attended = heads * size
-    attention = hidden * (projected + attended)
-    vectors = config.add_qkv_bias * projected + config.attention_output_bias * hidden
-    if config.qk_layernorm:
-        widths = (attended, groups * size) if config.qk_layernorm_scope == "all" else (size, size)
-        vectors += sum(widths) * _norm_vectors(config)
-    vectors += heads if config.softmax_type == LEARNABLE else 0
-    vectors += (4 if config.norm_placement == SANDWICH else 2) * norm_size(config)
+    attention = attention_cost(config)
+    vectors = (4 if config.norm_placement == SANDWICH else 2) * norm_size(config)
     has_experts = config.has_experts(index)
     feed_forward = experts_cost(config, index) if has_experts else feed_forward_cost(config, config.ffn_hidden_size)
     return LayerCost(
-        attention + vectors + feed_forward.parameters,
-        flops_per_token=2 * attention + feed_forward.flops_per_token,
-        flops_per_token_pair=4 * attended,
+        attention.parameters + vectors + feed_forward.parameters,
+        flops_per_token=attention.flops_per_token + feed_forward.flops_per_token,
+        flops_per_token_pair=attention.flops_per_token_pair,
     )
+
+
+def attention_cost(config: ModelConfig) -> LayerCost:
+    """Parameters and operations of attention; of latent attention in training, which expands keys and values."""
+    heads, groups, size = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    if config.multi_latent_attention:
+        queries = config.q_lora_rank or 0
+        biased, normed = queries + config.latent_width, queries + config.kv_lora_rank
+    else:
+        biased = (heads * (1 + config.attention_output_gate) + 2 * groups) * size
+        normed = (heads + groups) * size if config.qk_layernorm_scope == "all" else 2 * size
+    vectors = config.add_qkv_bias * biased + config.attention_output_bias * config.hidden_size
+    vectors += config.qk_layernorm * normed * _norm_vectors(config)
+    vectors += heads if config.softmax_type == LEARNABLE else 0
+    matrices = attention_matrices(config)
+    pair = 2 * heads * (size + config.value_channels)
+    return LayerCost(matrices + vectors, flops_per_token=2 * matrices, flops_per_token_pair=pair)
+
+
+def attention_matrices(config: ModelConfig, ranks: int = 1) -> int:
+    """Elements of the matrices of attention on each of so many tensor-parallel ranks."""
+    hidden, size, heads = config.hidden_size, config.kv_channels, config.num_attention_heads / ranks
+    if not config.multi_latent_attention:
+        groups = max(config.num_query_groups / ranks, 1)
+        return int(hidden * size * ((2 + config.attention_output_gate) * heads + 2 * groups))
+    rank, values = config.q_lora_rank, config.v_head_dim
+    queries = hidden * heads * size if rank is None else rank * (hidden + heads * size)
+    latents = config.latent_width * hidden + config.kv_lora_rank * heads * (config.qk_head_dim + values)
+    return int(queries + latents + heads * values * hidden)
 
 
 def feed_forward_cost(config: ModelConfig, inner_size: int) -> LayerCost:

@@ -10,6 +10,7 @@ from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
 from megatron.config.architecture.positions import LEARNED
 from megatron.model.costs import (
+    attention_matrices,
     block_cost,
     expert_parameters,
     experts_cost,
@@ -112,9 +113,7 @@ class Job:
     def block_parameters(self, index: int, layout: Layout) -> Parameters:
         """The parameters of a block on a rank."""
         model, tp = self.model, layout.tp
-        hidden, size = model.hidden_size, model.kv_channels
-        heads, groups = model.num_attention_heads / tp, max(model.num_query_groups / tp, 1)
-        attention = int(hidden * size * ((2 + model.attention_output_gate) * heads + 2 * groups))
+        hidden, attention = model.hidden_size, attention_matrices(model, tp)
         whole = self.block_costs[index]
         if not model.has_experts(index):
             feed_forward = self._feed_forward
@@ -142,9 +141,7 @@ class Job:
 
     @property
     def _attention(self) -> int:
-        model = self.model
-        rows = (2 + model.attention_output_gate) * model.num_attention_heads + 2 * model.num_query_groups
-        return model.hidden_size * model.kv_channels * rows
+        return attention_matrices(self.model)
 
     @property
     def _feed_forward(self) -> int:

@@ -136,18 +136,25 @@ def _whole_activations(job: Job, layout: Layout, index: int) -> int:
     """
     model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
-    size, heads, groups = model.kv_channels, model.num_attention_heads / tp, max(model.num_query_groups / tp, 1)
-    elements = 4 * model.hidden_size / within + ((2 + 3 * model.attention_output_gate) * heads + 2 * groups) * size
-    if model.position_embedding_type == ROPE:
-        elements += (heads + groups) * size
-    if model.qk_layernorm:
-        elements += (heads + groups) * size
+    heads = model.num_attention_heads / tp
+    elements = 4 * model.hidden_size / within + _attention_elements(job, tp, within)
     elements += _feed_forward_elements(job, index) / tp
     statistics = 0.0 if layout.recompute == ATTENTION else heads * _FP32
     scores = 0.0
     if not job.has_fused_kernels and model.num_query_groups < model.num_attention_heads:
         scores = 0.0 if layout.recompute == ATTENTION else heads * job.sequence_length
     return int(tokens * ((elements + scores) * job.weight_bytes + statistics))
+
+
+def _attention_elements(job: Job, tp: int, within: int) -> float:
+    """Elements a token that attention keeps on a rank, between its norm and its output matrix."""
+    model, size, heads = job.model, job.model.kv_channels, job.model.num_attention_heads / tp
+    if model.multi_latent_attention:  # latents before and after their norms; queries, keys and padded values; results
+        latents = 2 * (model.q_lora_rank or 0) + model.latent_width + model.kv_lora_rank
+        return heads * (4 * size + model.v_head_dim) + latents / within
+    groups = max(model.num_query_groups / tp, 1)
+    copies = (model.position_embedding_type == ROPE) + model.qk_layernorm
+    return ((2 + 3 * model.attention_output_gate) * heads + 2 * groups + copies * (heads + groups)) * size
 
 
 def _feed_forward_elements(job: Job, index: int) -> float:

@@ -26,6 +26,8 @@ LENGTH = 30  # tokens: longer than every window and every original context below
 WINDOW = 7
 CONTEXT = 16  # original context of the scaled rotary positions
 
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")  # their name and ours
+
 LLAMA = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -74,6 +76,11 @@ GEMMA = {**LLAMA, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": WIND
 EXPERTS = {**LLAMA, "intermediate_size": 40}
 QWEN_EXPERTS = {
     **LLAMA, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3,
+}  # fmt: skip
+DEEPSEEK = {
+    **LLAMA, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6, "v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 12,
+    "n_shared_experts": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
 }  # fmt: skip
 
 TINY_MODELS: Mapping[str, TinyModel] = {
@@ -201,6 +208,48 @@ TINY_MODELS: Mapping[str, TinyModel] = {
         },
     ),
     "qwen3-moe-plain": TinyModel("qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "deepseek-v2": TinyModel(
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3": TinyModel(
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            **_rope(
+                "yarn",
+                rope_theta=20.0,
+                factor=4.0,
+                original_max_position_embeddings=CONTEXT,
+                mscale=0.7,
+                mscale_all_dim=1.3,
+            ),
+        },
+    ),
+    "deepseek-v3-halves": TinyModel(
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+        },
+    ),
 }
 
 
@@ -215,10 +264,13 @@ def build_tiny_model(name: str) -> PreTrainedModel:
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Draws all values of a model: matrices around 0, and vectors around their initial value."""
+    """Draws all values of a model, those of routers' biases too: matrices around 0, and vectors around their initial
+    value.
+    """
     generator = torch.Generator().manual_seed(seed)
+    biases = [values for name, values in model.named_buffers() if name.endswith(ROUTER_BIASES)]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
                 parameter.copy_(0.15 * noise)

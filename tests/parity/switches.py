@@ -58,6 +58,10 @@ SWITCHES: dict[str, list[str]] = {
                              "--rope-long-factors", "1", "2", "3", "4",
                              "--norm-placement", "post", "--activation-function", "elu",
                              "--init-method", "xavier_normal"],
+    "latents": [*ROPE, *RMS, "--multi-latent-attention", "--q-lora-rank", "20", "--kv-lora-rank", "12",
+                "--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "10", "--qk-layernorm",
+                "--rope-scaling-type", "yarn", "--rotary-scaling-factor", "4", "--rope-original-max-positions", "8",
+                "--mscale", "0.7", "--mscale-all-dim", "1.3", "--rotary-interleaved"],
 }  # fmt: skip
 # What test_bert.py and experts/test_balancing.py train.
 ELSEWHERE = {

@@ -18,6 +18,10 @@ LLAMA = (
     *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
     *("--untie-embeddings-and-output-weights", "--ffn-hidden-size", "192"),
 )
+LATENT = (
+    *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "24", "--qk-head-dim", "16"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--qk-layernorm"),
+)
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 # Flags, the number of ranks, and the rank that is counted.
 CASES = {
@@ -26,6 +30,8 @@ CASES = {
     "tensor 2": ((*TP2, "--micro-batch-size", "4"), 2, 1),
     "tensor 2, sequence parallel": ((*TP2, "--sequence-parallel", "--micro-batch-size", "4"), 4, 1),
     "llama, tensor 2": ((*LLAMA, *TP2, "--sequence-parallel", "--micro-batch-size", "4"), 2, 0),
+    "latents": ((*LLAMA, *LATENT, "--micro-batch-size", "4"), 1, 0),
+    "latents, tensor 2": ((*LLAMA, *LATENT, *TP2, "--sequence-parallel", "--micro-batch-size", "4"), 2, 1),
     "pipeline": ((*PP2, "--micro-batch-size", "2", "--global-batch-size", "8"), 2, 0),
     "last of a pipeline": ((*PP2, "--micro-batch-size", "2", "--global-batch-size", "8"), 2, 1),
     "interleaved": (

@@ -35,6 +35,10 @@ NETWORK = (
 )
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "4")
+LATENT = (
+    *("--multi-latent-attention", "--q-lora-rank", "12", "--kv-lora-rank", "8", "--qk-head-dim", "8"),
+    *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "8", "--qk-layernorm", "--position-embedding-type", "rope"),
+)
 LAYOUTS = {
     "data": ((), 8),
     "tensor and pipeline": (TP2_PP2, 16),
@@ -49,6 +53,7 @@ LAYOUTS = {
     "fp32": (("--no-bf16", "--zero-stage", "0", "--tensor-model-parallel-size", "2"), 8),
     "ramp-up": ((*TP2_PP2, "--rampup-batch-size", "8", "8", "24", "--train-samples", "288"), 16),
     "experts": ((*EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
+    "latents": ((*LATENT, *EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
     "experts and a ring": ((*EXPERTS, "--context-parallel-size", "2", "--zero-stage", "2"), 8),
     "whole experts": ((*EXPERTS, "--expert-tensor-parallel-size", "1", *TP2_PP2, "--sequence-parallel"), 16),
     "Muon": ((*TP2_PP2, "--optimizer", "muon"), 16),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.architecture.dropout import dropout_problems
+from megatron.config.architecture.latent_attention import LatentAttentionFields, latent_score_factor
 from megatron.config.flags.fields import flag, network_flag
-from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 # What the denominator of the softmax has besides its keys: nothing, a logit of 0, a learned logit per head.
@@ -19,6 +19,8 @@ _LARGEST_POWER = 6
 
 def _head_width(model: AttentionFields) -> int:
     """The width of a head that is not given."""
+    if model.multi_latent_attention:
+        return model.qk_head_dim + model.qk_pos_emb_head_dim
     heads = model.num_attention_heads
     if heads < 1 or model.hidden_size % heads:
         multiple = -(-model.hidden_size // max(1, heads)) * max(1, heads)
@@ -30,18 +32,22 @@ def _head_width(model: AttentionFields) -> int:
 
 
 def _softmax_scale(model: Any) -> float | None:
-    """The factor of the scores that is not given, under muP: sqrt(base head width) / head width.
+    """The factor of the scores that is not given: under muP sqrt(base head width) / head width, and what a stretched
+    context of latent attention adds.
 
     Source: Yang et al., "Tensor programs V", 2022, definition 4.1, with NVIDIA Megatron-LM's base width and power.
     """
-    if not model.use_mup or not isinstance(model.kv_channels, int) or model.kv_channels < 1:
+    stretched = latent_score_factor(model)
+    if not isinstance(model.kv_channels, int) or model.kv_channels < 1:
         return None
+    if not model.use_mup:
+        return None if stretched == 1 else stretched / math.sqrt(model.kv_channels)
     power = min(model.mup_attn_scale_power, _LARGEST_POWER)  # a greater one is refused, and would overflow here
-    return float(math.sqrt(model.mup_base_head_dim or 1.0) / model.kv_channels**power)
+    return float(stretched * math.sqrt(model.mup_base_head_dim or 1.0) / model.kv_channels**power)
 
 
 @dataclass(frozen=True)
-class AttentionFields(ConfigSection):
+class AttentionFields(LatentAttentionFields):
     """Shape and scores of attention."""
 
     num_layers: int = network_flag(help="transformer blocks in the whole model", at_least=1, at_most=10_000)
@@ -55,11 +61,11 @@ class AttentionFields(ConfigSection):
         spelled=("--num-key-value-heads",),
     )
     kv_channels: int = network_flag(
-        help="width of an attention head; hidden size / heads if unset",
+        help="width of an attention head; hidden size / heads if unset, by its flags with --multi-latent-attention",
         computed=_head_width,
         at_least=1,
         at_most=2**20,
-        follows=("hidden_size", "num_attention_heads"),
+        follows=("hidden_size", "num_attention_heads", "multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim"),
     )
     add_bias_linear: bool = network_flag(True, "biases in linear layers; each kind has its own flag")
     add_qkv_bias: bool = network_flag(
@@ -87,7 +93,7 @@ class AttentionFields(ConfigSection):
         help="factor of the attention scores; 1/sqrt(head width) if unset, by the --mup flags with --use-mup",
         computed=_softmax_scale,
         above=0,
-        follows=("use_mup", "mup_base_head_dim", "mup_attn_scale_power", "kv_channels"),
+        follows=("use_mup", "mup_base_head_dim", "mup_attn_scale_power", "kv_channels", "mscale_all_dim"),
     )
     attention_logit_softcap: float | None = network_flag(
         None, "scores are kept below this by c * tanh(score / c)", above=0

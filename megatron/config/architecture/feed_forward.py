@@ -106,6 +106,12 @@ class ExpertFields(FeedForwardFields):
         None, "groups of consecutive experts, such as those of a node; a token goes to a few groups only", at_least=1
     )
     moe_router_group_topk: int | None = network_flag(None, "groups that the experts of a token lie in", at_least=1)
+    moe_router_group_scored_experts: int = network_flag(
+        help="best experts of a group, whose scores it is chosen by; --moe-router-topk / -group-topk if unset",
+        computed=lambda model: max(1, model.moe_router_topk // (model.moe_router_group_topk or 1)),
+        at_least=1,
+        follows=("moe_router_topk", "moe_router_group_topk"),
+    )
     moe_router_enable_expert_bias: bool = network_flag(
         False, "add a bias to the scores that experts are chosen by, which follows their load instead of a loss"
     )
@@ -255,6 +261,11 @@ class ExpertFields(FeedForwardFields):
                 f"--moe-router-group-topk {chosen} does not go with --moe-router-topk {top_k} and "
                 f"--moe-router-num-groups {groups} of {within} experts: a token's experts lie in {least} to {most} "
                 f"groups. Use --moe-router-group-topk {min(max(chosen, least), most)}."
+            )
+        elif (counted := self.moe_router_group_scored_experts) > within:
+            yield (
+                f"--moe-router-group-scored-experts {counted} is more than the {within} experts of a group "
+                f"(--num-experts {min(counts)}, --moe-router-num-groups {groups}). Use at most {within}."
             )
 
     def _count_problems(self) -> Iterator[str]:

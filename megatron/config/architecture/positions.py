@@ -66,7 +66,9 @@ class PositionFields(ConfigSection):
         "how the rotation frequencies are stretched for longer contexts",
         choices=("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
     )
-    rope_scaling_factor: float = network_flag(8.0, "factor of the stretched context", at_least=1)
+    rope_scaling_factor: float = network_flag(
+        8.0, "factor of the stretched context", at_least=1, spelled=("--rotary-scaling-factor",)
+    )
     rope_original_max_positions: int | None = network_flag(
         None, "context that the unscaled network was trained with; --max-position-embeddings if unset", at_least=1
     )

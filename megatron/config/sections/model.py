@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields
+from megatron.config.architecture.latent_attention import idle_latent_fields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import PositionFields
 from megatron.config.architecture.scales import ScaleFields
@@ -69,8 +70,10 @@ def idle_fields(model: ModelRequest) -> dict[str, str]:
         idle.update(dict.fromkeys(capacity, "--moe-expert-capacity-factor"))
     if not model.moe_router_enable_expert_bias:
         idle["moe_router_bias_update_rate"] = "--moe-router-enable-expert-bias"
+    if model.moe_router_num_groups is None:
+        idle["moe_router_group_scored_experts"] = "--moe-router-num-groups"
     if model.num_experts == 1:
         idle.update({name: "--num-experts" for name in names if name.startswith("moe_")})
     if not model.activation_function.startswith("gelu"):
         idle["openai_gelu"] = "a GELU (--activation-function)"
-    return idle
+    return idle | idle_latent_fields(model)

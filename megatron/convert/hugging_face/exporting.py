@@ -106,7 +106,8 @@ def export_model(request: ExportRequest) -> Path:
     parts = parts_by_tensor(tensors)
     dtypes = {name: _dtype_of(source, parts[name], request.dtype) for name in parts}
     planned = [PlannedTensor(name, dtypes[name], shape) for name, shape in their_shapes(tensors).items()]
-    widest = max(dtypes.values(), key=lambda dtype: (ITEM_BYTES[dtype], dtype))
+    weights = [dtypes[name] for name, held in parts.items() if not held[0][0].is_state]
+    widest = max(weights, key=lambda dtype: (ITEM_BYTES[dtype], dtype))
     main_dtype = str(TORCH_TYPES[widest]).removeprefix("torch.")
     with unfinished_folder(request.target) as temporary:
         tokenizer = build_tokenizer(request.tokenizer)
@@ -126,9 +127,9 @@ def export_model(request: ExportRequest) -> Path:
             return exported_values(source, parts[tensor.name], TORCH_TYPES[tensor.dtype])
 
         write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
-        rounded: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
+        rounded_to: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
         expected = expected_logits(Side(family, temporary, model, tokenizer, request.proof_layers))
-        proof = prove(expected, request.checkpoint, manifest, rounded, request.kind)
+        proof = prove(expected, request.checkpoint, manifest, rounded_to, request.kind)
         write_text(temporary / PROOF_NAME, proof_text(proof))
     return request.target
 
@@ -177,8 +178,8 @@ def _check_tokenizer(request: ExportRequest, tokenizer: Tokenizer) -> None:
 
 def _dtype_of(source: CheckpointSource, parts: list[tuple[BoundTensor, BoundPart]], asked: str | None) -> str:
     """The element type of one of their tensors: the one asked for, else the one its values are stored in."""
-    stored = source.dtype_of(parts[0][0].ours)
-    return stored if asked is None else DTYPES[asked]
+    tensor = parts[0][0]
+    return source.dtype_of(tensor.ours) if asked is None or tensor.is_state else DTYPES[asked]
 
 
 def _surroundings(ids: Mapping[str, int], dtype: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from megatron.convert.hugging_face.streaming import (
     network_shapes,
     with_table_names,
     without_copies,
+    without_later_layers,
 )
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.tensors import bind
@@ -80,6 +81,7 @@ def import_model(request: ModelImportRequest) -> Path:
     is_tied = not model.untie_embeddings_and_output_weights
     stored = without_copies(family, stored, is_tied=is_tied)
     model = family.with_heads(model, stored)
+    stored = without_later_layers(family, stored, model.num_layers)
     tensors = bind(family.tensors, network_shapes(model))
     check_weights(family, tensors, stored)
     with unfinished_folder(request.target) as temporary:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.families.bert import BERT, ROBERTA
 from megatron.convert.hugging_face.families.bloom import BLOOM
+from megatron.convert.hugging_face.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.convert.hugging_face.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
 from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
@@ -42,6 +43,8 @@ FAMILIES: tuple[Family, ...] = (
     MIXTRAL,
     QWEN3_MOE,
     GPT_OSS,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     GPT_NEOX,
     BLOOM,
     ROBERTA,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from megatron import log
 from megatron.checkpoint.catalogue import ITEM_BYTES, Catalogue
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.reader import read_pieces
@@ -150,6 +151,18 @@ def without_copies(family: Family, stored: Mapping[str, FileTensor], *, is_tied:
     return {name: tensor for name, tensor in stored.items() if name not in copies}
 
 
+def without_later_layers(family: Family, stored: Mapping[str, FileTensor], layers: int) -> dict[str, FileTensor]:
+    """The stored tensors without those of layers after the last one, which only predict further tokens."""
+    kept = {name: tensor for name, tensor in stored.items() if not family.is_later(name, layers)}
+    if len(kept) < len(stored):
+        first = next(name for name in stored if name not in kept)
+        log.warning(
+            f"{len(stored) - len(kept)} tensors are not imported ({first}, ...): they belong to layers after the "
+            f"{layers} of the network, which predict further tokens (multi-token prediction) and not the next one"
+        )
+    return kept
+
+
 @dataclass(frozen=True)
 class CheckpointSource:
     """The weights of one checkpoint, of whatever layout, by the slice; or the means of them, by `kind`."""
@@ -212,9 +225,16 @@ def exported_values(
 
 
 def network_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the network in the order of its layers, with its logical shape; allocates nothing."""
+    """Every parameter of the network in the order of its layers, then every state that its outputs depend on, with
+    their logical shapes; allocates nothing.
+    """
     stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
-    return {name: shard_spec_of(parameter).shape for name, parameter in stack.named_parameters()}
+    return {name: shard_spec_of(values).shape for name, values in (*stack.named_parameters(), *needed_states(stack))}
+
+
+def needed_states(stack: LayerStack) -> Iterator[tuple[str, torch.Tensor]]:
+    """The states of a network that its outputs depend on, by global name, such as the bias of a router's choices."""
+    return ((state.global_name, state) for state in states_of(stack) if not state.is_optional)  # type: ignore[attr-defined]
 
 
 def optional_states(config: ModelConfig) -> set[str]:

@@ -32,7 +32,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_keys, attention_seed, seeded
 from megatron.parallel.sequence.tiles import Visibility
 from megatron.parallel.sequence.ulysses import to_heads, to_positions
-from megatron.parallel.shard_spec import ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
@@ -51,35 +51,40 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int) -> None:
         super().__init__()
-        heads, size = config.num_attention_heads, config.kv_channels
+        heads = config.num_attention_heads
+        self.query_dimension = Dimension("attention heads", heads, mesh.tp)
         self.config, self.layer, self.tp_rank = config, layer, mesh.tp.rank
         self.dropout, self.softcap = config.attention_dropout, config.attention_logit_softcap
         self.site = DropoutSite(layer, attention_keys)
         self.kernels = mesh.kernels
-        self.scale = config.softmax_scale or 1 / math.sqrt(size)
+        self.scale = config.softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.bidirectional = config.bidirectional
         self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(layer)
-        self.linear_qkv = QueryKeyValue(config, mesh)
-        if config.qk_layernorm:
-            self.q_layernorm = build_head_norm(config, mesh, self.linear_qkv.query_dimension)
-            self.k_layernorm = build_head_norm(config, mesh, self.linear_qkv.group_dimension)
+        self.build_projections(config, mesh)
         self.slopes: tuple[float, ...] = ()
         if config.position_embedding_type == ALIBI:
-            own = slice(*self.linear_qkv.query_dimension.bounds)
+            own = slice(*self.query_dimension.bounds)
             self.slopes = tuple(alibi_slopes(heads)[own])
         self.has_sinks = config.softmax_type != VANILLA
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == LEARNABLE:
-            spec = ShardSpec((self.linear_qkv.query_dimension,))
+            spec = ShardSpec((self.query_dimension,))
             self.softmax_offset = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.linear_proj = RowParallelLinear(
-            heads * size,
+            heads * config.value_channels,
             config.hidden_size,
             mesh.tp,
             bias=config.attention_output_bias,
             partial=mesh.sequence_parallel,
             device=mesh.device,
         )
+
+    def build_projections(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        """Builds what `_heads` makes queries, keys and values with."""
+        self.linear_qkv = QueryKeyValue(config, mesh)
+        if config.qk_layernorm:
+            self.q_layernorm = build_head_norm(config, mesh, self.linear_qkv.query_dimension)
+            self.k_layernorm = build_head_norm(config, mesh, self.linear_qkv.group_dimension)
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
         """Applies attention; with `finish`, returns `finish(product, bias)` of the last layer.
@@ -96,7 +101,7 @@ class SelfAttention(nn.Module):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self.linear_proj(_joined(attended, gate), finish)
+            return self.linear_proj(self._joined(attended, gate), finish)
         if context.split is None:
             attended = self._attend_whole(query, key, value, context)
         else:
@@ -107,7 +112,19 @@ class SelfAttention(nn.Module):
             else:
                 attended = self._attend_ring(query, key, value, context)
             attended = to_positions(attended, ulysses)  # [b, a/t, s/ru, d]
-        return self.linear_proj(_joined(attended, gate), finish, splits_sequence=context.splits_sequence)
+        return self.linear_proj(self._joined(attended, gate), finish, splits_sequence=context.splits_sequence)
+
+    def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """What the heads return, side by side for the output matrix, multiplied by the sigmoid of the gate if there is
+        one.
+
+        Shapes: attended `[b, a/t, s, d]`, gate `[b, s, a/t, d]`; result `[b, s, a/t * d]`.
+
+        Source: Qiu et al., "Gated attention for large language models", 2025, section 2.2 (G1, elementwise);
+        Qwen3-Next.
+        """
+        joined = attended.transpose(1, 2)
+        return (joined if gate is None else joined * gate.sigmoid()).flatten(2)
 
     def _attend_whole(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext
@@ -174,7 +191,7 @@ class SelfAttention(nn.Module):
         batch, length = hidden.shape[0], hidden.shape[1] * context.sequence_parallel.size
         if self.is_rotary:
             rotation(self.config, self.layer, context, length)
-        heads, size = self.linear_qkv.query_dimension.local_size, self.config.kv_channels
+        heads, size = self.query_dimension.local_size, self.config.kv_channels
         query = hidden.new_empty(()).expand(batch, heads, length, size)  # for its shape, dtype and device
         score_bias(context, query, self.window, self.slopes, bidirectional=self.bidirectional)
 
@@ -298,14 +315,3 @@ class SelfAttention(nn.Module):
             heads=heads,
             queries=queries,
         )
-
-
-def _joined(attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-    """What the heads return, side by side for the output matrix, multiplied by the sigmoid of the gate if there is one.
-
-    Shapes: attended `[b, a/t, s, d]`, gate `[b, s, a/t, d]`; result `[b, s, a/t * d]`.
-
-    Source: Qiu et al., "Gated attention for large language models", 2025, section 2.2 (G1, elementwise); Qwen3-Next.
-    """
-    joined = attended.transpose(1, 2)
-    return (joined if gate is None else joined * gate.sigmoid()).flatten(2)

@@ -16,15 +16,24 @@ from megatron.parallel.shard_spec import Dimension
 from megatron.parallel.tensor.norms import HeadsRMSNorm, LayerNorm, RMSNorm
 
 
-def build_norm(config: ModelConfig, mesh: ParallelMesh, size: int, *, partial: Axis | None = None) -> nn.Module:
+def build_norm(
+    config: ModelConfig,
+    mesh: ParallelMesh,
+    size: int,
+    *,
+    partial: Axis | None = None,
+    epsilon: float | None = None,
+) -> nn.Module:
     """A norm over `size` channels.
 
     Args:
+        epsilon: None for that of the network.
         partial: an axis whose ranks normalize different rows, see `LayerNorm`.
     """
     kind = LayerNorm if config.normalization == LAYER_NORM else RMSNorm
     kernel = mesh.kernels.norm
-    return kind(size, config.layernorm_epsilon, partial=partial, implementation=kernel, **_settings(config, mesh))
+    epsilon = config.layernorm_epsilon if epsilon is None else epsilon
+    return kind(size, epsilon, partial=partial, implementation=kernel, **_settings(config, mesh))
 
 
 def build_hidden_norm(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:

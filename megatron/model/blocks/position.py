@@ -105,7 +105,7 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
     if kind == "llama3":
         return _llama3_frequencies(config, width), 1.0
     if kind == "yarn":
-        return _yarn_frequencies(config, width), config.rope_attention_factor or 0.1 * math.log(factor) + 1.0
+        return _yarn_frequencies(config, width), config.rope_attention_factor or config.yarn_factor
     if kind == "longrope":
         return _longrope_frequencies(config, width, length), _longrope_factor(config)
     return _plain_frequencies(base, width), 1.0
@@ -113,6 +113,8 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
 
 def rotary_width(config: ModelConfig) -> int:
     """The number of channels of a head that are rotated; even."""
+    if config.multi_latent_attention:
+        return config.qk_pos_emb_head_dim
     return int(config.kv_channels * config.rotary_percent) // 2 * 2
 
 

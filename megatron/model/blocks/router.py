@@ -81,6 +81,7 @@ class Router(StepState):
         self.keeps_scores = config.moe_router_pre_softmax
         self.scale = config.moe_router_topk_scaling_factor
         self.groups, self.group_top_k = config.moe_router_num_groups, config.moe_router_group_topk or 0
+        self.scored_experts = config.moe_router_group_scored_experts
         self.counts_name, self.bias_rate = expert_tokens(layer), config.moe_router_bias_update_rate
         experts = Dimension("experts", config.experts_of(layer))
         dimensions, summed_over = (experts, Dimension("hidden", config.hidden_size)), (mesh.sequence_parallel,)
@@ -135,7 +136,7 @@ class Router(StepState):
             scores = scores + self.expert_bias
         if self.groups is None:
             return scores
-        return limited_to_groups(scores, self.groups, self.group_top_k, self.top_k // self.group_top_k)
+        return limited_to_groups(scores, self.groups, self.group_top_k, self.scored_experts)
 
     def _weights(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Weights of the chosen experts. Shapes: `[n, e]` and `[n, k]` to `[n, k]`."""
@@ -160,7 +161,8 @@ def limited_to_groups(scores: torch.Tensor, groups: int, chosen: int, best: int)
         chosen: how many of them a token chooses.
         best: how many experts of a group count.
 
-    Source: DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (node-limited routing); NVIDIA Megatron-LM
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.2 (a group counts by its best expert); DeepSeek-AI,
+    "DeepSeek-V3", 2024, section 2.1.2 (node-limited routing, several experts); NVIDIA Megatron-LM
     `megatron/core/transformer/moe/moe_utils.py`, `group_limited_topk`.
     """
     grouped = scores.unflatten(-1, (groups, -1))  # [n, g, e/g]

@@ -18,6 +18,7 @@ from megatron.model.blocks.attention import SelfAttention
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
+from megatron.model.blocks.latent_attention import LatentAttention
 from megatron.model.blocks.norm import build_hidden_norm
 from megatron.model.interface.residual_sum import ResidualSum
 from megatron.model.interface.step_context import Recompute, StepContext
@@ -75,7 +76,8 @@ class TransformerBlock(nn.Module):
         self.takes_sum = has_inner
         self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
         self.input_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
-        self.self_attention = SelfAttention(config, mesh, index)
+        attention = LatentAttention if config.multi_latent_attention else SelfAttention
+        self.self_attention = attention(config, mesh, index)
         self.post_self_attn_layernorm = build_hidden_norm(config, mesh) if has_outer else nn.Identity()
         self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)

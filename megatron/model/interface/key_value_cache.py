@@ -16,7 +16,7 @@ Layer = tuple[torch.Tensor, torch.Tensor]
 class CachedText(NamedTuple):
     """What some consecutive queries may attend to: the keys and values of their text, whose last ones are their own.
 
-    Shapes: keys and values `[b, g/t, k, d]`.
+    Shapes: keys and values `[b, g/t, k, d]`; of latent attention the latents, in one head of keys, and no values.
 
     Attributes:
         queries: how many places along s belong to this text.

@@ -32,6 +32,10 @@ EXPERTS = "--num-experts 8 --moe-router-topk 4 "
             "--moe-router-num-groups 2 --moe-router-group-topk 3",
             "--moe-router-group-topk 3 does not .* Use --moe-router-group-topk 2",
         ),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-scored-experts 3",
+            "--moe-router-group-scored-experts 3 is more than the 2 experts of a group .* Use at most 2",
+        ),
         ("--moe-router-num-groups 0 --moe-router-group-topk 1", "--moe-router-num-groups 0 is out of range"),
         ("--moe-router-bias-update-rate -0.1", "--moe-router-bias-update-rate -0.1 is out of range"),
         ("--moe-aux-loss-scope batch", "--moe-aux-loss-scope batch is unknown. Use one of: micro_batch, sample, glo"),

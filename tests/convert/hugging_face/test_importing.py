@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint import newest_record, read_tensors
@@ -88,6 +88,28 @@ def test_half_precision_stays(tiny_model: TinyModel, tmp_path: Path) -> None:
     stored = load_file(source / "model.safetensors")
     assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_layers_that_predict_further_tokens_are_not_imported(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their number is that of the layer after the last; transformers ignores them in the published size only."""
+    source = copied(tiny_model("deepseek-v3"), tmp_path / "model", num_nextn_predict_layers=1)
+    weights = load_file(source / "model.safetensors")
+    further = {"model.layers.3.eh_proj.weight": torch.ones(48, 96), "model.layers.3.enorm.weight": torch.ones(48)}
+    save_file({**weights, **further}, source / "model.safetensors", metadata={"format": "pt"})
+    made = import_model(ModelImportRequest(source, tmp_path / "imported"))
+    assert "2 tensors are not imported (model.layers.3." in "".join(capsys.readouterr())
+    assert not [name for name, _ in read_tensors(made / "iter_0000000") if ".layers.3." in name]
+    state = "decoder.layers.1.mlp.router.expert_bias"
+    assert torch.equal(
+        dict(read_tensors(made / "iter_0000000"))[state], weights["model.layers.1.mlp.gate.e_score_correction_bias"]
+    )
+    folder = export(made, tmp_path / "exported", "bfloat16")
+    kinds = {name: values.dtype for name, values in load_file(folder / "model.safetensors").items()}
+    assert {name for name, kind in kinds.items() if kind == torch.float32} == {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)
+    }
 
 
 def test_a_wrong_table_leaves_nothing(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,8 @@ def test_experts_lie_in_the_groups_whose_best_ones_have_the_largest_sum() -> Non
     settings = {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 3}
     assert routed(logits, moe_router_group_topk=1, **settings).experts.tolist() == [[2, 3], [0, 1]]
     assert routed(logits, moe_router_group_topk=2, **settings).experts.tolist() == [[0, 2], [4, 0]]
+    best = routed(logits, moe_router_group_topk=1, moe_router_group_scored_experts=1, **settings)
+    assert best.experts.tolist() == [[0, 1], [4, 5]]
     biased = routed(logits, [0.0, 0.0, -0.9, 0.0, 0.0, 0.0], moe_router_group_topk=1, **settings)
     assert biased.experts.tolist() == [[5, 4], [0, 1]]
 

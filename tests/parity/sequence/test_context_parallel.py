@@ -28,6 +28,11 @@ PADDED = "--seq-length 13 --max-position-embeddings 16"  # which is no multiple 
 RING_4, RING_2 = "--context-parallel-size 4", "--context-parallel-size 2"
 MIXED = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 
+LATENT = (  # without biases: one of all keys changes no score, so its gradient is rounding, which Adam makes large
+    "--multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim "
+    "10 --qk-layernorm --normalization RMSNorm --position-embedding-type rope --no-add-bias-linear"
+)
+
 Step = tuple[float, float, list[float]]
 
 
@@ -58,6 +63,9 @@ CASES = {
         "--softmax-type learnable --reset-attention-mask --attention-output-gate",
     ),
     "mixed-sinks": Case(MIXED, "--softmax-type learnable --attention-window 5 --attention-output-gate"),
+    "ring-latents-sequence-parallel": Case(
+        f"{RING_2} --tensor-model-parallel-size 2 --sequence-parallel", f"{LATENT} --reset-attention-mask"
+    ),
     "ring-sample-means": Case(RING_4, "--loss-mean samples --z-loss-coeff 0.01 --label-smoothing 0.1"),
     "ring-experts": Case(RING_2, "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --no-add-bias-linear"),
     "ulysses": Case("--ds-sequence-parallel-size 4", f"--attention-dropout 0.2 {DROPS}", 0),
@@ -87,6 +95,10 @@ CASES = {
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
         f"--attention-dropout 0.1 {DROPS}",
         2,
+    ),
+    "sequence-parallel-latents-pp": Case(
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        f"{LATENT} --attention-dropout 0.1 {DROPS} --recompute-activations",
     ),
     "sequence-parallel-padded": Case(
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
@@ -184,6 +196,7 @@ FEW = [
         "ring-sentences-padded",
         "mixed-sinks",
     ),
+    *("ring-latents-sequence-parallel", "sequence-parallel-latents-pp"),
     *("ulysses-alibi-pp", "ulysses-prefix", "sequence-parallel-4", "sequence-parallel-padded"),
     *("sequence-parallel-sentences-padded", "ring-bf16", "ulysses-bf16"),
 ]

@@ -37,6 +37,8 @@ class Family:
         tensors: how tensors correspond; at most one rule for each tensor of ours.
         ignored_tensors: names of stored buffers that follow from the configuration; `{layer}` stands for a number, and
             a name that ends with a dot for all that begin with it.
+        later_layers: what the names of further layers begin with, which some files have after the network's; `{layer}`
+            stands for their number.
         optional_prefix: what the names in `tensors` begin with and some published files leave out.
         head: the name of the output matrix; files of models whose head is tied may hold a copy of the embedding there.
         embedding: the name of the embedding.
@@ -56,6 +58,7 @@ class Family:
         "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
         "model.rotary_emb.inv_freq",
     )
+    later_layers: str = ""
     optional_prefix: str = ""
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
@@ -128,6 +131,12 @@ class Family:
             for ignored in self.ignored_tensors
             for name in (tensor, self.optional_prefix + tensor)
         )
+
+    def is_later(self, tensor: str, layers: int) -> bool:
+        """Whether a stored tensor belongs to a layer after the network's `layers`."""
+        before, number, _ = self.later_layers.partition("{layer}")
+        match = re.match(re.escape(before) + r"([0-9]+)\.", tensor) if number else None
+        return match is not None and int(match[1]) >= layers
 
 
 def _pattern(name: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
+from megatron.config.architecture.latent_attention import yarn_magnitude
 from megatron.convert.hugging_face.table.config_fields import Entries, FieldRule
 
 _NAMES = {
@@ -148,6 +149,7 @@ def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[s
             is_count = theirs == _ORIGINAL and type(value) is int
             read[ours] = value if is_count else _numbers(entries, theirs, value, theirs in _LISTS)
     width = fields.get("kv_channels", fields["hidden_size"] // fields["num_attention_heads"])
+    width = fields.get("qk_pos_emb_head_dim", width)
     if int(width * read["rotary_percent"]) % 2:
         what = f"rotates {int(width * read['rotary_percent'])} of {width} channels, not a number of pairs"
         raise entries.refused("partial_rotary_factor", read["rotary_percent"], what)
@@ -159,6 +161,8 @@ def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[s
             read["yarn_correction_range_round_to_int"] = False
     entries.skip("truncate")
     entries.skip("original_max_position_embeddings", "finetuned", "type")
+    if kind == "yarn" and fields.get("multi_latent_attention"):
+        read |= _latent_factors(entries, read)
     _read_attention_factor(entries, kind, read, fields["max_position_embeddings"])
     entries.check_all_read()
     return read
@@ -176,7 +180,23 @@ def write_parameters(model: ModelConfig) -> dict[str, Any]:
             written[theirs] = list(value) if isinstance(value, tuple) else value
     if kind == "yarn" and not model.yarn_correction_range_round_to_int:
         written["truncate"] = False
+    if kind == "yarn" and model.multi_latent_attention and model.mscale_all_dim:
+        written |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
     return written
+
+
+def _latent_factors(entries: Entries, read: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of the stretch under latent attention, whose scores `mscale_all_dim` changes as well.
+
+    Cosine and sine follow from both weights, or from none of them if one is absent or 0.
+    """
+    mscale, over_all = (_numbers(entries, name, entries.take(name, 0)) for name in ("mscale", "mscale_all_dim"))
+    if not over_all:
+        return {}
+    given = {"mscale": mscale or 1.0, "mscale_all_dim": over_all}
+    if not mscale and "rope_attention_factor" not in read:
+        given["rope_attention_factor"] = yarn_magnitude(read["rope_scaling_factor"], 1.0)
+    return given
 
 
 def _one_form(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,9 +212,9 @@ def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], ma
     """What replaces `attention_factor`: yarn's `mscale`, and a `factor` of longrope other than the usual one."""
     if kind == "yarn":
         mscale, over_all = (_numbers(entries, name, entries.take(name, 0)) for name in ("mscale", "mscale_all_dim"))
-        if mscale and over_all and "rope_attention_factor" not in read:
-            stretch = math.log(read["rope_scaling_factor"]) if read["rope_scaling_factor"] > 1 else 0.0
-            read["rope_attention_factor"] = (0.1 * mscale * stretch + 1.0) / (0.1 * over_all * stretch + 1.0)
+        if mscale and over_all and not {"rope_attention_factor", "mscale"} & read.keys():
+            factor = read["rope_scaling_factor"]
+            read["rope_attention_factor"] = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, over_all)
     if kind == "longrope":
         factor = entries.take("factor", None)
         original = read.get("rope_original_max_positions", max_positions)

@@ -53,10 +53,15 @@ class MappedPart:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of our tensors and the parts it is made of; those in the same tensor of theirs follow each other there."""
+    """One of our tensors and the parts it is made of; those in the same tensor of theirs follow each other there.
+
+    Args:
+        is_state: whether it is no parameter; it keeps its element type where an export rounds the parameters.
+    """
 
     ours: str
     parts: tuple[MappedPart, ...]
+    is_state: bool = False
 
 
 def matrix(ours: str, theirs: str) -> TensorMapping:
@@ -67,6 +72,11 @@ def matrix(ours: str, theirs: str) -> TensorMapping:
 def vector(ours: str, theirs: str) -> TensorMapping:
     """A bias or the weight of a norm; all our dimensions are merged."""
     return TensorMapping(ours, (MappedPart(theirs, columns=0),))
+
+
+def state(ours: str, theirs: str) -> TensorMapping:
+    """A vector that no gradient trains."""
+    return TensorMapping(ours, (MappedPart(theirs, columns=0),), is_state=True)
 
 
 def norm(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
@@ -187,6 +197,7 @@ class BoundTensor:
     ours: str
     shape: tuple[int, ...]
     parts: tuple[BoundPart, ...]
+    is_state: bool = False
 
 
 def bind(rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> list[BoundTensor]:
@@ -209,7 +220,7 @@ def bind(rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) 
                 "docs/hugging_face.md for what each family has."
             )
         match, rule = matches[0]
-        bound.append(BoundTensor(name, shape, tuple(_bound_parts(rule, shape, match.groupdict()))))
+        bound.append(BoundTensor(name, shape, tuple(_bound_parts(rule, shape, match.groupdict())), rule.is_state))
     return bound
 
 

@@ -31,6 +31,16 @@ _GPT_OSS = {
     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
     "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
+_DEEPSEEK = {
+    "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_layer_freq": 1, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "tie_word_embeddings": False, **_BF16,
+    "v_head_dim": 128,
+}  # fmt: skip
+_DEEPSEEK_YARN = {
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn",
+}  # fmt: skip
+
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "GPT-2": {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
@@ -88,6 +98,34 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16,
         "num_hidden_layers": 28, "num_key_value_heads": 8, "rope_scaling": None, "rope_theta": 1000000,
         "sliding_window": None, "tie_word_embeddings": True, "vocab_size": 151936,
+    },
+    "DeepSeek V2 Lite": {
+        **_DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "aux_loss_alpha": 0.001, "bos_token_id": 100000,
+        "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
+        "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
+        "rope_scaling": {**_DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax", "seq_aux": True, "topk_group": 1, "topk_method": "greedy", "vocab_size": 102400,
+    },
+    "DeepSeek V2": {
+        **_DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "aux_loss_alpha": 0.001, "bos_token_id": 100000,
+        "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288,
+        "model_type": "deepseek_v2", "moe_intermediate_size": 1536, "n_group": 8, "n_routed_experts": 160,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 128, "num_experts_per_tok": 6,
+        "num_hidden_layers": 60, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "rope_scaling": {**_DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "routed_scaling_factor": 16.0,
+        "scoring_func": "softmax", "seq_aux": True, "topk_group": 3, "topk_method": "group_limited_greedy",
+        "vocab_size": 102400,
+    },
+    "DeepSeek V3": {
+        **_DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+        "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432, "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "rope_scaling": {**_DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280,
     },
     "OLMo 2 7B": {
         "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -233,6 +271,9 @@ PARAMETERS: Mapping[str, int] = {
     "Qwen 3 30B-A3B": 30_532_122_624,
     "gpt-oss 20B": 20_914_757_184,  # 20.91 and 116.83 billion in the model card
     "gpt-oss 120B": 116_829_156_672,
+    "DeepSeek V2 Lite": 15_706_484_224,
+    "DeepSeek V2": 235_741_434_880,
+    "DeepSeek V3": 671_026_404_352,  # without the layer that predicts a second token
 }
 
 # The presets of the same models.
@@ -253,4 +294,6 @@ PRESETS: Mapping[str, str] = {
     "Qwen 3 30B-A3B": "qwen3-30b-a3b",
     "gpt-oss 20B": "gpt-oss-20b",
     "gpt-oss 120B": "gpt-oss-120b",
+    "DeepSeek V2 Lite": "deepseek-v2-lite",
+    "DeepSeek V3": "deepseek-v3",
 }

@@ -46,7 +46,9 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
     first = family_for(model).model_type
     assert first == ("mistral" if name == "Phi-3 mini" else family.model_type)  # which has all options of this one
     lost = {key for key in config if key in written and _plain(written[key]) != _plain(config[key])}
-    assert lost <= {"rope_scaling", "sliding_window", "max_window_layers", "mlp_only_layers"}
+    assert lost <= {
+        "rope_scaling", "sliding_window", "max_window_layers", "mlp_only_layers", "num_nextn_predict_layers"
+    }  # fmt: skip
 
 
 @EACH
@@ -146,6 +148,12 @@ def test_every_family_has_a_published_model() -> None:
         ("Qwen 3 30B-A3B", "decoder_sparse_step", 0, '"decoder_sparse_step": 0'),
         ("Qwen 3 30B-A3B", "mlp_only_layers", 3, '"mlp_only_layers": 3'),
         ("Qwen 3 30B-A3B", "mlp_only_layers", list(range(48)), "leaves no layer with experts"),
+        ("DeepSeek V3", "first_k_dense_replace", 61, '"first_k_dense_replace": 61, which should be fewer than the 61'),
+        ("DeepSeek V3", "n_shared_experts", 0, '"n_shared_experts": 0, which should be a number of experts'),
+        ("DeepSeek V3", "q_lora_rank", "none", '"q_lora_rank": "none", which should be an integer'),
+        ("DeepSeek V3", "scoring_func", "softmax", '"scoring_func": "softmax", which is supported only as "sigmoid"'),
+        ("DeepSeek V2", "norm_topk_prob", True, '"norm_topk_prob": true, which is supported only as false'),
+        ("DeepSeek V2", "topk_method", "noaux_tc", '"topk_method": "noaux_tc", which is supported only as'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_expressed_is_refused_by_field_and_value(name: str, field: str, value: Any, says: str) -> None:
@@ -174,6 +182,14 @@ def test_what_cannot_be_expressed_is_refused_by_field_and_value(name: str, field
          {"rope_scaling_type": "longrope", "rope_long_factors": (2.0,), "rope_original_max_positions": 4096}),
         ("Qwen 3 30B-A3B", "decoder_sparse_step", 2, {"moe_layer_pattern": (0, 1)}),
         ("Qwen 3 30B-A3B", "norm_topk_prob", False, {"moe_router_pre_softmax": True}),
+        ("DeepSeek V2", "topk_method", "greedy", {"moe_router_num_groups": None}),
+        ("DeepSeek V3", "n_group", 1, {"moe_router_num_groups": None}),
+        ("DeepSeek V3", "q_lora_rank", None, {"q_lora_rank": None}),
+        ("DeepSeek V3", "rope_scaling", {"type": "yarn", "factor": 4, "mscale_all_dim": 1.0},
+         {"rope_attention_factor": 1 + 0.1 * math.log(4),
+          "softmax_scale": (1 + 0.1 * math.log(4)) ** 2 / math.sqrt(192)}),
+        ("DeepSeek V3", "rope_scaling", {"type": "yarn", "factor": 4, "mscale": 0.5},
+         {"rope_attention_factor": None, "mscale": 1.0, "mscale_all_dim": 0.0, "softmax_scale": None}),
         ("Qwen 3 30B-A3B", "use_sliding_window", True, {"attention_window": 4096, "attention_window_pattern": ()}),
     ],
 )  # fmt: skip
@@ -199,6 +215,9 @@ def test_a_field_that_is_absent_is_not_one_that_is_null() -> None:
         ("Mistral 7B v0.1", {"attention_window_pattern": (1, 0)}, "--attention-window 4096"),
         ("SmolLM3 3B", {"rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ("Mixtral 8x7B", {"moe_layer_pattern": (1, 0)}, "--moe-layer-pattern"),
+        ("DeepSeek V3", {"latent_layernorm_epsilon": 1e-5}, "--latent-layernorm-epsilon 1e-05"),
+        ("DeepSeek V3", {"moe_router_group_scored_experts": 1}, "--moe-router-group-scored-experts 1"),
+        ("DeepSeek V2", {"moe_shared_expert_intermediate_size": 1000}, '"n_shared_experts": 0'),
     ],
 )
 def test_what_a_family_cannot_say_is_not_exported(name: str, changes: Mapping[str, Any], says: str) -> None:
