@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
         self.kernels = mesh.kernels
         self.scale = config.softmax_scale or 1 / math.sqrt(size)
         self.bidirectional = config.bidirectional
-        self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(layer)
+        self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(config.alike(layer))
         self.linear_qkv = QueryKeyValue(config, mesh)
         if config.qk_layernorm:
             self.q_layernorm = build_head_norm(config, mesh, self.linear_qkv.query_dimension)
