@@ -18,6 +18,7 @@ LLAMA = (
     *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
     *("--untie-embeddings-and-output-weights", "--ffn-hidden-size", "192"),
 )
+MTP = (*LLAMA, "--mtp-num-layers", "2")
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 # Flags, the number of ranks, and the rank that is counted.
 CASES = {
@@ -46,6 +47,12 @@ CASES = {
     ),
     "muon": (("--optimizer", "muon", "--micro-batch-size", "4"), 1, 0),
     "a mean of the weights": (("--ema-decay", "0.9", "--micro-batch-size", "4"), 2, 0),
+    "multi-token prediction": ((*MTP, "--micro-batch-size", "4"), 1, 0),
+    "multi-token prediction, last of a pipeline": (
+        (*MTP, *PP2, "--micro-batch-size", "2", "--global-batch-size", "8"),
+        2,
+        1,
+    ),
     "ring of 2": (("--context-parallel-size", "2", "--micro-batch-size", "4"), 2, 0),
 }
 
