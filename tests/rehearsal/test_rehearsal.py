@@ -35,6 +35,7 @@ NETWORK = (
 )
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "4")
+MULTI_TOKEN = ("--mtp-num-layers", "2", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights")
 LAYOUTS = {
     "data": ((), 8),
     "tensor and pipeline": (TP2_PP2, 16),
@@ -48,6 +49,7 @@ LAYOUTS = {
     "ZeRO 2": (("--tensor-model-parallel-size", "2", "--zero-stage", "2"), 8),
     "fp32": (("--no-bf16", "--zero-stage", "0", "--tensor-model-parallel-size", "2"), 8),
     "ramp-up": ((*TP2_PP2, "--rampup-batch-size", "8", "8", "24", "--train-samples", "288"), 16),
+    "multi-token prediction": ((*TP2_PP2, "--sequence-parallel", *MULTI_TOKEN), 8),
     "experts": ((*EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
     "experts and a ring": ((*EXPERTS, "--context-parallel-size", "2", "--zero-stage", "2"), 8),
     "whole experts": ((*EXPERTS, "--expert-tensor-parallel-size", "1", *TP2_PP2, "--sequence-parallel"), 16),
