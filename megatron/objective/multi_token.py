@@ -92,8 +92,9 @@ class MultiTokenObjective(LanguageModelObjective):
         weights = self.token_weights(targets)
         of_tokens, gradients = self._token_losses(outputs, targets["labels"], mask, weights, factor)
         minimized = self._minimized(of_tokens, mask, weights).sum()
-        of_main = TokenLosses(*(None if part is None else part[:rows].detach() for part in of_tokens))
-        losses = of_main.cross_entropy * main["loss_mask"]
+        plain, log_normalizer = (part[:rows].detach() for part in of_tokens[:2])
+        of_main = TokenLosses(plain, log_normalizer, None)
+        losses = plain * main["loss_mask"]
         of_depths = torch.stack([of_tokens.cross_entropy.detach() * mask, mask])[:, rows:]  # [2, depths b, s]
         sums = of_depths.unflatten(1, (self.depths, rows)).sum(dim=(2, 3), dtype=torch.float64)
         return ObjectiveResult(

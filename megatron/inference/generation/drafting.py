@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,7 +67,6 @@ class Drafter:
                 "rotates the tokens of a text by how long it is when they come. Drop --speculative-tokens."
             )
         self.most, self._loaded = most, loaded
-        self._is_last = loaded.mesh.pp.rank == loaded.mesh.pp.size - 1
 
     def draft(self, states: torch.Tensor | None, texts: Sequence[KnownTokens]) -> list[list[int]]:
         """Adds known tokens to the caches, and guesses those after them; collective over a model copy.
@@ -100,7 +100,7 @@ class Drafter:
         """The block's states of tokens, whose keys and values join the caches. Shapes: `[n, h]` to the same."""
         counts, device = [len(tokens) for tokens in following], self._loaded.mesh.device
         mixed = MixedCaches(caches, counts)
-        if self._is_last and hidden is not None:
+        if hidden is not None:
             starts = [cache.length for cache in caches]
             positions = [start + place for start, count in zip(starts, counts, strict=True) for place in range(count)]
             context = StepContext(
@@ -110,10 +110,10 @@ class Drafter:
                 caches=mixed,
                 texts=tuple(TextPart(count, start, start + count) for start, count in zip(starts, counts, strict=True)),
             )
-            prediction = self._loaded.model.layer(MULTI_TOKEN)
+            prediction: Any = self._loaded.model.layer(MULTI_TOKEN)
             tokens = torch.tensor([[token for own in following for token in own]], device=device)
-            embedded = prediction.embedding(tokens, context)  # type: ignore[operator]
-            hidden = prediction.layers[0](hidden.unsqueeze(0), embedded, context)[0]  # type: ignore[index]
+            embedded = prediction.embedding(tokens, context)
+            hidden = prediction.layers[0](hidden.unsqueeze(0), embedded, context)[0]
         mixed.advance()
         return hidden
 
@@ -121,8 +121,8 @@ class Drafter:
         """The most probable token after each state, on all ranks. Shapes: `[n, h]`."""
         scores = None
         if hidden is not None:
-            head = self._loaded.model.layer(OUTPUT_LAYER)
-            scores = head.logits(hidden.unsqueeze(0))[0]  # type: ignore[operator]
+            head: Any = self._loaded.model.layer(OUTPUT_LAYER)
+            scores = head.logits(hidden.unsqueeze(0))[0]
         return list(decide_on_all(scores, self._loaded, lambda whole: whole.argmax(dim=-1).tolist()))
 
 

@@ -204,7 +204,7 @@ class GenerationEngine:
         tokens = torch.tensor([[token for part in parts for token in part.tokens]], device=device)  # [1, s]
         positions = [range(place.first, place.first + place.count) for place in places]
         position_ids = torch.tensor([[position for run in positions for position in run]], device=device)  # [1, s]
-        ends, rows, prompt_rows = 0, [], []
+        ends, rows, prompt_rows = 0, list[int](), list[int]()
         for part in parts:
             prompt_rows += [ends + place for place, _ in part.targets]
             ends += part.width

@@ -164,9 +164,9 @@ class VocabParallelEmbedding(nn.Module):
         self.axis = axis
         self.implementation = implementation
         self.vocab_size = vocab_size
-        self.weight = weight
         if weight is None:
-            self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, device)
+            weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, device)
+        self.weight = weight
         self.first_row = axis.rank * (padded_vocab_size // axis.size)
 
     def embed(self, ids: torch.Tensor, *, splits_sequence: bool = False) -> torch.Tensor:
