@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import parse_over
-from megatron.config.sampling_flags import BeamFlags
+from megatron.config.sampling_flags import MOST_SPECULATIVE_TOKENS, BeamFlags
 from megatron.errors import ConfigError, DataError
 from megatron.files.typed_lines import read_line
 
@@ -72,6 +72,10 @@ class GenerateFlags(BeamFlags):
         path=PathUse.NEW_STREAM,
     )
     recompute: bool = flag(False, "process the whole text for every token instead of using a key-value cache")
+    speculative_tokens: int = flag(
+        0, "tokens that multi-token prediction guesses ahead of each step, which verifies them; changes no text",
+        at_least=0, at_most=MOST_SPECULATIVE_TOKENS,
+    )  # fmt: skip
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -95,6 +99,13 @@ class GenerateFlags(BeamFlags):
             )
         if self.num_beams > 1 and self.recompute:
             yield "--recompute is for drawing tokens, and --num-beams searches. Drop one of them."
+        others = {"--recompute": self.recompute, f"--num-beams {self.num_beams}": self.num_beams > 1}
+        for option, is_asked in others.items():
+            if is_asked and self.speculative_tokens:
+                yield (
+                    f"--speculative-tokens {self.speculative_tokens} does not go with {option}, which computes each "
+                    "token in its own way. Drop one of them."
+                )
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,8 @@ class Generator:
 
         if self.flags.recompute:
             return (recompute(self.loaded, request) for request in requests)
-        return completions(self.loaded, requests, max_sequences=self.batch)
+        guessed = self.flags.speculative_tokens
+        return completions(self.loaded, requests, max_sequences=self.batch, speculative_tokens=guessed)
 
     def _best_records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The best beams of every prompt; without prompts, the best of all texts."""

@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import ToolRequest, parse_over
-from megatron.config.sampling_flags import SamplingFlags
+from megatron.config.sampling_flags import MOST_SPECULATIVE_TOKENS, SamplingFlags
 
 if TYPE_CHECKING:
+    from megatron.inference.generation import GenerationEngine
     from megatron.inference.loaded_model import LoadedModel
     from megatron.inference.serve.access import Access
     from megatron.inference.serve.requests.limits import ServerLimits
@@ -62,6 +63,10 @@ class ServeFlags(SamplingFlags):
         nargs="+",
     )
     max_sequences: int = flag(32, "answers computed at the same time; others wait", at_least=1)
+    speculative_tokens: int = flag(
+        0, "tokens that multi-token prediction guesses ahead of each step, which verifies them; changes no text",
+        at_least=0, at_most=MOST_SPECULATIVE_TOKENS,
+    )  # fmt: skip
     max_queue: int = flag(1024, "answers that may be waiting or in progress before requests are refused", at_least=1)
     max_choices: int = flag(64, "answers per request", at_least=1)
     max_new_tokens: int | None = flag(
@@ -113,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     """Serves on rank 0."""
-    from megatron.inference.generation import GenerationEngine, lead
+    from megatron.inference.generation import lead
     from megatron.inference.serve.requests.served import served_model
     from megatron.inference.serve.server import Opened
 
@@ -124,7 +129,7 @@ def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     def open_model() -> Opened:
         loaded = _load(request, mesh)
         served = served_model(loaded, flags.served_model_name, flags.chat_template)
-        leader = lead(GenerationEngine(loaded, max_sequences=flags.max_sequences, isolates_failures=True))
+        leader = lead(_engine(flags, loaded))
         return Opened(served, leader, flags.max_sequences, leader.check_ranks, leader.close)
 
     server.run(open_model)
@@ -134,12 +139,20 @@ def _follow(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     """Computes on another rank; only rank 0 decides when to stop."""
     import signal
 
-    from megatron.inference.generation import GenerationEngine, follow
+    from megatron.inference.generation import follow
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    loaded = _load(request, mesh)
-    follow(GenerationEngine(loaded, max_sequences=request.own.max_sequences, isolates_failures=True))
+    follow(_engine(request.own, _load(request, mesh)))
+
+
+def _engine(flags: ServeFlags, loaded: LoadedModel) -> GenerationEngine:
+    from megatron.inference.generation import GenerationEngine
+
+    guessed = flags.speculative_tokens
+    return GenerationEngine(
+        loaded, max_sequences=flags.max_sequences, isolates_failures=True, speculative_tokens=guessed
+    )
 
 
 def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:

@@ -11,6 +11,7 @@ from megatron.config.architecture.attention import AttentionFields
 from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields, FeedForwardFields
 from megatron.config.architecture.latent_attention import LatentAttentionFields
+from megatron.config.architecture.multi_token import MultiTokenFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import LEARNED, PositionFields
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
@@ -36,6 +37,7 @@ from megatron.config.request_rules import (
     masking_notices,
     placement_problems,
 )
+from megatron.config.rules.multi_token_rules import multi_token_problems
 from megatron.config.run_config import (
     DEFAULT,
     FILE,
@@ -60,6 +62,7 @@ _PARTS: tuple[tuple[str, type], ...] = (
     ("model: positions", PositionFields),
     ("model: norms", NormFields),
     ("model: encoders", EncoderFields),
+    ("model: multi-token prediction", MultiTokenFields),
     ("model: output head, initial values and factors", ModelRequest),
 )
 _SIZE = "model: size"
@@ -350,6 +353,7 @@ def _build_sections(
         *foreign_problems(
             *(sections[name] for name in ("loss", "documents", "finetuning", "distillation", "evaluation")),
         ),
+        *multi_token_problems(*(sections[name] for name in ("model", "parallel", "loss", "distillation"))),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = merged.broken | {flag.field for flag in missing}

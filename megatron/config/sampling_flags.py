@@ -14,6 +14,7 @@ from megatron.errors import ConfigError, printable
 LARGEST_LOGIT_BIAS = 100.0
 LARGEST_LENGTH_PENALTY = 10.0
 MOST_BEAMS = 256
+MOST_SPECULATIVE_TOKENS = 32
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,18 @@ class Forward:
 
     Hidden states are the only thing that travels; every rank makes the same context, and only its own stage's keys and
     values are in it.
+
+    Args:
+        keeps_states: whether the states that multi-token prediction takes are kept, of all tokens.
+
+    Attributes:
+        states: those of the last pass, on the last stage; None if they are not kept. `[b, s, h]`.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, keeps_states: bool = False) -> None:
+        self.states: torch.Tensor | None = None
+        self._keeps_states = keeps_states
+        self._of_rows = {LayerKind.HEAD} if keeps_states else {LayerKind.NORM, LayerKind.HEAD}
         self._model, self._pipeline = loaded.model, loaded.mesh.pp
         self._hidden_size = loaded.config.model.hidden_size
         self._first_weight = next(loaded.model.parameters())
@@ -46,8 +55,10 @@ class Forward:
             receive(hidden, self._pipeline, stage - 1)
         is_whole = True
         for spec, layer in self._model.named_layers():
-            if rows is not None and is_whole and spec.kind in (LayerKind.NORM, LayerKind.HEAD):
+            if rows is not None and is_whole and spec.kind in self._of_rows:
                 hidden, is_whole = hidden.flatten(0, 1)[rows], False  # [n, h]
+            if self._keeps_states and spec.kind is LayerKind.MULTI_TOKEN:
+                self.states = hidden
             hidden = layer(hidden, context)
         if stage < last:
             send(hidden, self._pipeline, stage + 1)

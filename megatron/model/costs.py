@@ -90,7 +90,8 @@ def expert_parameters(config: ModelConfig) -> int:
 
 def idle_expert_parameters(config: ModelConfig) -> int:
     """Parameters of the experts that a token does not go to, over all layers."""
-    counts = [config.experts_of(layer) for layer in range(config.num_layers) if config.has_experts(layer)]
+    layers = range(config.num_layers + config.mtp_num_layers)
+    counts = [config.experts_of(layer) for layer in layers if config.has_experts(layer)]
     return sum(count - config.moe_router_topk for count in counts) * expert_parameters(config)
 
 
@@ -98,6 +99,20 @@ def head_cost(config: ModelConfig) -> LayerCost:
     """Parameters and operations of the output head; a shared matrix counts with the embedding."""
     own = config.untie_embeddings_and_output_weights * config.vocab_size * config.hidden_size
     return LayerCost(own, flops_per_token=2 * config.padded_vocab_size * config.hidden_size)
+
+
+def multi_token_cost(config: ModelConfig) -> LayerCost:
+    """Parameters and operations of multi-token prediction: for each depth two norms, a projection, a block, a norm and
+    a pass through the head, whose matrix is shared.
+    """
+    hidden = config.hidden_size
+    blocks = [block_cost(config, config.num_layers + depth) for depth in range(config.mtp_num_layers)]
+    joining, head = 2 * hidden * hidden, head_cost(config).flops_per_token
+    return LayerCost(
+        sum(block.parameters + joining + 3 * norm_size(config) for block in blocks),
+        flops_per_token=sum(block.flops_per_token + 2 * joining + head for block in blocks),
+        flops_per_token_pair=sum(block.flops_per_token_pair for block in blocks),
+    )
 
 
 def bert_head_cost(config: ModelConfig) -> LayerCost:
@@ -130,7 +145,7 @@ def chunk_flops(config: ModelConfig, work: TokenWork, placement: Placement, divi
         ConfigError: there are fewer blocks than chunks.
     """
     blocks = [block_cost(config, index).flops(work.pairs) for index in range(config.num_layers)]
-    head = int(work.head_share * heads_cost(config).flops_per_token)
+    head = int(work.head_share * heads_cost(config).flops_per_token) + multi_token_cost(config).flops(work.pairs)
     bounds = [0, *accumulate(division.counts(blocks, (0, head), placement))]
     flops = [sum(blocks[begin:end]) for begin, end in pairwise(bounds)]
     return *flops[:-1], flops[-1] + head

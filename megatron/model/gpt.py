@@ -13,10 +13,11 @@ from megatron.config.architecture.positions import LEARNED
 from megatron.model.blocks.embedding import EmbeddingDropout, OutputHead, PositionEmbedding, WordEmbedding
 from megatron.model.blocks.norm import build_norm_layer
 from megatron.model.blocks.transformer import TransformerBlock
-from megatron.model.costs import block_cost, head_cost, norm_size
+from megatron.model.costs import block_cost, head_cost, multi_token_cost, norm_size
 from megatron.model.initial_values import place_initial_values
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
+from megatron.model.multi_token_prediction import MultiTokenPrediction
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from
 
@@ -26,19 +27,22 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings"
 EMBEDDING_DROPOUT = "embedding.dropout"
 BLOCKS = "decoder.layers"
 FINAL_LAYERNORM = "decoder.final_layernorm"
+MULTI_TOKEN = "mtp"
 OUTPUT_LAYER = "output_layer"
 
 
 def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
     """The network: word embedding, positions, blocks, final norm, and a head that may share the word embedding.
 
-    The first layer takes tokens `[b, s]`, the last returns logits `[b, s, v/t]`.
+    The first layer takes tokens `[b, s]`, the last returns logits `[b, s, v/t]`; with multi-token prediction, in
+    training, those of every depth after them, `[(1 + depths) b, s, v/t]`.
     """
     tied_to = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     layers = [
         *_embedding_layers(config, mesh),
         *block_layers(config, mesh),
         *final_norm(config, mesh),
+        *_multi_token_layers(config, mesh),
         LayerSpec(OUTPUT_LAYER, LayerKind.HEAD, head_cost(config), partial(OutputHead, config, mesh), tied_to=tied_to),
     ]
     complete_spec = partial(place_initial_values, config)
@@ -64,6 +68,15 @@ def final_norm(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
         return []
     build = partial(build_norm_layer, config, mesh)
     return [LayerSpec(FINAL_LAYERNORM, LayerKind.NORM, LayerCost(norm_size(config)), build)]
+
+
+def _multi_token_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
+    """Multi-token prediction, which looks tokens up in the word embedding."""
+    if not config.mtp_num_layers:
+        return []
+    build = partial(MultiTokenPrediction, config, mesh)
+    cost = multi_token_cost(config)
+    return [LayerSpec(MULTI_TOKEN, LayerKind.MULTI_TOKEN, cost, build, tied_to=WORD_EMBEDDINGS)]
 
 
 def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:

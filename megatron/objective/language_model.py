@@ -139,27 +139,41 @@ class LanguageModelObjective:
         mask, weights = targets["loss_mask"], self.token_weights(targets)
         of_tokens, gradients = self._token_losses(outputs, targets["labels"], mask, weights, factor)
         losses = of_tokens.cross_entropy * mask  # [b, s]
-        metrics: dict[str, torch.Tensor] = {}
+        metrics = self._metrics(of_tokens, losses, targets)
+        if not (self.label_smoothing or self.z_loss_coeff) and weights is None:
+            loss_sum = losses.sum() if gradients is None else gradients.attached_to(losses.sum())
+            return ObjectiveResult(loss_sum, mask.sum(), metrics)
+        minimized_sum = self._minimized(of_tokens, mask, weights).sum()
+        if gradients is not None:
+            minimized_sum = gradients.attached_to(minimized_sum)
+        return ObjectiveResult(losses.sum(), mask.sum(), metrics, minimized_sum)
+
+    def _metrics(
+        self, of_tokens: TokenLosses, losses: torch.Tensor, targets: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What is reported besides the loss. Shapes: losses, which the loss mask has multiplied, `[b, s]`."""
+        mask, metrics = targets["loss_mask"], dict[str, torch.Tensor]()
         if self.source_count and "source_ids" in targets:
             for name, values in ((SOURCE_LOSS, losses.detach()), (SOURCE_TOKENS, mask)):
                 totals = torch.zeros(self.source_count, dtype=torch.float64, device=values.device)
                 metrics[name] = totals.index_add_(0, targets["source_ids"], values.sum(dim=1, dtype=torch.float64))
-        minimized = losses
-        if of_tokens.uniform is not None:
-            minimized = torch.lerp(losses, of_tokens.uniform * mask, self.label_smoothing)
         if self.z_loss_coeff:
-            z_losses = self.z_loss_coeff * of_tokens.log_normalizer.square() * mask  # [b, s]
-            metrics[Z_LOSS] = z_losses.detach().sum(dtype=torch.float64)
-            minimized = minimized + z_losses
+            z_losses = self.z_loss_coeff * of_tokens.log_normalizer.detach().square() * mask  # [b, s]
+            metrics[Z_LOSS] = z_losses.sum(dtype=torch.float64)
         if self.averages_samples:  # the weights of a sample, masked, sum to 1
             pair = torch.stack([losses.detach(), mask]) * targets["sample_weights"]  # [2, b, s]
             metrics[SAMPLE_LOSS] = pair.sum(dim=(1, 2), dtype=torch.float64)
-        if weights is not None:
-            minimized = minimized * weights
-        minimized_sum = minimized.sum() if gradients is None else gradients.attached_to(minimized.sum())
-        if minimized is losses:
-            return ObjectiveResult(minimized_sum, mask.sum(), metrics)
-        return ObjectiveResult(losses.sum(), mask.sum(), metrics, minimized_sum)
+        return metrics
+
+    def _minimized(self, of_tokens: TokenLosses, mask: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """What is minimized of every token. Shapes: `[b, s]`."""
+        minimized = of_tokens.cross_entropy
+        if of_tokens.uniform is not None:
+            minimized = torch.lerp(minimized, of_tokens.uniform, self.label_smoothing)
+        if self.z_loss_coeff:
+            minimized = minimized + self.z_loss_coeff * of_tokens.log_normalizer.square()
+        minimized = minimized * mask
+        return minimized if weights is None else minimized * weights
 
     def _token_losses(
         self,

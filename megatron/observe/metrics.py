@@ -17,6 +17,7 @@ from megatron.engine.totals import StepResult
 from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
+from megatron.objective.multi_token import MTP_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 from megatron.observe.speed import Workload
 
@@ -106,6 +107,8 @@ class StepMetrics:
             that is what is minimized.
         distillation_loss: mean divergence from a teacher, its weight included, over the same steps as `lm_loss`: per
             token, or per sample if that is what is minimized; None without a teacher.
+        mtp_losses: mean loss per counted token of each depth of multi-token prediction, over the same steps as
+            `lm_loss`, as `mtp_1` and so on; None without it.
         order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
         model_flops_utilization_ratio: see `Workload.utilization_ratio`; None where the peak of the device is unknown.
@@ -141,6 +144,7 @@ class StepMetrics:
     sample_loss: float | None = None
     order_loss: float | None = None
     distillation_loss: float | None = None
+    mtp_losses: Mapping[str, float] | None = None
     routing: RoutingFigures | None = None
     model_flops_utilization_ratio: float | None = None
     data_wait_seconds: float | None = None
@@ -171,8 +175,7 @@ def measure(
         outcome: what the engine returned.
         workload: converts samples into tokens and FLOPs.
         train_iterations: planned steps of the run.
-        learning_rate, seconds: the rate that was used, and the wall time of the step.
-        loss_scale: the loss scale; fp16 only.
+        learning_rate, seconds, loss_scale: the rate that was used, the wall time of the step, the scale in fp16.
         source_names: names of the data sources in the outcome's metrics.
         waits: what the step waited for; None if unknown.
         eta_seconds: estimated time to the end of the run.
@@ -200,6 +203,7 @@ def measure(
         empty_iterations=1 if outcome.loss is None else None,
         z_loss=_per_token(outcome, Z_LOSS),
         distillation_loss=_mean(outcome.metrics.get(DISTILLATION_LOSS)),
+        mtp_losses=_of_depths(outcome.metrics.get(MTP_LOSS)),
         sample_loss=_mean(outcome.metrics.get(SAMPLE_LOSS)),
         order_loss=_mean(outcome.metrics.get(ORDER_LOSS)),
         routing=routing_figures(outcome.metrics),
@@ -255,6 +259,7 @@ def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
         sample_loss=mean("sample_loss"),
         order_loss=mean("order_loss"),
         distillation_loss=mean("distillation_loss"),
+        mtp_losses=_mean_of_depths([step.mtp_losses for step in kept if step.mtp_losses is not None]),
         routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
@@ -294,3 +299,18 @@ def _per_token(outcome: StepResult, name: str) -> float | None:
 def _mean(pair: Sequence[float] | None) -> float | None:
     """The mean of a metric that is a sum and what it is divided by; None if nothing was summed."""
     return None if pair is None or pair[1] == 0 else pair[0] / pair[1]
+
+
+def _of_depths(sums: Sequence[float] | None) -> dict[str, float] | None:
+    """The mean loss of each depth with counted tokens; the sums of all depths are followed by their counts."""
+    if sums is None:
+        return None
+    depths = len(sums) // 2
+    pairs = zip(sums[:depths], sums[depths:], strict=True)
+    return {f"mtp_{depth}": total / count for depth, (total, count) in enumerate(pairs, start=1) if count}
+
+
+def _mean_of_depths(steps: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    names = dict.fromkeys(name for step in steps for name in step)
+    values = {name: [step[name] for step in steps if name in step] for name in names}
+    return {name: math.fsum(of_depth) / len(of_depth) for name, of_depth in values.items()} if steps else None

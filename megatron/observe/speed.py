@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
-from megatron.model.costs import block_cost, heads_cost
+from megatron.model.costs import block_cost, heads_cost, multi_token_cost
 from megatron.parallel.schedule.building import idle_share
 
 _TERA = 1e12
@@ -167,6 +167,8 @@ def flops_per_sample(
 ) -> float:
     """FLOPs of training on one sequence: 3 times the blocks' FLOPs in a forward pass, or 4 times with recompute.
 
+    Multi-token prediction counts as a block, its passes through the head included.
+
     For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
     to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
     encoders, whose tokens do attend to all, as well. Of the experts, a token counts those it goes to.
@@ -199,5 +201,6 @@ def model_flops_per_sample(model: ModelConfig, sequence_length: int, predicted_s
 def _forward_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
     """FLOPs of a forward pass for one token: of the blocks and of the heads."""
     costs = [block_cost(model, layer) for layer in range(model.num_layers)]
+    costs.append(multi_token_cost(model))
     blocks = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
     return blocks, heads_cost(model).flops_per_token

@@ -84,21 +84,32 @@ class Job:
         """Parameters of the whole network."""
         model = self.model
         blocks = sum(cost.parameters for cost in self.block_costs)
-        return blocks + self._embedding(1) + norm_size(model) + head_cost(model).parameters
+        joins = model.mtp_num_layers * self._joining(1)
+        return blocks + self._embedding(1) + norm_size(model) + head_cost(model).parameters + joins
 
     @cached_property
     def block_costs(self) -> tuple:  # type: ignore[type-arg]
-        """The cost of each block."""
-        return tuple(block_cost(self.model, index) for index in range(self.model.num_layers))
+        """The cost of each block, those of multi-token prediction last."""
+        blocks = range(self.model.num_layers + self.model.mtp_num_layers)
+        return tuple(block_cost(self.model, index) for index in blocks)
 
     @cached_property
     def head_flops(self) -> int:
-        """Forward FLOPs of the head for a token, as the mean of all tokens."""
-        return int(self.head_share * heads_cost(self.model).flops_per_token)
+        """Forward FLOPs of the head for a token, as the mean of all tokens, and of what multi-token prediction computes
+        besides its blocks.
+        """
+        model, head = self.model, heads_cost(self.model).flops_per_token
+        return int(self.head_share * head) + model.mtp_num_layers * (head + 4 * model.hidden_size**2)
 
     def chunks(self, placement: Placement) -> tuple[tuple[range, ...], Mapping[int, int]]:
-        """The blocks of each chunk of a pipeline, and the ranks that differ, see `blocks_of_chunks`."""
-        return blocks_of_chunks(self._block_flops, self.head_flops, placement, self.division)
+        """The blocks of each chunk of a pipeline, and the ranks that differ, see `blocks_of_chunks`.
+
+        Those of multi-token prediction are in the last chunk.
+        """
+        layers = self.model.num_layers
+        after = self.head_flops + sum(self._block_flops[layers:])
+        chunks, ranks = blocks_of_chunks(self._block_flops[:layers], after, placement, self.division)
+        return (*chunks[:-1], range(chunks[-1].start, len(self._block_flops))), ranks
 
     @cached_property
     def _block_flops(self) -> tuple[int, ...]:
@@ -133,7 +144,9 @@ class Job:
         if first:
             dense += self._embedding(layout.tp)
         if last:
-            dense += norm_size(model)
+            dense += norm_size(model) + model.mtp_num_layers * self._joining(layout.tp)
+            looks_up = model.mtp_num_layers > 0 and model.untie_embeddings_and_output_weights and not first
+            dense += looks_up * model.padded_vocab_size * model.hidden_size // layout.tp
             is_copy = not model.untie_embeddings_and_output_weights and not first
             if is_copy or model.untie_embeddings_and_output_weights:
                 dense += model.padded_vocab_size * model.hidden_size // layout.tp
@@ -147,6 +160,10 @@ class Job:
     def _feed_forward(self) -> int:
         model = self.model
         return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+
+    def _joining(self, tp: int) -> int:
+        """What a depth of multi-token prediction has besides its block: a projection and three norms."""
+        return 2 * self.model.hidden_size**2 // tp + 3 * norm_size(self.model)
 
     def _embedding(self, tp: int) -> int:
         model = self.model

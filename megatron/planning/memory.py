@@ -139,6 +139,8 @@ def _whole_activations(job: Job, layout: Layout, index: int) -> int:
     heads = model.num_attention_heads / tp
     elements = 4 * model.hidden_size / within + _attention_elements(job, tp, within)
     elements += _feed_forward_elements(job, index) / tp
+    if index >= model.num_layers:  # what is joined, its norms and the norm of the result
+        elements += 7 * model.hidden_size / within
     statistics = 0.0 if layout.recompute == ATTENTION else heads * _FP32
     scores = 0.0
     if not job.has_fused_kernels and model.num_query_groups < model.num_attention_heads:
@@ -195,6 +197,7 @@ def _head_buffers(job: Job, layout: Layout) -> int:
     model, tokens = job.model, local_tokens(job, layout)
     columns = model.padded_vocab_size // layout.tp
     values, least = (_LOGITS, _LOGIT_ROWS) if job.has_fused_kernels else (_CPU_LOGITS, _CPU_LOGIT_ROWS)
+    tokens *= 1 + model.mtp_num_layers
     rows = min(tokens, max(least, values // columns))
     weight = columns * model.hidden_size
     sums = _FP32 * weight if rows < tokens else job.weight_bytes * weight

@@ -15,6 +15,7 @@ from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.objective.language_model import LanguageModelObjective, PrefixObjective
 from megatron.objective.masked import MaskedLanguageModelObjective
+from megatron.objective.multi_token import MultiTokenObjective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.sequence.split import SequenceSplit
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
     Args:
         source_count: number of data sources whose losses are reported separately.
     """
-    loss = config.loss
+    loss, model = config.loss, config.model
     objective = LanguageModelObjective(
         mesh.tp,
         config.model.vocab_size,
@@ -40,6 +41,13 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
     )
     if loss.objective == MASKED:
         return MaskedLanguageModelObjective(**vars(objective), has_sentence_order=config.model.sentence_order_head)
+    if model.mtp_num_layers:
+        return MultiTokenObjective(
+            **vars(objective),
+            depths=model.mtp_num_layers,
+            scale=model.mtp_loss_scaling_factor,
+            stops_at_masked=config.documents.eod_mask_loss,
+        )
     if loss.objective != PREFIX:
         return objective
     return PrefixObjective(
@@ -76,6 +84,7 @@ def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSe
         has_prefixes=config.loss.has_prefixes,
         has_token_types=masked and config.model.token_types > 1 and config.masking.masked_samples == SENTENCES,
         has_predicted=names_predicted(config),
+        has_tokens=config.model.mtp_num_layers > 0,
         dtype=getattr(torch, config.precision.dtype_name),
         hidden_size=config.model.hidden_size,
         explicit_attention=not config.kernels.fused_attention,

@@ -37,6 +37,11 @@ def test_an_unchanged_run_resumes_unchanged() -> None:
     [
         ("", "--hidden-size 128", r"--hidden-size is 128 and the checkpoint was saved with 64.*give --hidden-size 64"),
         ("", "--num-layers 5", r"--num-layers is 5 and the checkpoint was saved with 4"),
+        (
+            "--position-embedding-type rope",
+            "--position-embedding-type rope --mtp-num-layers 2 --finetune --load elsewhere",
+            r"--mtp-num-layers is 2 and the checkpoint was saved with 0\. They must match; give --mtp-num-layers 0",
+        ),
         ("", "--num-attention-heads 2", r"--num-attention-heads is 2 and the checkpoint was saved with 4"),
         ("", "--seq-length 16", r"--seq-length is 16 .* with 32.*use --finetune"),
         ("--seed 7", "", r"--seed is 1234 and the checkpoint was saved with 7\. They must match; give --seed 7"),

@@ -11,6 +11,7 @@ from megatron.checkpoint.record import Progress
 from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
+from megatron.objective.multi_token import MTP_LOSS
 from megatron.observe.metrics import SourceLoss, Waits, mean_of, measure
 from tests.train.samples import WORKLOAD, Outcome, metrics
 
@@ -99,6 +100,24 @@ def test_the_z_loss_is_the_mean_over_counted_tokens() -> None:
     ]
     assert (steps[0].z_loss, mean_of(steps).z_loss) == (0.25, 0.5)
     assert mean_of([metrics()]).z_loss is None
+
+
+def test_the_loss_of_a_depth_is_the_mean_over_its_counted_tokens() -> None:
+    outcomes = [(6.0, 8.0, 3.0, 2.0), (9.0, 0.0, 3.0, 0.0), (1.0, 1.0, 1.0, 1.0)]
+    steps = [
+        measure(
+            Progress(1, 8, 128),
+            Outcome(metrics={MTP_LOSS: sums}, skipped=sums[0] == 1.0),
+            WORKLOAD,
+            train_iterations=9,
+            learning_rate=0.1,
+            seconds=1.0,
+        )
+        for sums in outcomes
+    ]
+    assert [step.mtp_losses for step in steps[:2]] == [{"mtp_1": 2.0, "mtp_2": 4.0}, {"mtp_1": 3.0}]
+    assert mean_of(steps).mtp_losses == {"mtp_1": 2.5, "mtp_2": 4.0}
+    assert mean_of([metrics()]).mtp_losses is None
 
 
 def test_losses_per_sample_are_means_over_samples() -> None:

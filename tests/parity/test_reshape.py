@@ -217,6 +217,17 @@ def test_bf16_crosses_layouts(saved):
         assert loss == pytest.approx(true_loss, rel=3.0e-2)
 
 
+def test_multi_token_prediction_crosses_layouts(saved):
+    flags = ("--mtp-num-layers", "1", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights")
+    folder, curve, covered = saved("tp2pp2-zero1", flags)
+    assert covered["mtp.layers.0.eh_proj.weight"]["exp_avg"] == 2 * RECIPE.hidden_size**2
+    assert covered["embedding.word_embeddings.weight"]["weight"] == RECIPE.vocab_size * RECIPE.hidden_size
+    resumed = run_ranks(load_and_train, 1, (1, 1, 1), 0, list(flags), str(folder))
+    for (loss, norm), (true_loss, true_norm) in zip(resumed[0], curve[SAVED_AFTER:], strict=True):
+        assert loss == pytest.approx(true_loss, rel=CROSS_LAYOUT_RATIO)
+        assert norm == pytest.approx(true_norm, rel=1.0e-4)
+
+
 # With muP, a middle stage has fewer kinds of parameters than the first and the last.
 SCALED_LEARNING_RATES = [
     *("--use-mup", "--mup-base-hidden-size", "8", "--mup-base-head-dim", "4"),

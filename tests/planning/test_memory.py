@@ -22,6 +22,7 @@ LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "24", "--qk-head-dim", "16"),
     *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--qk-layernorm"),
 )
+MTP = (*LLAMA, "--mtp-num-layers", "2")
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 # Flags, the number of ranks, and the rank that is counted.
 CASES = {
@@ -53,6 +54,12 @@ CASES = {
     ),
     "muon": (("--optimizer", "muon", "--micro-batch-size", "4"), 1, 0),
     "a mean of the weights": (("--ema-decay", "0.9", "--micro-batch-size", "4"), 2, 0),
+    "multi-token prediction": ((*MTP, "--micro-batch-size", "4"), 1, 0),
+    "multi-token prediction, last of a pipeline": (
+        (*MTP, *PP2, "--micro-batch-size", "2", "--global-batch-size", "8"),
+        2,
+        1,
+    ),
     "ring of 2": (("--context-parallel-size", "2", "--micro-batch-size", "4"), 2, 0),
 }
 

@@ -39,6 +39,7 @@ LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "12", "--kv-lora-rank", "8", "--qk-head-dim", "8"),
     *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "8", "--qk-layernorm", "--position-embedding-type", "rope"),
 )
+MULTI_TOKEN = ("--mtp-num-layers", "2", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights")
 LAYOUTS = {
     "data": ((), 8),
     "tensor and pipeline": (TP2_PP2, 16),
@@ -52,6 +53,7 @@ LAYOUTS = {
     "ZeRO 2": (("--tensor-model-parallel-size", "2", "--zero-stage", "2"), 8),
     "fp32": (("--no-bf16", "--zero-stage", "0", "--tensor-model-parallel-size", "2"), 8),
     "ramp-up": ((*TP2_PP2, "--rampup-batch-size", "8", "8", "24", "--train-samples", "288"), 16),
+    "multi-token prediction": ((*TP2_PP2, "--sequence-parallel", *MULTI_TOKEN), 8),
     "experts": ((*EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
     "latents": ((*LATENT, *EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
     "experts and a ring": ((*EXPERTS, "--context-parallel-size", "2", "--zero-stage", "2"), 8),

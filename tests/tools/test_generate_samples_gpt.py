@@ -223,6 +223,8 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
             "--num-beams 2 finds 2 texts for a prompt, and 3 are requested",
         ),
         (["--num-beams", "2", "--recompute"], "--recompute is for drawing tokens"),
+        (["--speculative-tokens", "2", "--recompute"], "--speculative-tokens 2 does not go with --recompute"),
+        (["--speculative-tokens", "2", "--num-beams", "3"], "--speculative-tokens 2 does not go with --num-beams 3"),
         (["--num-beams", "2", "--top_k", "3"], "--top-k 3 is for drawing tokens"),
     ],
 )

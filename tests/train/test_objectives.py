@@ -14,6 +14,7 @@ from megatron.data.datasets.sample import Sample, SampleDataset
 from megatron.model.interface.step_context import MaskKind
 from megatron.objective.language_model import LanguageModelObjective, PrefixObjective
 from megatron.objective.masked import MaskedLanguageModelObjective
+from megatron.objective.multi_token import MultiTokenObjective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.train.objectives import batch_options, build_objective, samples_to_learn, step_settings
@@ -47,6 +48,14 @@ def test_masks_positions_and_prefixes(
     assert (settings.mask is MaskKind.DOCUMENTS, settings.restart_positions) == (separates, restarts)
     assert (settings.needs_segments, settings.has_prefixes) == (segments, prefixes)
     assert (options.segments, options.prefixes, options.eod_id) == (segments, prefixes, 9)
+
+
+def test_multi_token_prediction_has_an_objective_and_the_tokens() -> None:
+    flags = "--mtp-num-layers 2 --position-embedding-type rope --mtp-loss-scaling-factor 0.3 --eod-mask-loss"
+    tp = ParallelMesh.single().tp
+    expected = MultiTokenObjective(tp, 1000, depths=2, scale=0.3, stops_at_masked=True)
+    assert build_objective(_config(flags), ParallelMesh.single()) == expected
+    assert step_settings(_config(flags)).passed == ("tokens",)
 
 
 def test_masked_text_passes_what_only_it_has() -> None:

@@ -105,10 +105,14 @@ class AttentionFields(LatentAttentionFields):
     )
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
 
+    def alike(self, layer: int) -> int:
+        """The block that block `layer` is like: itself, and of those of multi-token prediction the last one."""
+        return min(layer, self.num_layers - 1)
+
     def window_of(self, layer: int) -> int | None:
         """The window of block `layer` in tokens, itself included; None for full attention."""
         pattern = self.attention_window_pattern
-        windowed = not pattern or bool(pattern[layer % len(pattern)])
+        windowed = not pattern or bool(pattern[self.alike(layer) % len(pattern)])
         return self.attention_window if windowed else None
 
     @property

@@ -165,7 +165,7 @@ class ExpertFields(FeedForwardFields):
             return 1
         if not self.moe_expert_counts:
             return self.num_experts
-        place = sum(self._may_have_experts(before) for before in range(layer))
+        place = sum(self._may_have_experts(before) for before in range(self.alike(layer)))
         return self.moe_expert_counts[place]
 
     @property
@@ -190,7 +190,7 @@ class ExpertFields(FeedForwardFields):
 
     def _may_have_experts(self, layer: int) -> bool:
         pattern = self.moe_layer_pattern
-        return not pattern or bool(pattern[layer % len(pattern)])
+        return not pattern or bool(pattern[self.alike(layer) % len(pattern)])
 
     @property
     def widths(self) -> dict[str, int]:

@@ -6,17 +6,16 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields
 from megatron.config.architecture.latent_attention import idle_latent_fields
+from megatron.config.architecture.multi_token import MultiTokenFields
 from megatron.config.architecture.norms import NormFields
-from megatron.config.architecture.positions import PositionFields
 from megatron.config.architecture.scales import ScaleFields
 from megatron.config.flags.fields import MUST_MATCH, derived, flags_of, network_flag
 
 
 @dataclass(frozen=True)
-class ModelRequest(ScaleFields, NormFields, PositionFields, ExpertFields, EncoderFields):
+class ModelRequest(ScaleFields, NormFields, MultiTokenFields, ExpertFields):
     """The architecture that was asked for."""
 
     vocab_size: int | None = network_flag(
@@ -74,6 +73,8 @@ def idle_fields(model: ModelRequest) -> dict[str, str]:
         idle["moe_router_group_scored_experts"] = "--moe-router-num-groups"
     if model.num_experts == 1:
         idle.update({name: "--num-experts" for name in names if name.startswith("moe_")})
+    if not model.mtp_num_layers:
+        idle["mtp_loss_scaling_factor"] = "--mtp-num-layers"
     if not model.activation_function.startswith("gelu"):
         idle["openai_gelu"] = "a GELU (--activation-function)"
     return idle | idle_latent_fields(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def export_model(request: ExportRequest) -> Path:
         StorageError: the file system refused.
     """
     check_installed()
-    model = request.model
+    model, stored_model = dataclasses.replace(request.model, mtp_num_layers=0), request.model
     family = family_for(model, request.model_type, request.origin)
     config = family.write_config(model)
     manifest = read_manifest(request.checkpoint)
@@ -101,7 +102,13 @@ def export_model(request: ExportRequest) -> Path:
         )
     source = CheckpointSource(request.checkpoint, manifest, request.kind)
     shapes = network_shapes(model)
-    _check_names(catalogue.names(), {*shapes, *optional_states(model)}, request.checkpoint)
+    known = {*network_shapes(stored_model), *optional_states(stored_model)}
+    _check_names(catalogue.names(), known, request.checkpoint)
+    if stored_model.mtp_num_layers:
+        log.info(
+            f"the weights of --mtp-num-layers {stored_model.mtp_num_layers} are left out: transformers does not "
+            "compute multi-token prediction"
+        )
     tensors = bind(family.tensors, shapes)
     parts = parts_by_tensor(tensors)
     dtypes = {name: _dtype_of(source, parts[name], request.dtype) for name in parts}

@@ -112,6 +112,11 @@ def tensor_rules(config: ModelConfig) -> dict[str, ShardingRule]:
             f"--num-experts {config.num_experts}: experts are not converted to or from Megatron's and DeepSpeed's "
             "formats. Use a Hugging Face directory (tools/convert/export_hf.py)."
         )
+    if config.mtp_num_layers:
+        raise ConversionError(
+            f"--mtp-num-layers {config.mtp_num_layers}: multi-token prediction is not converted to or from Megatron's "
+            "and DeepSpeed's formats. Use a Hugging Face directory (tools/convert/export_hf.py), which leaves it out."
+        )
     rules = [*_embeddings(config)]
     for layer in range(config.num_layers):
         rules += _block(config, f"decoder.layers.{layer}")

@@ -92,9 +92,10 @@ def tied_weights(
 ) -> list[tuple[nn.Parameter, Axis]]:
     """The weights that both this rank and another one of its pipeline hold, each with the axis of the ranks that do."""
     names = {spec.name for spec, _ in stack.named_layers()}
-    tied: list[tuple[nn.Parameter, Axis]] = []
+    tied: dict[int, tuple[nn.Parameter, Axis]] = {}
     for spec in network:
         here = {spec.name, spec.tied_to} & names if spec.tied_to is not None else set()
         if len(here) == 1:
-            tied.append((stack.weight_of(here.pop()), mesh.embedding))
-    return tied
+            weight = stack.weight_of(here.pop())
+            tied[id(weight)] = weight, mesh.embedding
+    return list(tied.values())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron import log
 from megatron.evaluation.tasks.exact_match import before_stops
 from megatron.inference.forward import Forward
 from megatron.inference.generation.generation_engine import USUAL_SEQUENCES, GenerationEngine
@@ -21,26 +22,35 @@ _GREEDY = Sampling(greedy=True)
 
 
 def generate_all(
-    loaded: LoadedModel, requests: Sequence[Request], *, max_sequences: int = USUAL_SEQUENCES
+    loaded: LoadedModel,
+    requests: Sequence[Request],
+    *,
+    max_sequences: int = USUAL_SEQUENCES,
+    speculative_tokens: int = 0,
 ) -> list[Completion]:
     """Continues all requests and returns their texts in the same order; collective over a model copy.
 
     Raises:
         ConfigError: a request can never be served; nothing is generated then.
     """
-    return list(completions(loaded, requests, max_sequences=max_sequences))
+    texts = completions(loaded, requests, max_sequences=max_sequences, speculative_tokens=speculative_tokens)
+    return list(texts)
 
 
 def completions(
-    loaded: LoadedModel, requests: Sequence[Request], *, max_sequences: int = USUAL_SEQUENCES
+    loaded: LoadedModel,
+    requests: Sequence[Request],
+    *,
+    max_sequences: int = USUAL_SEQUENCES,
+    speculative_tokens: int = 0,
 ) -> Iterator[Completion]:
     """Continues all requests and yields their texts in the same order, each as early as possible; collective over a
-    model copy.
+    model copy. Says at the end what guessing tokens has brought, if any were guessed.
 
     Raises:
         ConfigError: a request can never be served; nothing is generated then.
     """
-    engine = GenerationEngine(loaded, max_sequences=max_sequences)
+    engine = GenerationEngine(loaded, max_sequences=max_sequences, speculative_tokens=speculative_tokens)
     for request in requests:
         engine.add(request)
     generated: dict[str, list[GeneratedToken]] = {request.id: [] for request in requests}
@@ -50,6 +60,8 @@ def completions(
             for one in engine.step():
                 generated[one.request_id].append(one)
         yield Completion.of(request, generated.pop(request.id))
+    if speculative_tokens:
+        log.info(engine.speculation.sentence)
 
 
 @torch.inference_mode()

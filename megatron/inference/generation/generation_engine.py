@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+
 import torch
 
 from megatron.errors import ConfigError
 from megatron.inference.forward import Forward
+from megatron.inference.generation.drafting import Drafter, KnownTokens, Speculation
 from megatron.inference.generation.next_tokens import (
     Failed,
     check_request,
-    choose_each_on_all,
-    choose_on_all,
     finish_of,
     last_length,
+    raise_failures,
     score_on_all,
+    verify_on_all,
 )
 from megatron.inference.generation.request import GeneratedToken, Request
 from megatron.inference.generation.schedule import EngineLimits, Text, TextChunk, TextSchedule
@@ -46,6 +49,11 @@ class GenerationEngine:
             the memory of the caches. By default as many as `max_sequences` texts of all positions have.
         isolates_failures: whether a request whose token cannot be chosen ends alone, as "failed", and the others
             continue. Otherwise `step` raises. The same on all ranks.
+        speculative_tokens: how many tokens of each text are guessed ahead of a step, which verifies them: see
+            `Drafter`. It changes no text. 0 guesses none.
+
+    Attributes:
+        speculation: what guessing has brought.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class GenerationEngine:
         max_sequences: int = USUAL_SEQUENCES,
         max_tokens: int | None = None,
         isolates_failures: bool = False,
+        speculative_tokens: int = 0,
     ) -> None:
         for name, value in (("max_sequences", max_sequences), ("max_tokens", max_tokens)):
             if value is not None and value < 1:
@@ -66,9 +75,11 @@ class GenerationEngine:
             max_sequences, room, whole_prompts=loaded.sees_prompts, short_context=limits.short_context
         )
         self._schedule = TextSchedule(self._limits)
-        self._forward = Forward(loaded)
+        self.speculation = Speculation()
+        self._drafter = Drafter(loaded, speculative_tokens) if speculative_tokens else None
+        self._forward = Forward(loaded, keeps_states=self._drafter is not None)
         self._cancelled: list[str] = []
-        self._choose = choose_each_on_all if isolates_failures else choose_on_all
+        self._isolates_failures = isolates_failures
 
     @property
     def is_idle(self) -> bool:
@@ -118,7 +129,7 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def step(self) -> list[GeneratedToken]:
-        """Computes one step; returns the new tokens, at most one per request.
+        """Computes one step; returns the new tokens, those of a request in their order: one, unless more were guessed.
 
         Raises:
             NumericsError: the network computes something that is not a number.
@@ -130,48 +141,82 @@ class GenerationEngine:
         if not parts:
             return cancelled
         targets = [(part.text, token) for part in parts for _, token in part.targets]
-        ready = [part.text for part in parts if part.is_last]
+        ready = [part for part in parts if part.is_last]
         scores, prompt_scores = self._run(parts)
-        for part in parts:
-            part.text.cache.length += part.count
         if targets:
             choosers = [text.chooser for text, _ in targets]
             scored = score_on_all(prompt_scores, [token for _, token in targets], choosers, self.loaded)
             for (text, _), one in zip(targets, scored, strict=True):
                 text.scored.append(one)
-        goes_on = [text for text in ready if text.request.max_new_tokens]
-        ended = [self._end(text) for text in ready if not text.request.max_new_tokens]
+        results = self._choose(scores, ready)
+        self._advance(parts, results)
+        generated = [one for part in ready for one in self._accept(part.text, results.get(part.text.request.id, ()))]
+        return cancelled + generated
+
+    def _choose(
+        self, scores: torch.Tensor | None, ready: Sequence[TextChunk]
+    ) -> Mapping[str, Sequence[Chosen | Failed]]:
+        """The next tokens of each request that wants some. Shapes: scores `[n, v/t]`, see `verify_on_all`."""
+        goes_on = [part for part in ready if part.text.request.max_new_tokens]
         if not goes_on:
-            return cancelled + ended
-        if scores is not None and ended:
-            scores = scores[[place for place, text in enumerate(ready) if text.request.max_new_tokens]]
-        results = self._choose(scores, [text.chooser for text in goes_on], self.loaded)
-        return cancelled + ended + [self._accept(text, chosen) for text, chosen in zip(goes_on, results, strict=True)]
+            return {}
+        if scores is not None and len(goes_on) < len(ready):
+            wanted = [bool(part.text.request.max_new_tokens) for part in ready for _ in range(1 + len(part.draft))]
+            scores = scores[wanted]
+        choosers, drafts = [part.text.chooser for part in goes_on], [part.draft for part in goes_on]
+        results = verify_on_all(scores, choosers, drafts, self.loaded)
+        if not self._isolates_failures:
+            raise_failures(results)
+        if self._drafter is not None:
+            for draft, chosen in zip(drafts, results, strict=True):
+                self.speculation.add(len(draft), len(chosen))
+        return {part.text.request.id: chosen for part, chosen in zip(goes_on, results, strict=True)}
+
+    def _advance(self, parts: Sequence[TextChunk], results: Mapping[str, Sequence[Chosen | Failed]]) -> None:
+        """Counts the tokens in the caches that stay, and guesses those that will follow."""
+        known, texts, row = [], [], 0
+        for part in parts:
+            text, first = part.text, part.text.cache.length
+            chosen = [one.token for one in results.get(text.request.id, ()) if isinstance(one, Chosen)]
+            count = part.count + max(0, len(chosen) - 1)
+            following = [*text.tokens[first + 1 : first + part.count + 1], *chosen]
+            if self._drafter is None or len(following) < count:  # nothing follows the last one
+                text.cache.length += count
+            else:
+                room = max(0, text.last_length - len(text.tokens) - len(chosen) - 1) if chosen else 0
+                known.append(KnownTokens(text.cache, row, following, min(self._drafter.most, room)))
+                texts.append(text)
+            row += part.width
+        if self._drafter is None or not known:
+            return
+        states = None if self._forward.states is None else self._forward.states.flatten(0, -2)
+        for text, guessed in zip(texts, self._drafter.draft(states, known), strict=True):
+            text.draft = guessed
 
     def _run(self, parts: list[TextChunk]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Scores of the next tokens of the texts whose tokens are all computed, and of the tokens of prompts that are
-        to be scored; None off the last stage.
+        """Scores of the next tokens of the texts whose tokens are all computed, also after each guess, and of the
+        tokens of prompts that are to be scored; None off the last stage.
 
-        Shapes: results `[texts, v/t]` and `[targets, v/t]`.
+        Shapes: results `[texts and guesses, v/t]` and `[targets, v/t]`.
         """
         device = self.loaded.mesh.device
         places = [part.place for part in parts]
         tokens = torch.tensor([[token for part in parts for token in part.tokens]], device=device)  # [1, s]
         positions = [range(place.first, place.first + place.count) for place in places]
         position_ids = torch.tensor([[position for run in positions for position in run]], device=device)  # [1, s]
-        ends, rows, prompt_rows = 0, [], []
+        ends, rows, prompt_rows = 0, list[int](), list[int]()
         for part in parts:
             prompt_rows += [ends + place for place, _ in part.targets]
-            ends += part.count
+            ends += part.width
             if part.is_last:
-                rows.append(ends - 1)
+                rows += range(ends - len(part.draft) - 1, ends)
         last = len(rows)
         rows += prompt_rows
         context = StepContext(
             sample_ids=torch.zeros(1, dtype=torch.int64, device=device),
             known_first_sample=0,
             position_ids=position_ids,
-            caches=MixedCaches([part.text.cache for part in parts], [part.count for part in parts]),
+            caches=MixedCaches([part.text.cache for part in parts], [part.width for part in parts]),
             texts=tuple(places),
         )
         chosen_rows = None if rows == list(range(ends)) else torch.tensor(rows, dtype=torch.int64, device=device)
@@ -181,19 +226,22 @@ class GenerationEngine:
         scores = scores.flatten(0, -2)  # [n, v/t]
         return scores[:last], scores[last:]
 
-    def _end(self, text: Text) -> GeneratedToken:
-        """Ends a text whose request is for no new tokens."""
-        self._schedule.remove(text)
-        return GeneratedToken(text.request.id, None, finish="length", prompt=tuple(text.scored))
-
-    def _accept(self, text: Text, chosen: Chosen | Failed) -> GeneratedToken:
-        if isinstance(chosen, Failed):
+    def _accept(self, text: Text, results: Sequence[Chosen | Failed]) -> Iterator[GeneratedToken]:
+        """Adds tokens to a text up to the one that ends it; ends a text whose request is for no new tokens."""
+        if not results:
             self._schedule.remove(text)
-            return GeneratedToken(text.request.id, None, finish="failed", failure=chosen.reason)
-        text.tokens.append(chosen.token)
-        finish = finish_of(text.request, chosen.token, len(text.tokens), text.last_length)
-        if finish is not None:
-            self._schedule.remove(text)
-        is_first = len(text.tokens) == len(text.request.prompt) + 1
-        prompt = tuple(text.scored) if is_first else ()
-        return GeneratedToken(text.request.id, chosen.token, chosen.logprob, chosen.top, finish, prompt=prompt)
+            yield GeneratedToken(text.request.id, None, finish="length", prompt=tuple(text.scored))
+        for chosen in results:
+            if isinstance(chosen, Failed):
+                self._schedule.remove(text)
+                yield GeneratedToken(text.request.id, None, finish="failed", failure=chosen.reason)
+                return
+            text.tokens.append(chosen.token)
+            finish = finish_of(text.request, chosen.token, len(text.tokens), text.last_length)
+            if finish is not None:
+                self._schedule.remove(text)
+            is_first = len(text.tokens) == len(text.request.prompt) + 1
+            prompt = tuple(text.scored) if is_first else ()
+            yield GeneratedToken(text.request.id, chosen.token, chosen.logprob, chosen.top, finish, prompt=prompt)
+            if finish is not None:
+                return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,26 +82,42 @@ def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], load
         NumericsError: the network computed something that is not a number; on all ranks.
         RuntimeError: a token could not be chosen; on all ranks.
     """
-    chosen_on_all: list[Chosen] = []
-    for one in choose_each_on_all(scores, choosers, loaded):
+    return [one for (one,) in raise_failures(verify_on_all(scores, choosers, [()] * len(choosers), loaded))]
+
+
+def raise_failures(results: Sequence[Sequence[Chosen | Failed]]) -> Sequence[Sequence[Chosen]]:
+    """What was chosen.
+
+    Raises:
+        RuntimeError: a token could not be chosen.
+    """
+    for one in itertools.chain.from_iterable(results):
         if isinstance(one, Failed):
             raise RuntimeError(f"a token could not be chosen:\n{one.reason}")
-        chosen_on_all.append(one)
-    return chosen_on_all
+    return cast(Sequence[Sequence[Chosen]], results)
 
 
-def choose_each_on_all(
-    scores: torch.Tensor | None, choosers: Sequence[Chooser], loaded: LoadedModel
-) -> Sequence[Chosen | Failed]:
-    """The same, but if the token of one row cannot be chosen, the other rows still get theirs; identical on all ranks.
+def verify_on_all(
+    scores: torch.Tensor | None, choosers: Sequence[Chooser], drafts: Sequence[Sequence[int]], loaded: LoadedModel
+) -> Sequence[Sequence[Chosen | Failed]]:
+    """Chooses the next token of each text, and the one after it for as long as the chosen one had been guessed.
 
-    Shapes: scores `[n, v/t]` on the last stage, None on the others.
+    If a token of one text cannot be chosen, the others still get theirs; identical on all ranks.
+
+    Shapes: scores `[n, v/t]` on the last stage, None on the others, after the last token of a text and each of its
+    guesses.
+
+    Args:
+        drafts: the guesses for each text.
 
     Raises:
         NumericsError: the network computed something that is not a number; on all ranks.
     """
-    messages = decide_on_all(scores, loaded, lambda whole: list(map(_message, _choose_each(whole, choosers))))
-    return list(map(_of_message, messages))
+
+    def decide(whole: torch.Tensor) -> list[list[Any]]:
+        return [list(map(_message, results)) for results in _verify(whole, choosers, drafts)]
+
+    return [list(map(_of_message, messages)) for messages in decide_on_all(scores, loaded, decide)]
 
 
 def score_on_all(
@@ -115,6 +132,26 @@ def score_on_all(
     """
     messages = decide_on_all(scores, loaded, lambda whole: list(map(_message, score(whole, tokens, choosers))))
     return cast(Sequence[Chosen], list(map(_of_message, messages)))  # these fail together or not at all
+
+
+def _verify(
+    scores: torch.Tensor, choosers: Sequence[Chooser], drafts: Sequence[Sequence[int]]
+) -> list[list[Chosen | Failed]]:
+    """Shapes: scores `[n, v]`."""
+    begins = list(itertools.accumulate((1 + len(draft) for draft in drafts), initial=0))
+    results: list[list[Chosen | Failed]] = [[] for _ in choosers]
+    going, place = list(range(len(choosers))), 0
+    while going:
+        rows = scores if len(going) == len(scores) else scores[[begins[text] + place for text in going]]
+        for text, one in zip(going, _choose_each(rows, [choosers[text] for text in going]), strict=True):
+            results[text].append(one)
+        going = [text for text in going if _is_guessed(results[text][-1], drafts[text][place : place + 1])]
+        place += 1
+    return results
+
+
+def _is_guessed(result: Chosen | Failed, guess: Sequence[int]) -> bool:
+    return isinstance(result, Chosen) and result.token in guess
 
 
 def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[Chosen | Failed]:

@@ -9,6 +9,7 @@ text do not depend on the others.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.inference.generation.request import Request
@@ -27,6 +28,7 @@ class Text:
         cache: keys and values of the tokens that were computed.
         context_number: which rotations the cached keys have; see `EngineLimits.contexts`.
         scored: tokens of the prompt from the second on that are scored, for a request that asks for it.
+        draft: guesses of the tokens after the last one.
     """
 
     request: Request
@@ -36,6 +38,7 @@ class Text:
     chooser: Chooser
     context_number: int = 0
     scored: list[Chosen] = field(default_factory=list)
+    draft: Sequence[int] = ()
 
     @property
     def pending(self) -> int:
@@ -72,10 +75,21 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class TextChunk:
-    """The tokens of a text that are computed in a step."""
+    """The tokens of a text that are computed in a step.
+
+    Attributes:
+        count: how many of the text.
+        draft: guesses that follow them.
+    """
 
     text: Text
     count: int
+    draft: Sequence[int] = ()
+
+    @property
+    def width(self) -> int:
+        """How many tokens are computed."""
+        return self.count + len(self.draft)
 
     @property
     def is_last(self) -> bool:
@@ -86,7 +100,7 @@ class TextChunk:
     def tokens(self) -> list[int]:
         """The token ids."""
         first = self.text.cache.length
-        return self.text.tokens[first : first + self.count]
+        return [*self.text.tokens[first : first + self.count], *self.draft]
 
     @property
     def targets(self) -> list[tuple[int, int]]:
@@ -100,7 +114,7 @@ class TextChunk:
     @property
     def place(self) -> TextPart:
         """Where they are in the text."""
-        return TextPart(self.count, self.text.cache.length, len(self.text.tokens))
+        return TextPart(self.width, self.text.cache.length, len(self.text.tokens))
 
 
 @dataclass
@@ -122,7 +136,7 @@ class TextSchedule:
         for text in self.running:
             self._renew(text)
             if text.pending == 1:
-                parts.append(TextChunk(text, 1))
+                parts.append(TextChunk(text, 1, text.draft))
                 continue
             count = text.pending if self.limits.whole_prompts else min(text.pending, self.limits.chunk_tokens)
             if count <= left or left == self.limits.chunk_tokens:

@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
         self.kernels = mesh.kernels
         self.scale = config.softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.bidirectional = config.bidirectional
-        self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(layer)
+        self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(config.alike(layer))
         self.build_projections(config, mesh)
         self.slopes: tuple[float, ...] = ()
         if config.position_embedding_type == ALIBI:

@@ -26,9 +26,12 @@ class WordEmbedding(VocabParallelEmbedding):
     The factor is rounded to the dtype of the weights, as in Gemma's reference code.
 
     Shapes: tokens `[b, s]` int64 to `[b, s, h]`.
+
+    Args:
+        weight: the matrix of another layer that this one shares; None creates one.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, weight: nn.Parameter | None = None) -> None:
         super().__init__(
             config.vocab_size,
             config.padded_vocab_size,
@@ -36,6 +39,7 @@ class WordEmbedding(VocabParallelEmbedding):
             mesh.tp,
             device=mesh.device,
             implementation=mesh.kernels.embedding,
+            weight=weight,
         )
         self.multiplier = config.embedding_multiplier
 

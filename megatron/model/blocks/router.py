@@ -326,7 +326,8 @@ def layers_of(metrics: Collection[str]) -> list[int]:
 
 def router_metric_sizes(config: ModelConfig) -> dict[str, int]:
     """Name and length of every statistic that the routers of a network record; empty without experts."""
-    routed = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+    layers = range(config.num_layers + config.mtp_num_layers)
+    routed = [layer for layer in layers if config.has_experts(layer)]
     scalars = dict.fromkeys((BALANCE_LOSS, Z_LOSS, ENTROPY, PASSES), 1) if routed else {}
     sizes = scalars | {expert_tokens(layer): config.experts_of(layer) for layer in routed}
     if not config.drops_tokens:

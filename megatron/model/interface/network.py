@@ -34,6 +34,7 @@ class LayerKind(Enum):
     EMBEDDING = "embedding"
     BLOCK = "block"
     NORM = "norm"
+    MULTI_TOKEN = "multi-token prediction"
     HEAD = "head"
 
 
@@ -48,7 +49,8 @@ class LayerSpec:
         build: builds the module, with all matrices zero. The module maps hidden states (the first layer: the
             micro-batch's inputs) and a `StepContext` to hidden states (the last layer: outputs).
         tied_to: the layer whose weight this one shares as its `weight`; other parameters are its own. If both are on
-            the same rank, that weight is passed to `build` as `weight`; otherwise `build` creates a copy.
+            the same rank, that weight is passed to `build` as `weight`, as is the copy of another layer that shares it;
+            otherwise `build` creates a copy.
         complete_spec: completes the spec of a parameter, given its global name: initial values and learning rate.
     """
 
@@ -89,6 +91,8 @@ class LayerStack(nn.Module):
             if seed is not None:
                 draw_initial_values(module, seed, weight, initial_values)
             built[spec.name] = module
+            if spec.tied_to is not None:
+                built.setdefault(spec.tied_to, module)
             self._layers.append((spec, module))
             _attach(self, spec.name, module)
         takers = [getattr(module, "takes_sum", False) for _, module in self._layers[1:]]

@@ -25,7 +25,7 @@ Shared = TypeVar("Shared")
 _ALONE = Axis.single("tp")
 
 # The fields of a context that only some networks have, in the order in which they pass from stage to stage.
-OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted")
+OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted", "tokens")
 
 # Those that attention reads whole where ranks share the samples.
 WHOLE_TENSORS = ("segment_ids", "prefix_mask")
@@ -75,8 +75,8 @@ class StepContext:
     Where ranks share its samples, s is what this rank computes on; segment_ids and prefix_mask are of the whole
     samples, since attention reads them.
 
-    Shapes: sample_ids `[b]` int64; segment_ids, position_ids and token_types `[b, s]` int64; prefix_mask `[b, s]` bool;
-    predicted `[b, m]` int64.
+    Shapes: sample_ids `[b]` int64; segment_ids, position_ids, token_types and tokens `[b, s]` int64; prefix_mask
+    `[b, s]` bool; predicted `[b, m]` int64.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
@@ -91,6 +91,7 @@ class StepContext:
             only seen by later ones.
         token_types: which of the segments of its sample each token belongs to; None in networks without token types.
         predicted: the positions for which a masked language model computes outputs; None for all.
+        tokens: the tokens of the samples, for layers beyond the first that look tokens up; None if there are none.
         recompute: what is recomputed during backward.
         explicit_attention: whether attention keeps its probabilities where one fused call would do.
         factored_logits: whether the head returns the factors of the logits instead of their product.
@@ -116,6 +117,7 @@ class StepContext:
     prefix_mask: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
     predicted: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
     explicit_attention: bool = False
     factored_logits: bool = False
@@ -209,6 +211,7 @@ class StepSettings:
         has_prefixes: whether every micro-batch has a prefix mask.
         has_token_types: whether every micro-batch has token types.
         has_predicted: whether every micro-batch names the positions to predict.
+        has_tokens: whether contexts have the tokens.
         dtype: dtype of activations.
         hidden_size: width of the hidden states.
         explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
@@ -226,6 +229,7 @@ class StepSettings:
     has_prefixes: bool = False
     has_token_types: bool = False
     has_predicted: bool = False
+    has_tokens: bool = False
     dtype: torch.dtype = torch.float32
     hidden_size: int = 0
     explicit_attention: bool = False
@@ -258,7 +262,13 @@ class StepSettings:
     @property
     def passed(self) -> tuple[str, ...]:
         """The optional tensors of every micro-batch by name, in the order of `StepContext.tensors`."""
-        present = (self.needs_segments, self.has_prefixes, self.has_token_types, self.has_predicted)
+        present = (
+            self.needs_segments,
+            self.has_prefixes,
+            self.has_token_types,
+            self.has_predicted,
+            self.has_tokens,
+        )
         return tuple(name for name, is_present in zip(OPTIONAL_TENSORS, present, strict=True) if is_present)
 
     def context(
@@ -269,6 +279,7 @@ class StepSettings:
         *,
         token_types: torch.Tensor | None = None,
         predicted: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
         first_sample: int | None = None,
         caches: KeyValueCaches | None = None,
         backward_scale: float | torch.Tensor = 1.0,
@@ -302,6 +313,7 @@ class StepSettings:
             prefix_mask=prefix_mask,
             token_types=token_types,
             predicted=predicted,
+            tokens=tokens,
             recompute=self.recompute,
             explicit_attention=self.explicit_attention,
             factored_logits=self.factored_logits,

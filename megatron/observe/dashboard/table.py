@@ -17,7 +17,7 @@ AXES = ("steps", "tokens", "hours")
 _FEWEST_ROWS = 256
 _MOST_CURVES = 2_000
 _NOT_CURVES = frozenset({"iteration", "train_iterations", "consumed_tokens"})
-_NESTED = frozenset({"source_losses", "routing"})
+_NESTED = frozenset({"source_losses", "routing", "mtp_losses"})
 _PLAIN = frozenset({int, float, type(None)})
 
 

@@ -146,6 +146,8 @@ def step_scalars(
             scalars |= _on_axes(tag, value, progress, workload)
     for name, source in (metrics.source_losses or {}).items():
         scalars |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
+    for name, value in (metrics.mtp_losses or {}).items():
+        scalars |= _on_axes(f"lm-loss-training/{name} loss", value, progress, workload)
     for name, value in (metrics.weight_norms or {}).items():
         scalars |= _on_axes(f"params-norm-by-layer/{name}", value, progress, workload)
     for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():

@@ -129,6 +129,7 @@ def interval_values(metrics: StepMetrics) -> dict[str, float]:
         "eta-seconds": metrics.eta_seconds,
     }
     values |= {f"lm-loss-training/{name}": source.lm_loss for name, source in (metrics.source_losses or {}).items()}
+    values |= {f"{name}-loss-training": loss for name, loss in (metrics.mtp_losses or {}).items()}
     if metrics.routing is not None:
         values |= {f"routing/{name}": value for name, value in metrics.routing.by_label.items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -2,9 +2,10 @@
 
 Users' scripts parse them, so fields, order and number formats are upstream's, BERT's sentence-order loss (`sop loss`)
 included. There are additions: tokens per second, the losses of --log-per-source-loss, the mean over samples of
---loss-mean samples, the z-loss of --z-loss-coeff, the routing of a network with experts, and at the end the utilization
-of devices whose peak is known and the remaining time. The loss is always shown; upstream omits it if it is NaN or not
-above 0. TFLOPs have more digits where upstream's two would all be 0.
+--loss-mean samples, the z-loss of --z-loss-coeff, the losses of --mtp-num-layers as Megatron-LM names them, the routing
+of a network with experts, and at the end the utilization of devices whose peak is known and the remaining time. The
+loss is always shown; upstream omits it if it is NaN or not above 0. TFLOPs have more digits where upstream's two would
+all be 0.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/checkpointing.py.
 """
@@ -42,6 +43,7 @@ def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
         fields.append(f"kd loss: {metrics.distillation_loss:.6E}")
     if metrics.z_loss is not None:
         fields.append(f"z loss: {metrics.z_loss:.6E}")
+    fields += [f"{depth} loss: {loss:.6E}" for depth, loss in (metrics.mtp_losses or {}).items()]
     if metrics.routing is not None:
         fields += [f"{label}: {value:.4f}" for label, value in metrics.routing.by_label.items()]
     if metrics.loss_scale is not None:

@@ -145,6 +145,7 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         implementation: of lookup and gradient.
+        weight: the table of another layer that this one shares; None creates one.
 
     Shapes: ids `[...]` int64; result `[..., h]` replicated; weight `[v/t, h]`.
 
@@ -161,13 +162,16 @@ class VocabParallelEmbedding(nn.Module):
         *,
         device: torch.device | str | None = None,
         implementation: Implementation = Implementation.TORCH,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
         self.implementation = implementation
         self.vocab_size = vocab_size
-        self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, device)
-        self.first_row = axis.rank * self.weight.shape[0]
+        if weight is None:
+            weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, device)
+        self.weight = weight
+        self.first_row = axis.rank * (padded_vocab_size // axis.size)
 
     def embed(self, ids: torch.Tensor, *, splits_sequence: bool = False) -> torch.Tensor:
         """Looks the ids up.

@@ -107,7 +107,7 @@ def memory_problems(request: RunRequest, ranks: Ranks) -> Iterator[str]:
     if room is None or needed is None:
         return
     model = _sizes(request)
-    parameters = sum(block_cost(model, index).parameters for index in range(model.num_layers))
+    parameters = sum(block_cost(model, index).parameters for index in range(model.num_layers + model.mtp_num_layers))
     network = (
         f"the {parameters / 1e9:,.1f}B parameters of --num-layers {model.num_layers} --hidden-size {model.hidden_size}"
     )
@@ -138,7 +138,7 @@ def least_bytes(request: RunRequest, world_size: int) -> int | None:
     is_offloaded = isinstance(zero, dict) and any(name.startswith("offload") for name in zero)
     if is_other or is_partial or is_offloaded or parallel.elastic or Unset.COMPUTED in vars(model).values():
         return None
-    blocks = [block_cost(model, index).parameters for index in range(model.num_layers)]
+    blocks = [block_cost(model, index).parameters for index in range(model.num_layers + model.mtp_num_layers)]
     share = sum(blocks) // parallel.model_parallel_size
     replicas = max(1, world_size // parallel.model_parallel_size)
     is_half = request.precision.dtype_name != "float32"

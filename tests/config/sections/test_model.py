@@ -54,6 +54,6 @@ def test_a_single_expert_per_token_needs_its_score_as_weight() -> None:
 
 
 def test_the_pattern_says_which_layers_have_experts() -> None:
-    routed = request(num_experts=4, moe_layer_pattern=(0, 1))
+    routed = request(num_layers=4, num_experts=4, moe_layer_pattern=(0, 1))
     assert [routed.has_experts(layer) for layer in range(4)] == [False, True, False, True]
     assert request(num_experts=4).has_experts(0) and not request().has_experts(0)

@@ -281,6 +281,15 @@ def test_what_a_router_keeps_for_its_loss_is_left_out(tmp_path: Path) -> None:
     assert type(loaded(export_model(wanted))).__name__ == "MixtralForCausalLM"
 
 
+def test_multi_token_prediction_is_left_out_and_said_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wanted = request(make_checkpoint(tmp_path, *EXPERTS, "--mtp-num-layers", "1"), tmp_path / "mixtral")
+    assert "mtp.layers.0.eh_proj.weight" in read_manifest(wanted.checkpoint).catalogue.names()
+    model = loaded(export_model(wanted))
+    assert type(model).__name__ == "MixtralForCausalLM" and model.config.num_hidden_layers == 2
+    output = capfd.readouterr()
+    assert "the weights of --mtp-num-layers 1 are left out: transformers does not" in output.out + output.err
+
+
 def test_the_bias_of_a_router_is_not_lost(tmp_path: Path) -> None:
     """Without it, tokens would go to other experts."""
     wanted = request(make_checkpoint(tmp_path, *EXPERTS, "--moe-router-enable-expert-bias"), tmp_path / "mixtral")

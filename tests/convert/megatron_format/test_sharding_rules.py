@@ -43,6 +43,11 @@ def test_cutting_and_joining_undo_each_other(changes: dict[str, Any], gate_last:
         assert torch.equal(rule.joined(parts, order), whole), rule.name
 
 
+def test_multi_token_prediction_is_refused() -> None:
+    with pytest.raises(ConversionError, match="--mtp-num-layers 2: multi-token prediction is not converted"):
+        tensor_rules(tiny_config(mtp_num_layers=2, position_embedding_type="rope"))
+
+
 def test_experts_are_refused() -> None:
     with pytest.raises(ConversionError, match="--num-experts 4"):
         tensor_rules(tiny_config(num_experts=4))

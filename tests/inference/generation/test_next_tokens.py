@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.inference.generation.next_tokens import Failed, choose_each_on_all, choose_on_all, finish_of, last_length
+from megatron.inference.generation.next_tokens import Failed, choose_on_all, finish_of, last_length, verify_on_all
 from megatron.inference.generation.request import Request
 from megatron.inference.sampling import Chooser, Chosen, Sampling
 from tests.inference.networks import GREEDY, load
@@ -47,11 +47,11 @@ def test_a_row_that_fails_fails_alone() -> None:
     rows = [Chooser(drawn, (1,), 0), Broken(drawn, (1,), 1), Chooser(drawn, (1,), 2)]
     alone = [Chooser(drawn, (1,), 0), Chooser(drawn, (1,), 2)]
     for _ in range(3):
-        found = choose_each_on_all(scores, rows, loaded)
+        found = [one for (one,) in verify_on_all(scores, rows, [()] * 3, loaded)]
         assert [found[0], found[2]] == list(choose_on_all(scores[[0, 2]], alone, loaded))
         assert isinstance(found[0], Chosen)
         assert isinstance(found[1], Failed) and "ZeroDivisionError: the draw of this row" in found[1].reason
     with pytest.raises(RuntimeError, match="the draw of this row"):
         choose_on_all(scores, rows, loaded)
     with pytest.raises(NumericsError, match="NaN"):
-        choose_each_on_all(scores * float("nan"), rows, loaded)
+        verify_on_all(scores * float("nan"), rows, [()] * 3, loaded)

@@ -33,6 +33,8 @@ def everything(rank: int, tp: int, pp: int) -> dict[str, Any]:
             completions = generate_all(loaded, requests)
             found[f"{name} {sampling.greedy}"] = texts(completions)
     found["logprobs"], found["top"] = completions[-1].logprobs, completions[-1].top
+    guessing = load({**ARCHITECTURES["llama"], "mtp_num_layers": 1}, mesh)
+    found["guessed"] = texts(generate_all(guessing, requests, speculative_tokens=2))
     found["recompute"] = recompute(loaded, requests[-1]).tokens
     return found
 

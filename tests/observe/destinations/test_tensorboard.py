@@ -67,6 +67,11 @@ def test_a_source_has_a_curve_of_its_own() -> None:
     assert found["lm-loss-training-by-source/web vs tokens"] == (3.0, 896)
 
 
+def test_every_depth_has_a_curve() -> None:
+    found = step_scalars(metrics(mtp_losses={"mtp_1": 5.5, "mtp_2": 6.25}), report_config(), WORKLOAD)
+    assert [found[f"lm-loss-training/mtp_{depth} loss"] for depth in (1, 2)] == [(5.5, 7), (6.25, 7)]
+
+
 def test_the_z_loss_is_a_curve_only_if_there_is_one() -> None:
     assert step_scalars(metrics(z_loss=0.5), report_config(), WORKLOAD)["lm-loss-training/z loss"] == (0.5, 7)
     assert "lm-loss-training/z loss" not in step_scalars(metrics(), report_config(), WORKLOAD)

@@ -74,6 +74,11 @@ def test_the_sentence_order_loss_follows_the_loss_of_masked_tokens() -> None:
     assert "| lm loss: 9.876543E+00 | sop loss: 6.931000E-01 | grad norm" in line_of(metrics(order_loss=0.6931))
 
 
+def test_the_losses_of_depths_have_megatron_lms_names() -> None:
+    line = line_of(metrics(mtp_losses={"mtp_1": 5.5, "mtp_2": 6.25}))
+    assert "| lm loss: 9.876543E+00 | mtp_1 loss: 5.500000E+00 | mtp_2 loss: 6.250000E+00 | grad norm" in line
+
+
 def test_the_z_loss_follows_the_losses() -> None:
     assert "| lm loss: 9.876543E+00 | z loss: 2.500000E-03 | grad norm" in line_of(metrics(z_loss=0.0025))
 

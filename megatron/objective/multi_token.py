@@ -1,0 +1,105 @@
+"""Multi-token prediction: besides the next token, a network learns those after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron.data.loader import Batch
+from megatron.objective.base import ObjectiveResult
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.parallel.tensor.cross_entropy import TokenLosses
+from megatron.parallel.tensor.head_loss import FactoredLogits
+
+MTP_LOSS = "mtp_loss"
+
+
+def later_labels(labels: np.ndarray, depth: int) -> np.ndarray:
+    """The labels `depth` places further on, and 0 at the last places. Shapes: `[b, s]` to the same."""
+    later = np.zeros_like(labels)
+    later[:, : labels.shape[1] - depth] = labels[:, depth:]
+    return later
+
+
+@dataclass(frozen=True)
+class MultiTokenObjective(LanguageModelObjective):
+    """The loss of the next token, plus the mean over depths of the losses of the tokens after it, times a factor.
+
+    All are divided by the number of tokens that count in the main loss, and are of the same terms. At depth k a
+    position counts if the label k places further on does, in the same document where documents are told apart: the last
+    k places of a sample and of such a document are left out. Where only ends of documents are masked, no position may
+    look over a masked one either.
+
+    Shapes: labels, loss_mask and sample_weights `[(1 + depths) b, s]`, the samples and those of each depth after them.
+
+    Args:
+        depths: number of further tokens.
+        scale: the factor.
+        stops_at_masked: whether a label that does not count is the end of a document (`--eod-mask-loss`).
+
+    Source: DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2, equations 24 and 25.
+    """
+
+    depths: int = 1
+    scale: float = 0.1
+    stops_at_masked: bool = False
+
+    @property
+    def metric_sizes(self) -> Mapping[str, int]:
+        """Those of the main loss; the loss sums of the depths, then their counted tokens."""
+        return {**super().metric_sizes, MTP_LOSS: 2 * self.depths}
+
+    def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Those of the main loss, with rows for every depth."""
+        targets = dict(super().targets(batch))
+        labels, mask, segments = batch.labels, batch.loss_mask, batch.segment_ids
+        weights = targets.get("sample_weights", np.ones_like(mask))
+        of_labels, of_mask, reached = [labels], [mask], mask
+        for depth in range(1, self.depths + 1):
+            later = later_labels(mask, depth)
+            if segments is not None:
+                later *= later_labels(segments, depth) == segments
+            if self.stops_at_masked:
+                reached = later = later * (reached > 0)
+            of_labels.append(later_labels(labels, depth))
+            of_mask.append(later)
+        scaled = (self.scale / self.depths * weights).astype(np.float32)
+        return targets | {
+            "labels": np.concatenate(of_labels),
+            "loss_mask": np.concatenate(of_mask),
+            "sample_weights": np.concatenate([weights, *[scaled] * self.depths]),
+        }
+
+    def __call__(
+        self,
+        outputs: torch.Tensor | FactoredLogits,
+        targets: Mapping[str, torch.Tensor],
+        factor: torch.Tensor | None = None,
+    ) -> ObjectiveResult:
+        """Sums the token losses; of the next token alone if there are no other outputs, as in evaluation.
+
+        Shapes: outputs (logits) `[(1 + depths) b, s, v/t]`, or `[b, s, v/t]`.
+        """
+        mask = targets["loss_mask"]
+        rows = len(mask) // (1 + self.depths)
+        main = {name: values[:rows] for name, values in targets.items()}
+        hidden = outputs.hidden if isinstance(outputs, FactoredLogits) else outputs
+        if len(hidden) == rows:
+            return super().__call__(outputs, main, factor)
+        weights = self.token_weights(targets)
+        of_tokens, gradients = self._token_losses(outputs, targets["labels"], mask, weights, factor)
+        minimized = self._minimized(of_tokens, mask, weights).sum()
+        plain, log_normalizer = (part[:rows].detach() for part in of_tokens[:2])
+        of_main = TokenLosses(plain, log_normalizer, None)
+        losses = plain * main["loss_mask"]
+        of_depths = torch.stack([of_tokens.cross_entropy.detach() * mask, mask])[:, rows:]  # [2, depths b, s]
+        sums = of_depths.unflatten(1, (self.depths, rows)).sum(dim=(2, 3), dtype=torch.float64)
+        return ObjectiveResult(
+            losses.sum(),
+            main["loss_mask"].sum(),
+            {**self._metrics(of_main, losses, main), MTP_LOSS: sums.flatten()},
+            minimized if gradients is None else gradients.attached_to(minimized),
+        )
