@@ -39,6 +39,7 @@ class ColumnParallelLinear(nn.Module):
 
     Attributes:
         queue: takes the weight gradients that a pipeline schedule computes later; None where none does.
+        divides_weight: whether rows of the weight are also used by themselves, so that it must keep its order.
 
     Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
         output dimensions merged.
@@ -59,6 +60,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.axis = axis
         self.queue: WeightGradientQueue | None = None
+        self.divides_weight = False
         weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
         self.bias: nn.Parameter | None = None
