@@ -8,8 +8,9 @@ bf16 torch's autocast) in turns in one process per combination, with one thread.
 (reading, moving the batch to the device), forward, backward and what comes after it: the work of autograd ends
 "backward". Operations are those that torch dispatches; hooks that DeepSpeed has in the backward pass count as after it
 in the operations, but their time as backward. `waits` are reads of a value, for which the host would wait on a GPU.
-Times are of the processor, since on a shared machine wall time measures the others' load. ZeRO 0 exists in fp32 only.
-`--profile 20` shows in which functions the time of our steps goes instead.
+Times are of the processor, since on a shared machine wall time measures the others' load; ten steps at a time, since
+the first ones of a round find the caches as the other program left them, which no training run meets. ZeRO 0 exists
+in fp32 only. `--profile 20` shows in which functions the time of our steps goes instead.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class HostFlags(ConfigSection):
     """Flags of this program."""
 
     rounds: int = flag(15, "rounds of each", at_least=2)
-    steps: int = flag(2, "steps per round", at_least=1)
+    steps: int = flag(10, "steps per round", at_least=1)
     layers: int = flag(12, "blocks of the network", at_least=1)
     widths: tuple[int, ...] = flag((8, 64), "widths of the network", nargs="+")
     tokens: int = flag(32, "tokens of a micro-batch", at_least=2)

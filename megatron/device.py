@@ -97,6 +97,11 @@ def supports_bf16() -> bool:
     return device_type() == "cpu" or torch.cuda.is_bf16_supported()
 
 
+def supports_fp8() -> bool:
+    """Whether the GPU multiplies matrices in the float8 formats of NVIDIA's (Ada, Hopper and later)."""
+    return device_type() == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+
+
 def synchronize() -> None:
     """Waits until the device has finished all queued work."""
     if device_type() == "cuda":

@@ -32,6 +32,7 @@ PARTS = {
     "tests": Part("programs", "run_tests", 240),
     "ops": Part("bandwidth", "measure_operations", 240),
     "head": Part("head", "measure_head", 60),
+    "fp8": Part("training", "measure_float8", 170),
     "ring": Part("ring", "measure_ring", 60),
     "trace": Part("trace", "measure_trace", 90),
     "124m-4096": Part("training", "measure_model", 110),

@@ -168,6 +168,34 @@ def measure_zero(context: Context) -> None:
         measured(context, contender, shape, length, micro_batch)
 
 
+def measure_float8(context: Context) -> None:
+    """Tokens per second of the 1.3B network with products of 8 bits, in times of those in bf16.
+
+    The share of the peak is of that in bf16. What is compiled comes first: scales and rounding are then fused with what
+    lies around the products.
+    """
+    shape = SHAPES["1.3b"].tiny() if context.is_tiny else SHAPES["1.3b"]
+    length, micro_batch = (16, 2) if context.is_tiny else (USUAL_LENGTH, TOKENS // USUAL_LENGTH)
+    eight_bits = ["--fp8-format", "hybrid", *(["--fp8-emulation"] if context.device.type == "cpu" else [])]
+    forms = {"fp8 tensorwise": eight_bits, "fp8 rowwise": [*eight_bits, "--fp8-recipe", "rowwise"]}
+    ends_at, longest = time.monotonic() + context.seconds, 0.0
+    for compiled in ([],) if context.is_tiny else (["--compile"], []):
+        known = None
+        for name, flags in {"bf16": [], **forms}.items():
+            began_at, contender = time.monotonic(), " ".join([name, *compiled])
+            if began_at + longest > ends_at:
+                context.recorder.note("not measured", "out of time", of=contender)
+                continue
+            request = request_of(context, shape, length, micro_batch, *flags, *compiled)
+            step = Contender(contender, True, lambda request=request: our_step(request))
+            rate = measured(context, step, shape, length, micro_batch)
+            longest = max(longest, time.monotonic() - began_at)
+            if not flags:
+                known = rate
+            elif rate and known:
+                context.recorder.figure("fp8 in times of bf16", rate / known, "", of=contender)
+
+
 def _batch(samples: int, length: int, vocab: int) -> Batch:
     drawn = np.random.default_rng(3).integers(0, vocab, (samples, length + 1))
     tokens, labels = (np.ascontiguousarray(part) for part in (drawn[:, :-1], drawn[:, 1:]))

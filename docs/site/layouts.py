@@ -63,6 +63,7 @@ TESTED_BY: Mapping[str, str] = {
     "blocks recomputed": "tests/parity/test_switches.py::test_layout_equals_one_process",
     "float32": _PARITY,
     "bf16": "tests/parity/test_parity.py::test_bf16_layout_stays_near_reference",
+    "bf16 with fp8 products": "tests/parity/precision/test_float8.py::test_layouts_are_alike",
     "fp16": _FEW,
     "next tokens": _PARITY,
     "masked tokens": "tests/parity/test_bert.py::test_a_layout_equals_plain_torch",

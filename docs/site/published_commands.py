@@ -125,7 +125,7 @@ def check(command: Command) -> Outcome:
         words = [word.replace(SETTINGS, str(settings)) for word in command.flags]
         try:
             request = parse(words)
-            machine = Machine("cuda", command.processes, supports_fp16=True, supports_bf16=True)
+            machine = Machine("cuda", command.processes, supports_fp16=True, supports_bf16=True, supports_fp8=True)
             config = resolve(request, machine, TokenizerFacts(command.vocabulary, 0, ""))
             deepspeed_config(config)
         except ConfigError as failure:

@@ -75,9 +75,9 @@ def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
     if heads % tp_size == 0:
         return
     yield (
-        f"{heads} attention heads cannot be split over {tp_size} ranks (--num-attention-heads {heads}, "
-        f"--tensor-model-parallel-size {tp_size}). Heads must be a multiple of the ranks; use one of "
-        f"{', '.join(map(str, divisors(heads)))} ranks, or {-(-heads // tp_size) * tp_size} heads."
+        f"{heads} attention head{'s' * (heads != 1)} cannot be split over {tp_size} ranks (--num-attention-heads "
+        f"{heads}, --tensor-model-parallel-size {tp_size}). Heads must be a multiple of the ranks; use one of "
+        f"{', '.join(map(str, divisors(heads)))} rank{'s' * (heads != 1)}, or {-(-heads // tp_size) * tp_size} heads."
     )
 
 
@@ -100,8 +100,9 @@ def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
     if num_layers >= stages:
         return
     yield (
-        f"{num_layers} layers cannot fill {stages} pipeline stages (--num-layers {num_layers}, "
-        f"--pipeline-model-parallel-size {stages}). Every stage needs a layer; use at most {num_layers} stages."
+        f"{num_layers} layer{'s' * (num_layers != 1)} cannot fill {stages} pipeline stages (--num-layers {num_layers}, "
+        f"--pipeline-model-parallel-size {stages}). Every stage needs a layer; use at most {num_layers} "
+        f"stage{'s' * (num_layers != 1)}."
     )
 
 

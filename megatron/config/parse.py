@@ -209,7 +209,7 @@ def read_flags(
     refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, merged.values)
     values, group_problems = read_group_files(merged.values)
     values = _with_positions(_with_counts(own, values))
-    sections, section_problems, wrong = _build_sections(own, values, merged.provenance, merged.broken)
+    sections, section_problems, wrong = _build_sections(own, values, merged, reading.spellings)
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
     if not problems:
@@ -326,13 +326,13 @@ def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:
 
 
 def _build_sections(
-    own: Mapping[str, Flag], values: Mapping[str, Any], provenance: Mapping[str, str], broken: set[str]
+    own: Mapping[str, Flag], values: Mapping[str, Any], merged: _Merged, spellings: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str], set[str]]:
     """Builds every section, and lists what is wrong with them except for values that are refused already, and the
     fields that have no usable value.
     """
     missing = [flag for name, flag in own.items() if flag.required and name not in values]
-    problems = missing_problems(missing, {}, broken)
+    problems = missing_problems(missing, {}, merged.broken)
     sections: dict[str, Any] = {}
     for section, cls in sections_of(RunRequest).items():
         names = (flag.field for flag in flags_of(cls))
@@ -341,7 +341,7 @@ def _build_sections(
     rules = [
         *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
         *length_problems(*(sections[name] for name in ("optim", "evaluation", "finetuning"))),
-        *data_problems(sections["data"], provenance),
+        *data_problems(sections["data"], merged.provenance),
         *checkpoint_problems(*(sections[name] for name in ("loading", "saving", "evaluation", "distillation"))),
         *compile_problems(*(sections[name] for name in ("kernels", "model", "parallel", "optim"))),
         *sequence_problems(*(sections[name] for name in ("model", "parallel", "optim", "loss", "kernels", "data"))),
@@ -352,8 +352,9 @@ def _build_sections(
         ),
     ]
     given = {name.partition(".")[2] for name in values}
-    refused = broken | {flag.field for flag in missing}
-    section_problems = relevant_problems(list(sections.values()), given, refused, rules)
+    refused = merged.broken | {flag.field for flag in missing}
+    written = {name.partition(".")[2]: option for name, option in spellings.items() if name in own}
+    section_problems = relevant_problems(list(sections.values()), given, refused, rules, written)
     outside = {name for section in sections.values() for name, _ in bound_problems(section)}
     return sections, problems + section_problems, refused | outside
 

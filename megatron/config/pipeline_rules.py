@@ -84,12 +84,13 @@ def _division_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[s
             nearest = sorted(divisors(counted // stages), key=lambda size: (abs(size - layers), size))
             way_out = f"Use {' or '.join(map(str, nearest[:2]))}"
         yield (
-            f"{_LAYERS} {layers} x --pipeline-model-parallel-size {stages} does not divide the {num_layers} layers of "
+            f"{_LAYERS} {layers} x --pipeline-model-parallel-size {stages} does not divide the {num_layers} "
+            f"layer{'s' * (num_layers != 1)} of "
             f"--num-layers{' with the ends that count as layers' * (counted > num_layers)}. {way_out}."
         )
     elif parallel.virtual_pipeline_model_parallel_size not in (None, chunks):
         yield (
-            f"{_LAYERS} {layers} makes {chunks} chunks a rank, and {_VIRTUAL} asks for "
+            f"{_LAYERS} {layers} makes {chunks} chunk{'s' * (chunks != 1)} a rank, and {_VIRTUAL} asks for "
             f"{parallel.virtual_pipeline_model_parallel_size}. Drop one of them."
         )
 
@@ -110,7 +111,8 @@ def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]
         )
     elif chunks > 1 and num_layers < stages * chunks:
         yield (
-            f"{num_layers} layers cannot fill {stages} pipeline stages of {chunks} chunks each (--num-layers "
+            f"{num_layers} layer{'s' * (num_layers != 1)} cannot fill {stages} pipeline "
+            f"stage{'s' * (stages != 1)} of {chunks} chunks each (--num-layers "
             f"{num_layers}, --pipeline-model-parallel-size {stages}, {name}). Every chunk needs a layer; use at least "
             f"{stages * chunks} layers, or fewer stages or chunks."
         )
@@ -152,7 +154,7 @@ def _end_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
     elif min(pinned.values()) < chunks or rest < others * chunks or (rest and not others):
         most = num_layers - others * chunks
         yield (
-            f"{asked[0]} leaves {rest} of {num_layers} layers to {others} other pipeline "
+            f"{asked[0]} leaves {rest} of {num_layers} layer{'s' * (num_layers != 1)} to {others} other pipeline "
             f"{'rank' if others == 1 else 'ranks'} of {stages}, and every rank needs at least {chunks}. "
             + (f"Give {most} in all." if not others else f"Give at most {most} in all, and at least {chunks} each.")
         )

@@ -192,6 +192,7 @@ def placement_problems(
     """
     asked = {name.removeprefix(_LEGACY): value for name, value in values.items() if name.startswith(_LEGACY)}
     yield from _recompute_problems(model, parallel, recompute)
+    yield from _float8_problems(model, precision)
     stages = parallel.pipeline_model_parallel_size
     if asked.get("no_pipeline_parallel") and stages > 1:
         yield (
@@ -228,6 +229,15 @@ def _recompute_problems(model: ModelRequest, parallel: ParallelRequest, recomput
         yield (
             f"--distribute-saved-activations cannot split --hidden-size {model.hidden_size} over "
             f"--tensor-model-parallel-size {ranks}. Use a width that is a multiple of {ranks}, or drop it."
+        )
+
+
+def _float8_problems(model: ModelRequest, precision: PrecisionConfig) -> Iterator[str]:
+    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16 and not precision.float8_blocks(model.num_layers):
+        yield (
+            f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} leave none of --num-layers "
+            f"{model.num_layers} to --fp8-format {precision.fp8_format}. Use smaller numbers, or drop --fp8-format."
         )
 
 

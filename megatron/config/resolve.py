@@ -31,6 +31,7 @@ class Machine:
     supports_fp16: bool
     supports_bf16: bool
     device_reason: str = ""  # why there is no CUDA, where that is known
+    supports_fp8: bool = False  # products of float8 matrices
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
                 *backend_notices,
                 *stage_notices,
                 *offload_notices,
+                *_float8_notices(request),
                 *skip_notices,
             ),
         }
@@ -221,6 +223,20 @@ def dtype_problems(precision: PrecisionConfig, machine: Machine) -> Iterator[str
         yield f"--fp16 does not train on this machine ({device}). Use --bf16, or drop --fp16 for float32."
     if precision.bf16 and not machine.supports_bf16:
         yield f"--bf16 does not train on this machine ({device}). Use --fp16, or drop --bf16 for float32."
+    if precision.fp8_format is not None and not (machine.supports_fp8 or precision.fp8_emulation):
+        yield (
+            f"--fp8-format {precision.fp8_format} does not run on this machine ({device}): products of 8 bits need a "
+            "GPU of compute capability 8.9 or later (Ada, Hopper). Drop it for --bf16 alone, or add --fp8-emulation, "
+            "which is slow, to compare losses."
+        )
+
+
+def _float8_notices(request: RunRequest) -> Iterator[str]:
+    if request.precision.fp8_format is not None and request.model.num_experts > 1:
+        yield (
+            f"--fp8-format {request.precision.fp8_format}: the products of experts (--num-experts "
+            f"{request.model.num_experts}) stay in bf16, those of attention and of dense layers are in 8 bits."
+        )
 
 
 def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]:

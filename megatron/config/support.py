@@ -51,7 +51,12 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             "attention recomputed": "--recompute-granularity selective",
             "blocks recomputed": "--checkpoint-activations",
         },
-        "dtype": {"float32": "--no-bf16 --no-fp16", "bf16": "--no-fp16 --bf16", "fp16": "--no-bf16 --fp16"},
+        "dtype": {
+            "float32": "--no-bf16 --no-fp16",
+            "bf16": "--no-fp16 --bf16",
+            "fp16": "--no-bf16 --fp16",
+            "bf16 with fp8 products": "--no-fp16 --bf16 --fp8-format hybrid",
+        },
         "objective": {
             "next tokens": "--objective causal --no-bidirectional",
             "masked tokens": "--objective masked --bidirectional --masked-lm-head",

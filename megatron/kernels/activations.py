@@ -13,6 +13,8 @@ from megatron.kernels.choice import Implementation
 # Functions that `csrc/ops/activation` knows, by their codes.
 FUNCTIONS = types.MappingProxyType({"gelu": 0, "gelu_tanh": 1, "relu": 2, "squared_relu": 3, "silu": 4, "linear": 5})
 
+_QUICK_GELU = 1.702  # the slope at which a sigmoid is closest to GELU's
+
 
 def activation(
     x: torch.Tensor,
@@ -24,7 +26,7 @@ def activation(
     """The activation `name` of `x + bias`, elementwise.
 
     The compiled one rounds once, at the end, keeps x alone for backward, and adds up the gradient of the bias while it
-    computes the gradient of x. It does not know `elu`, which torch computes.
+    computes the gradient of x. It does not know `elu` and `quick_gelu`, which torch computes.
 
     Shapes: x `[..., f]`, bias `[f]`; result as x.
     """
@@ -38,18 +40,30 @@ def gated(
     name: str,
     *,
     bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    offset: float = 0.0,
     implementation: Implementation = Implementation.TORCH,
 ) -> torch.Tensor:
-    """The gated unit `activation(gate) * up` of `x + bias`; compiled, as `activation`.
+    """The gated unit `activation(gate) * (up + offset)` of `x + bias`; compiled, as `activation`, without limit and
+    offset.
 
     Shapes: x `[..., 2, f]`, first the gate, then up; bias `[2 * f]`; result `[..., f]`.
 
-    Source: Shazeer, "GLU variants improve transformer", 2020, section 2.
+    Args:
+        limit: what the gate is at most, and the size of up; None for none.
+
+    Source: Shazeer, "GLU variants improve transformer", 2020, section 2; limit and offset: gpt-oss, as NVIDIA
+    Megatron-LM's `activation_func_clamp_value` and `glu_linear_offset`.
     """
-    if implementation is Implementation.CSRC and name in FUNCTIONS:
+    is_plain = limit is None and offset == 0.0
+    if implementation is Implementation.CSRC and name in FUNCTIONS and is_plain:
         return torch.ops.megatron.activation(x, bias, FUNCTIONS[name], True)  # type: ignore[no-any-return]
     if bias is not None:
         x = x + bias.to(x.dtype).view(2, -1)
+    if not is_plain or name == "quick_gelu":
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _LimitedGated.apply(x, name, limit, offset)  # type: ignore[no-any-return]
+        return _limited(x, name, limit, offset)
     if name in ("silu", "gelu", "gelu_tanh") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Gated.apply(x, name)  # type: ignore[no-any-return]
     gate, up = x.unbind(-2)
@@ -66,15 +80,17 @@ def register() -> None:
 def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
     """The activation `name`.
 
-    Source: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2 (gelu, gelu_tanh, silu); So et al.,
-    "Primer", 2021, section 3 (squared_relu); Clevert et al., "Fast and accurate deep network learning by exponential
-    linear units", 2015, equation 1 (elu).
+    Source: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2 (gelu, gelu_tanh, quick_gelu, silu); So
+    et al., "Primer", 2021, section 3 (squared_relu); Clevert et al., "Fast and accurate deep network learning by
+    exponential linear units", 2015, equation 1 (elu).
     """
     match name:
         case "gelu":
             return F.gelu(x)
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
+        case "quick_gelu":
+            return x * torch.sigmoid(_QUICK_GELU * x)
         case "relu":
             return F.relu(x)
         case "squared_relu":
@@ -86,6 +102,32 @@ def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
         case "linear":
             return x
     raise ValueError(f"unknown activation {name!r}")
+
+
+def _limited(x: torch.Tensor, name: str, limit: float | None, offset: float) -> torch.Tensor:
+    """`gated` with a limit or an offset. Shapes: x `[..., 2, f]`; result `[..., f]`."""
+    gate, up = x.unbind(-2)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return _activation(gate, name) * (up + offset)
+
+
+class _LimitedGated(torch.autograd.Function):
+    """Keeps x alone for backward, which computes the rest again: seven tensors of the size of the result."""
+
+    @staticmethod
+    def forward(ctx, x, name, limit, offset):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        ctx.arguments = name, limit, offset
+        return _limited(x, name, limit, offset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = _limited(x, *ctx.arguments)
+        return *torch.autograd.grad(result, x, gradient), None, None, None
 
 
 class _Gated(torch.autograd.Function):

@@ -82,11 +82,11 @@ def logit_statistics(
     column = local.unsqueeze(1)
     parts = []
     for block in _blocks(logits, valid, block_values):
-        rows = _capped(logits[block, :valid], softcap)
+        rows = _capped(_part(logits, block, valid), softcap)
         maxima = rows.amax(dim=1, keepdim=True).to(dtype)
         total = (rows - maxima).exp_().sum(dim=1)
         whole = rows.sum(dim=1, dtype=dtype) if with_whole else None
-        parts.append((maxima, total, rows.gather(1, column[block]).to(dtype), whole))
+        parts.append((maxima, total, rows.gather(1, _part(column, block)).to(dtype), whole))
     largest, total, target, whole = parts[0] if len(parts) == 1 else _joined(parts)
     return RowStatistics(largest.squeeze(1), total, target.squeeze(1).masked_fill_(~is_own, 0.0), whole)
 
@@ -137,7 +137,8 @@ def _write_gradient(
     block_values: int | None,
 ) -> torch.Tensor:
     """Writes the gradient into `result`, which may be `logits`, and returns it."""
-    result[:, valid:].zero_()
+    if valid < result.shape[1]:
+        result[:, valid:].zero_()
     if valid == 0:
         return result
     of_label, of_normalizer, of_uniform = (
@@ -151,24 +152,31 @@ def _write_gradient(
     at_label = is_own.to(normalizer.dtype) if is_alone or of_label is None else is_own * of_label
     for block in _blocks(logits, valid, block_values):
         # results of full precision are computed in place; the subtraction converts half-precision logits without a copy
-        place = result[block, :valid] if result.dtype == normalizer.dtype else None
-        rows = _capped(logits[block, :valid], softcap)
+        place = _part(result, block, valid) if result.dtype == normalizer.dtype else None
+        rows = _capped(_part(logits, block, valid), softcap)
         slope = None if softcap is None else (rows / softcap).square_().neg_().add_(1)
-        values = torch.sub(rows, normalizer[block].unsqueeze(1), out=place).exp_()
+        values = torch.sub(rows, _part(normalizer, block).unsqueeze(1), out=place).exp_()
         if not is_alone:
-            values.mul_(weights[block])
+            values.mul_(_part(weights, block))
         if of_label is not None:
             # subtract only where the label is on this rank
-            values.scatter_add_(1, local[block], -at_label[block])
+            values.scatter_add_(1, _part(local, block), -_part(at_label, block))
         if of_uniform is not None:
-            values.sub_(of_uniform[block] / vocab_size)
+            values.sub_(_part(of_uniform, block) / vocab_size)
         if is_alone:
-            values.mul_(weights[block])
+            values.mul_(_part(weights, block))
         if slope is not None:
             values.mul_(slope)
         if place is None:
-            result[block, :valid] = values
+            _part(result, block, valid).copy_(values)
     return result
+
+
+def _part(rows: torch.Tensor, block: slice, valid: int | None = None) -> torch.Tensor:
+    """Some rows, and the first columns of a matrix; no slice of what is all of it, which a small network would feel."""
+    if block.start != 0 or block.stop != len(rows):
+        rows = rows[block]
+    return rows if valid is None or valid == rows.shape[1] else rows[:, :valid]
 
 
 def _columns_of(labels: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,32 +12,37 @@ _HOPPER, _DATA_CENTER_BLACKWELL = 9, 10  # major numbers of compute capabilities
 _ALIGNED_BYTES = 16
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiplies every row by the transposed matrix of its group; the gradient of an empty group's matrix is zero.
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiplies every row by the transposed matrix of its group, and adds the group's bias; the gradients of an empty
+    group's matrix and bias are zero.
 
     On Hopper and data center Blackwell GPUs in bfloat16 one kernel computes all groups. Elsewhere it is a product per
     group, for which the host reads `ends`, so a GPU is waited for; so it is without any rows, which no kernel is given.
 
-    Shapes: x `[m, i]`, weight `[g, o, i]`, ends `[g]` int64, one past the last row of each group, the last being m;
-        result `[m, o]`.
+    Shapes: x `[m, i]`, weight `[g, o, i]`, bias `[g, o]`, ends `[g]` int64, one past the last row of each group, the
+        last being m; result `[m, o]`.
     """
     generation = _generation(x)
     if len(x) == 0 or not _has_grouped_kernel(x, weight, generation):
         if ends.is_meta:  # without values: an even load
-            return equal_groups_linear(x, weight)
-        return _GroupedLinear.apply(x, weight, ends.tolist())  # type: ignore[no-any-return]
+            return equal_groups_linear(x, weight, bias)
+        return _GroupedLinear.apply(x, weight, bias, ends.tolist())  # type: ignore[no-any-return]
     if generation > _HOPPER:
         weight = _ZeroGradientIfEmpty.apply(weight, ends)
-    return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    product = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    return product if bias is None else _GroupedBias.apply(product, bias, ends)
 
 
-def equal_groups_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def equal_groups_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The same for groups of equal size, which the host knows: one batched product.
 
-    Shapes: x `[g * m, i]`, weight `[g, o, i]`; result `[g * m, o]`.
+    Shapes: x `[g * m, i]`, weight `[g, o, i]`, bias `[g, o]`; result `[g * m, o]`.
     """
-    rows = x.view(weight.shape[0], -1, x.shape[1])
-    return torch.bmm(rows, weight.transpose(1, 2)).flatten(0, 1)
+    rows, matrices = x.view(weight.shape[0], -1, x.shape[1]), weight.transpose(1, 2)
+    products = torch.bmm(rows, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, matrices)
+    return products.flatten(0, 1)
 
 
 def _has_grouped_kernel(x: torch.Tensor, weight: torch.Tensor, generation: int) -> bool:
@@ -81,28 +86,57 @@ class _ZeroGradientIfEmpty(torch.autograd.Function):
         return gradient.masked_fill(is_empty.view(-1, 1, 1), 0), None
 
 
+class _GroupedBias(torch.autograd.Function):
+    """Adds the bias of its group to every row, without the host's knowing how many rows a group has.
+
+    The gradient of a bias is the product of the group's gradients with ones, which torch's kernel adds up in float32
+    and always in the same order; of eight equal ones one is kept, since the kernel takes rows of 16 bytes.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, bias, ends):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(ends)
+        groups = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+        return rows + bias.index_select(0, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (ends,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        ones = gradient.new_ones(len(gradient), _ALIGNED_BYTES // gradient.element_size())
+        sums = torch._grouped_mm(ones.t(), gradient, offs=ends.to(torch.int32))[:, 0]
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # [g]
+        return gradient, sums.masked_fill(is_empty.unsqueeze(1), 0), None
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, ends):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, ends):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.ends = ends
         result = x.new_empty(x.shape[0], weight.shape[1])
         for group, (first, last) in enumerate(itertools.pairwise((0, *ends))):
-            if last > first:
+            if last > first and bias is None:
                 torch.mm(x[first:last], weight[group].t(), out=result[first:last])
+            elif last > first:
+                torch.addmm(bias[group], x[first:last], weight[group].t(), out=result[first:last])
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         of_x = torch.empty_like(x) if needs_x else None
         of_weight = torch.empty_like(weight) if needs_weight else None
+        of_bias = weight.new_empty(weight.shape[:2]) if needs_bias else None
         for group, (first, last) in enumerate(itertools.pairwise((0, *ctx.ends))):
             rows = gradient[first:last]
             if of_x is not None and last > first:
                 torch.mm(rows, weight[group], out=of_x[first:last])
             if of_weight is not None:
                 torch.mm(rows.t(), x[first:last], out=of_weight[group])  # zeros for an empty group
-        return of_x, of_weight, None
+            if of_bias is not None:
+                torch.sum(rows, dim=0, out=of_bias[group])
+        return of_x, of_weight, of_bias, None

@@ -15,6 +15,8 @@ from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 
 Groups = Iterable[dict[str, Any]]
+# A group, those of its parameters that have a gradient, and a copy of each in half precision, if they are kept.
+_Chosen = tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]
 
 # Of each moment in the state of bitsandbytes: its codes, the scale of each block of 256, and the value of each code.
 _PACKED: Mapping[str, tuple[str, str, str]] = types.MappingProxyType(
@@ -40,7 +42,7 @@ def build_adamw(
         return AdamW(groups, lr=lr, betas=betas)
     if implementation is Implementation.APEX:
         return _apex_adam(groups, lr, betas)
-    return eager(torch.optim.AdamW)(groups, lr=lr, betas=betas, fused=True)
+    return FusedAdamW(groups, lr=lr, betas=betas)
 
 
 def eager(kind: type[_Kind]) -> type[_Kind]:
@@ -145,13 +147,13 @@ def update(
     """
     step: Any = type(optimizer).step
     is_half = all(narrow.dtype is not torch.float32 for group in copies for narrow in group)
+    factor = 1.0 if gradient_factor is None else gradient_factor
     if isinstance(optimizer, AdamW) and is_half:
-        factor = 1.0 if gradient_factor is None else gradient_factor
         step(optimizer, gradient_factor=factor, skip=skip, copies=copies or None)
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if isinstance(optimizer, AdamW):
-        step(optimizer, gradient_factor=1.0 if gradient_factor is None else gradient_factor, skip=skip)
+    if isinstance(optimizer, FusedAdamW):
+        step(optimizer, gradient_factor=factor, skip=skip)
     else:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradient_factor is not None and gradients:
@@ -165,18 +167,15 @@ def update(
         torch._foreach_copy_(narrow, parameters)
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW that updates a whole list of tensors in one launch.
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW by torch's fused kernel, which is handed its lists as they are.
 
-    Weights and moments are float32; gradients may be in half precision. State and options are as in
-    `torch.optim.AdamW(fused=True)`. A step whose gradients overflowed changes nothing, not even its count, and is
-    noticed on the device, without waiting for it.
+    The step of `torch.optim.AdamW(fused=True)` first asks every parameter for every option and sorts all tensors by
+    device and dtype, which takes as long as the update of a small network. State and options are the same. A step whose
+    gradients overflowed changes nothing, not even its count, and is noticed on the device, without waiting for it.
 
     Args:
         lr: a number, or a float32 tensor of one element on the parameters' device.
-
-    Raises:
-        ConfigError: a parameter is not float32.
     """
 
     def __init__(
@@ -201,13 +200,12 @@ class AdamW(torch.optim.AdamW):
         """Updates the parameters that have a gradient.
 
         Args:
-            gradient_factor: gradients are multiplied by it; they stay as they are. A float32 tensor is read on the
-                device.
+            gradient_factor: gradients are multiplied by it. A float32 tensor is read on the device.
             skip: one float32; unless it is 0, nothing changes.
             copies: for each group and parameter, a tensor in half precision that receives the new weights.
 
         Raises:
-            ConfigError: a parameter is not float32, or an option of `torch.optim.AdamW` is set that this one lacks.
+            ConfigError: an option of `torch.optim.AdamW` is set that this one lacks.
         """
         loss = None
         if closure is not None:
@@ -218,46 +216,56 @@ class AdamW(torch.optim.AdamW):
         if scale is not None:
             gradient_factor = scale.reciprocal() * gradient_factor
         skip = overflow if skip is None else skip
+        chosen = []
         for number, group in enumerate(self.param_groups):
-            self._update(group, gradient_factor, skip, None if copies is None else copies[number])
+            _check_options(group)
+            places = [place for place, parameter in enumerate(group["params"]) if parameter.grad is not None]
+            if places:
+                narrow = [] if copies is None else [copies[number][place] for place in places]
+                chosen.append((group, [group["params"][place] for place in places], narrow))
+        if chosen:
+            self._update(chosen, gradient_factor, skip)
         return loss
 
     def _update(
-        self,
-        group: dict[str, Any],
-        gradient_factor: float | torch.Tensor,
-        skip: torch.Tensor | None,
-        copies: Sequence[torch.Tensor] | None,
+        self, chosen: Sequence[_Chosen], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
     ) -> None:
-        _check_options(group)
-        chosen = [number for number, parameter in enumerate(group["params"]) if parameter.grad is not None]
-        if not chosen:
-            return
-        parameters = [group["params"][number] for number in chosen]
+        """One update of some parameters of each group."""
+        divisor, counted = None, None if skip is None else 1 - skip  # which are read on the device
+        if isinstance(gradient_factor, torch.Tensor):
+            divisor = gradient_factor.reciprocal()
+        elif gradient_factor != 1.0:
+            divisor = torch.full((), 1 / gradient_factor, device=chosen[0][1][0].device)
+        for group, parameters, copies in chosen:
+            averages, squares, counts = self._moments(parameters)
+            torch._foreach_add_(counts, 1 if counted is None else [counted] * len(counts))
+            torch._fused_adamw_(
+                parameters,
+                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                averages,
+                squares,
+                [],
+                counts,
+                amsgrad=False,
+                maximize=False,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                grad_scale=divisor,
+                found_inf=skip,
+            )
+            if copies:
+                torch._foreach_copy_(copies, parameters)
+
+    def _moments(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+        """Both moments and the count of each parameter."""
         states = [self._state_of(parameter) for parameter in parameters]
-        moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
-        on_device = [value if isinstance(value, torch.Tensor) else None for value in (group["lr"], gradient_factor)]
-        torch.ops.megatron.adamw_(
-            parameters,
-            [_alike(parameter.grad, parameter) for parameter in parameters],
-            *moments,
-            [] if copies is None else [copies[number] for number in chosen],
-            0.0 if on_device[0] is not None else group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            1.0 if on_device[1] is not None else gradient_factor,
-            *on_device,
-            skip,
-        )
+        return tuple([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of a parameter; what is missing is zero."""
-        if parameter.dtype != torch.float32:
-            raise ConfigError(
-                f"A weight of shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}, and the "
-                f"compiled AdamW updates float32 weights. Keep masters in float32, or use --kernels optimizer=torch."
-            )
         state: dict[str, torch.Tensor] = self.state[parameter]
         step = state.get("step")
         if not torch.is_tensor(step) or step.device != parameter.device:  # from a checkpoint of an optimizer not fused
@@ -267,6 +275,43 @@ class AdamW(torch.optim.AdamW):
             if state.get(name) is None:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+class AdamW(FusedAdamW):
+    """AdamW that updates a whole list of tensors in one launch, and writes the weights in half precision in it.
+
+    Weights and moments are float32; gradients may be in half precision, and stay as they are.
+
+    Raises:
+        ConfigError: a parameter is not float32.
+    """
+
+    def _update(
+        self, chosen: Sequence[_Chosen], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
+    ) -> None:
+        for group, parameters, copies in chosen:
+            on_device = [each if isinstance(each, torch.Tensor) else None for each in (group["lr"], gradient_factor)]
+            torch.ops.megatron.adamw_(
+                parameters,
+                [_alike(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None],
+                *self._moments(parameters),
+                copies,
+                0.0 if on_device[0] is not None else group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                1.0 if on_device[1] is not None else gradient_factor,
+                *on_device,
+                skip,
+            )
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"A weight of shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}, and the "
+                f"compiled AdamW updates float32 weights. Keep masters in float32, or use --kernels optimizer=torch."
+            )
+        return super()._state_of(parameter)
 
 
 def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, count: int) -> None:
@@ -354,10 +399,7 @@ def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def _check_options(group: dict[str, Any]) -> None:
     wrong = [name for name in ("amsgrad", "maximize", "differentiable") if group.get(name)]
     if wrong:
-        raise ConfigError(
-            f"A group of parameters has {wrong[0]}=True, which the compiled AdamW does not know. Leave it out, or use "
-            f"--kernels optimizer=torch."
-        )
+        raise ConfigError(f"A group of parameters has {wrong[0]}=True, which AdamW does not know here. Leave it out.")
 
 
 def _apex_adam(groups: Groups, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ def attention_cost(config: ModelConfig) -> LayerCost:
         queries = config.q_lora_rank or 0
         biased, normed = queries + config.latent_width, queries + config.kv_lora_rank
     else:
-        biased = (heads + 2 * groups) * size
+        biased = (heads * (1 + config.attention_output_gate) + 2 * groups) * size
         normed = (heads + groups) * size if config.qk_layernorm_scope == "all" else 2 * size
     vectors = config.add_qkv_bias * biased + config.attention_output_bias * config.hidden_size
     vectors += config.qk_layernorm * normed * _norm_vectors(config)
@@ -46,7 +46,8 @@ def attention_matrices(config: ModelConfig, ranks: int = 1) -> int:
     """Elements of the matrices of attention on each of so many tensor-parallel ranks."""
     hidden, size, heads = config.hidden_size, config.kv_channels, config.num_attention_heads / ranks
     if not config.multi_latent_attention:
-        return int(hidden * size * 2 * (heads + max(config.num_query_groups / ranks, 1)))
+        groups = max(config.num_query_groups / ranks, 1)
+        return int(hidden * size * ((2 + config.attention_output_gate) * heads + 2 * groups))
     rank, values = config.q_lora_rank, config.v_head_dim
     queries = hidden * heads * size if rank is None else rank * (hidden + heads * size)
     latents = config.latent_width * hidden + config.kv_lora_rank * heads * (config.qk_head_dim + values)
@@ -67,24 +68,30 @@ def experts_cost(config: ModelConfig, index: int = 0) -> LayerCost:
     count = config.experts_of(index)
     router = count * hidden
     expert = matrices * hidden * config.moe_ffn_hidden_size
+    vectors = count * (config.moe_router_bias + expert_parameters(config) - expert)
     shared = matrices * hidden * config.moe_shared_expert_intermediate_size
     dense = mixing = LayerCost(0)
     if config.moe_residual:
         dense = feed_forward_cost(config, config.ffn_hidden_size)
         mixing = LayerCost(2 * (hidden + 1), flops_per_token=2 * 2 * hidden)
     return LayerCost(
-        router + count * expert + shared + dense.parameters + mixing.parameters,
+        router + count * expert + vectors + shared + dense.parameters + mixing.parameters,
         flops_per_token=2 * (router + config.moe_router_topk * expert + shared)
         + dense.flops_per_token
         + mixing.flops_per_token,
     )
 
 
+def expert_parameters(config: ModelConfig) -> int:
+    """Parameters of one routed expert."""
+    hidden, inner, products = config.hidden_size, config.moe_ffn_hidden_size, 2 if config.gated_linear_unit else 1
+    return hidden * inner * (products + 1) + config.moe_mlp_bias * (products * inner + hidden)
+
+
 def idle_expert_parameters(config: ModelConfig) -> int:
     """Parameters of the experts that a token does not go to, over all layers."""
-    expert = (3 if config.gated_linear_unit else 2) * config.hidden_size * config.moe_ffn_hidden_size
     counts = [config.experts_of(layer) for layer in range(config.num_layers) if config.has_experts(layer)]
-    return sum(count - config.moe_router_topk for count in counts) * expert
+    return sum(count - config.moe_router_topk for count in counts) * expert_parameters(config)
 
 
 def head_cost(config: ModelConfig) -> LayerCost:

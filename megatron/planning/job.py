@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from megatron.config.architecture.positions import LEARNED
 from megatron.model.costs import (
     attention_matrices,
     block_cost,
+    expert_parameters,
     experts_cost,
     head_cost,
     heads_cost,
@@ -94,7 +96,7 @@ class Job:
         """Forward FLOPs of the head for a token, as the mean of all tokens."""
         return int(self.head_share * heads_cost(self.model).flops_per_token)
 
-    def chunks(self, placement: Placement) -> tuple[tuple[range, ...], tuple[int, ...]]:
+    def chunks(self, placement: Placement) -> tuple[tuple[range, ...], Mapping[int, int]]:
         """The blocks of each chunk of a pipeline, and the ranks that differ, see `blocks_of_chunks`."""
         return blocks_of_chunks(self._block_flops, self.head_flops, placement, self.division)
 
@@ -117,7 +119,7 @@ class Job:
             feed_forward = self._feed_forward
             rest = whole.parameters - self._attention - feed_forward
             return Parameters(attention + feed_forward // tp + rest)
-        everything, expert = experts_cost(model, index), self._expert
+        everything, expert = experts_cost(model, index), expert_parameters(model)
         routed = model.experts_of(index) * expert
         others = everything.parameters - routed - model.experts_of(index) * hidden
         rest = whole.parameters - self._attention - everything.parameters + model.experts_of(index) * hidden
@@ -145,11 +147,6 @@ class Job:
     def _feed_forward(self) -> int:
         model = self.model
         return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
-
-    @property
-    def _expert(self) -> int:
-        model = self.model
-        return model.hidden_size * model.moe_ffn_hidden_size * (3 if model.gated_linear_unit else 2)
 
     def _embedding(self, tp: int) -> int:
         model = self.model

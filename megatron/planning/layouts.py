@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.parallel.schedule.actions import Placement
-from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.building import ScheduleCosts, schedule_costs
 from megatron.parallel.schedule.division import Division
-from megatron.parallel.schedule.schedule_files import read_orders
 
+_SIMULATED_ROUNDS = 16  # of as many micro-batches as there are ranks; all times of more follow within 4 %
 NOTHING, ATTENTION, BLOCKS = "none", "selective", "full"  # what is recomputed
 _RECOMPUTE_FLAGS = {
     NOTHING: ("--no-checkpoint-activations",),
@@ -100,63 +103,39 @@ class Layout:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class ScheduleFigures:
-    """What a schedule costs.
+def costs_of_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> ScheduleCosts:
+    """What a schedule costs, as `schedule_costs` says; beyond some rounds of the ranks, each takes as long as others.
 
-    Attributes:
-        idle: the share of the ranks' time in which they compute nothing.
-        alive: for each rank, the most forward passes of chunks whose activations it holds.
-        placement: which rank has which chunk.
-    """
-
-    idle: float
-    alive: tuple[int, ...]
-    placement: Placement
-
-
-@lru_cache(maxsize=4096)
-def schedule_figures(name: str, ranks: int, chunks: int, micro_batches: int) -> ScheduleFigures:
-    """Idle time and activations of a schedule; those of 1F1B by formula, the others simulated.
-
-    More than a few micro-batches a rank change neither the idle time at the ends of a step nor what is held, so that
-    no more are simulated.
-
-    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021),
-    section 2.2.
+    So no more are simulated than `_SIMULATED_ROUNDS` and a last one that is not full.
     """
     if ranks == 1 and chunks == 1:
-        return ScheduleFigures(0.0, (1,), Placement.loop(1, 1))
-    if name in ("1f1b", "interleaved"):
-        warm_up = [ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * ranks
-                   for rank in range(ranks)]  # fmt: skip
-        alive = tuple(min(after + 1, micro_batches * chunks) for after in warm_up)
-        idle = (ranks - 1) / (micro_batches * chunks + ranks - 1)
-        return ScheduleFigures(idle, alive, Placement.loop(ranks, chunks))
-    if name.endswith(SCHEDULE_FILE):
-        placement, count, _ = read_orders(name)
-        schedule = build_schedule(name, placement.ranks, len(placement.chunks_of(0)), count)
-        return ScheduleFigures(schedule.bubble_ratio, schedule.peak_alive, placement)
-    simulated = min(micro_batches, 3 * ranks)
-    schedule = build_schedule(name, ranks, chunks, simulated)
-    per_pass = schedule.bubble_ratio / (1 - schedule.bubble_ratio) * simulated  # idle time in passes of a micro-batch
-    return ScheduleFigures(per_pass / (micro_batches + per_pass), schedule.peak_alive, schedule.placement)
+        return ScheduleCosts(0.0, (1,), Placement.loop(1, 1))
+    rounds, last = divmod(micro_batches, ranks)
+    if rounds < _SIMULATED_ROUNDS or name.endswith(SCHEDULE_FILE):
+        return schedule_costs(name, ranks, chunks, micro_batches)
+    counts = [_SIMULATED_ROUNDS // 2 * ranks + last, _SIMULATED_ROUNDS * ranks + last]
+    few, many = (schedule_costs(name, ranks, chunks, count) for count in counts)
+    # Times in passes of a micro-batch through the chunks of a rank.
+    before, after = (count / (1 - costs.idle) for count, costs in zip(counts, (few, many), strict=True))
+    end = after + (micro_batches - counts[1]) * (after - before) / (counts[1] - counts[0])
+    return dataclasses.replace(many, idle=1 - micro_batches / end)
 
 
 @lru_cache(maxsize=4096)
 def blocks_of_chunks(
     blocks: tuple[int, ...], head: int, placement: Placement, division: Division
-) -> tuple[tuple[range, ...], tuple[int, ...]]:
-    """The blocks of each chunk of the network, and the pipeline ranks that differ: the first one of each kind.
+) -> tuple[tuple[range, ...], Mapping[int, int]]:
+    """The blocks of each chunk of the network, and the pipeline ranks that differ: the first one of each kind, and how
+    many there are of it.
 
     Args:
         blocks, head: what each block and the head cost.
     """
     bounds = [0, *accumulate(division.counts(blocks, (0, head), placement))]
     chunks = tuple(range(begin, end) for begin, end in pairwise(bounds))
-    kinds: dict[object, int] = {}
+    kinds: dict[object, list[int]] = {}
     for rank in range(placement.ranks):
         own = placement.chunks_of(rank)
         costs = tuple(tuple(blocks[block] for block in chunks[chunk]) for chunk in own)
-        kinds.setdefault((costs, 0 in own, len(chunks) - 1 in own), rank)
-    return chunks, tuple(kinds.values())
+        kinds.setdefault((costs, 0 in own, len(chunks) - 1 in own), []).append(rank)
+    return chunks, MappingProxyType({ranks[0]: len(ranks) for ranks in kinds.values()})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.config.architecture.positions import ROPE
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.planning.job import Job, Parameters
-from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, schedule_figures
+from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
 
 _FP32 = 4
 # What an allocator cannot use between blocks of memory, and what the libraries of a GPU take: an allowance.
@@ -74,9 +74,9 @@ def memory_of(job: Job, layout: Layout) -> Memory:
 
 def memory_of_ranks(job: Job, layout: Layout) -> list[Memory]:
     """The memory of the pipeline ranks; of those with equal blocks the first, which holds the most activations."""
-    figures = schedule_figures(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
-    chunks, ranks = job.chunks(figures.placement)
-    return [_memory_at(job, layout, chunks, figures.placement.chunks_of(rank), figures.alive[rank]) for rank in ranks]
+    costs = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+    chunks, ranks = job.chunks(costs.placement)
+    return [_memory_at(job, layout, chunks, costs.placement.chunks_of(rank), costs.peak_alive[rank]) for rank in ranks]
 
 
 def _memory_at(job: Job, layout: Layout, chunks: tuple[range, ...], own: tuple[int, ...], alive: int) -> Memory:
@@ -131,7 +131,8 @@ def _whole_activations(job: Job, layout: Layout, index: int) -> int:
     """The same of a block of which at most attention is recomputed.
 
     In elements a token: inputs and outputs of two norms, the projection to queries, keys and values, rotated copies,
-    the output of attention, and input and output of the activation. Statistics of rows are in fp32.
+    the output of attention, its gate, that gate's sigmoid and their product, and input and output of the activation.
+    Statistics of rows are in fp32.
     """
     model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
@@ -153,7 +154,7 @@ def _attention_elements(job: Job, tp: int, within: int) -> float:
         return heads * (4 * size + model.v_head_dim) + latents / within
     groups = max(model.num_query_groups / tp, 1)
     copies = (model.position_embedding_type == ROPE) + model.qk_layernorm
-    return (2 * heads + 2 * groups + copies * (heads + groups)) * size
+    return ((2 + 3 * model.attention_output_gate) * heads + 2 * groups + copies * (heads + groups)) * size
 
 
 def _feed_forward_elements(job: Job, index: int) -> float:

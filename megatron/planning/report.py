@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megatron.observe.quantities import duration
+from megatron.observe.quantities import duration, short_count
 from megatron.planning.job import Job
 from megatron.planning.layouts import Layout
 from megatron.planning.search import LayoutEstimate, LayoutPlan, estimate, neighbours
@@ -48,8 +48,8 @@ def title(job: Job) -> str:
     """What is planned."""
     cluster = job.cluster
     return (
-        f"{job.parameters / 1e9:,.2f}B parameters, {job.global_batch:,} samples of {job.sequence_length:,} tokens a "
-        f"step ({job.tokens / 1e6:,.2f}M tokens), {cluster.devices:,} x {cluster.device.name} on {cluster.nodes:,} "
+        f"{short_count(job.parameters)} parameters, {job.global_batch:,} samples of {job.sequence_length:,} tokens a "
+        f"step ({short_count(job.tokens)} tokens), {cluster.devices:,} x {cluster.device.name} on {cluster.nodes:,} "
         f"{'node' if cluster.nodes == 1 else 'nodes'}, {cluster.links.name}"
     )
 
@@ -95,16 +95,17 @@ def neighbour_lines(chosen: LayoutEstimate, problems: Callable[[Layout], Sequenc
     yield "what else there is, each with one change:"
     for name, layout in neighbours(chosen.job, chosen.layout):
         refused = problems(layout)
-        other = estimate(chosen.job, layout)
         if refused:
             yield f"  {name}: refused: {refused[0]}"
-        elif not other.fits:
+            continue
+        other = estimate(chosen.job, layout)
+        if not other.fits:
             kind, count = _grown(chosen.memory.by_kind(), other.memory.by_kind())
             yield f"  {name}: does not fit: {_gib(other.memory.total)} GiB, {kind} +{_gib(count)}"
         else:
             change = other.tokens_per_second / chosen.tokens_per_second - 1
             part, seconds = _grown(chosen.time.parts, other.time.parts)
-            reason = f"{part} +{seconds:.3g} s" if seconds > 0 else "nothing takes longer"
+            reason = f"{part} +{seconds:.3g} s" if seconds > 1e-9 else "nothing takes longer"
             yield f"  {name}: {change:+.1%} tokens/s: {reason}"
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
+from typing import Any
 
 from megatron.config import NO_PROGRAM, Machine, Program, RunRequest, TokenizerFacts, resolve
 from megatron.config.parse import read_flags
 from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
+from megatron.config.program_flags import flags_with_fields
 from megatron.config.run_config import GIVEN
 from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.parallel import RING
@@ -17,7 +19,9 @@ from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.config.world import batch_sizes, world_problems
 from megatron.engine.memory.closed_form import state_bytes
 from megatron.errors import ConfigError
+from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.division import Division
+from megatron.parallel.schedule.schedule_files import read_orders
 from megatron.planning.hardware import Cluster, device_of, links_of
 from megatron.planning.job import Job
 from megatron.planning.layouts import ATTENTION, BLOCKS, NOTHING, Layout
@@ -47,12 +51,24 @@ _FIXED = {
     "parallel.expert_tensor_parallel_size": "keeps_experts_whole",
     "parallel.zero_stage": "zero",
     "parallel.pipeline_schedule": "schedule",
+    "parallel.enable_zbh1_pipeline": "schedule",
     "parallel.virtual_pipeline_model_parallel_size": "chunks",
     "parallel.sequence_parallel": "splits_sequence",
     "optim.micro_batch_size": "micro_batch",
     "recompute.recompute_granularity": "recompute",
     "recompute.checkpoint_activations": "recompute",
 }
+_VIRTUAL = "--virtual-pipeline-model-parallel-size"
+# Other names for what the flags of a layout say, which would contradict them: of sequences, and of pipelines.
+_SEQUENCE_WORDS = frozenset({"parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"})
+_PIPELINE_WORDS = frozenset(
+    {
+        "parallel.pipeline_schedule",
+        "parallel.enable_zbh1_pipeline",
+        "parallel.virtual_pipeline_model_parallel_size",
+        "parallel.num_layers_per_virtual_pipeline_stage",
+    }
+)
 
 
 def read_planned(argv: Sequence[str], program: Program = NO_PROGRAM) -> tuple[list[str], RunRequest]:
@@ -96,7 +112,8 @@ def cluster_of(request: RunRequest, devices: int | None = None) -> Cluster:
 
 
 def job_of(request: RunRequest, cluster: Cluster) -> Job:
-    """What a request trains: a step of one sample a device where it names no global batch.
+    """What a request trains: a step of one sample a device where it names no global batch, or of those of a schedule's
+    file.
 
     Raises:
         ConfigError: the request cannot be resolved.
@@ -105,6 +122,9 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
     batch = request.optim.global_batch_size
     if batch is None:
         batch = (request.optim.micro_batch_size or 1) * cluster.devices
+        if is_file(request.parallel.pipeline_schedule):
+            placement, passes, _ = read_orders(request.parallel.pipeline_schedule or "")
+            batch = max(1, batch // placement.ranks) * passes
     # Resolved as one process would: the sizes of the network do not depend on the layout but for padding.
     parallel = dataclasses.replace(
         request.parallel,
@@ -124,7 +144,9 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
     )
     optim = dataclasses.replace(request.optim, micro_batch_size=1, global_batch_size=batch)
     alone = dataclasses.replace(request, parallel=parallel, optim=optim)
-    config = resolve(alone, Machine("cuda", 1, True, True), TokenizerFacts(vocabulary, vocabulary - 1, ""))
+    config = resolve(
+        alone, Machine("cuda", 1, True, True, supports_fp8=True), TokenizerFacts(vocabulary, vocabulary - 1, "")
+    )
     weight_bytes = 4 if request.precision.dtype_name == "float32" else 2
     return Job(
         config.model,
@@ -166,15 +188,36 @@ def layout_of(request: RunRequest, devices: int) -> Layout:
     )
 
 
+def is_file(schedule: str | None) -> bool:
+    """Whether a schedule is one of a file, which is for so many ranks, chunks and micro-batches."""
+    return schedule is not None and schedule.endswith(SCHEDULE_FILE)
+
+
 def rules_of(words: Sequence[str], devices: int, program: Program) -> Callable[[Layout], Sequence[str]]:
     """What the rules of flags say of a layout, for a command line."""
 
     @cache
     def problems(layout: Layout) -> Sequence[str]:
-        draft = read_flags([*words, *layout.words()], program=program)
-        return draft.problems or world_problems(draft.request(), devices)
+        # A single chunk as well: the command line may ask for others.
+        draft = read_flags([*words, *layout.words(), _VIRTUAL, str(layout.chunks)], program=program)
+        return draft.problems or world_problems(draft.request(), devices) or file_problems(layout)
 
     return problems
+
+
+def file_problems(layout: Layout) -> Sequence[str]:
+    """Why a schedule of a file is not one of this layout."""
+    if is_file(layout.schedule):
+        try:
+            build_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+        except ConfigError as failure:
+            return failure.problems
+    return ()
+
+
+def without_fields(words: Sequence[str], fields: frozenset[str]) -> list[str]:
+    """A command line without the flags that set one of these fields, by "section.field"."""
+    return [word for written, meant in flags_with_fields(words) if not meant & fields for word in written]
 
 
 def planned(words: Sequence[str], request: RunRequest) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
@@ -185,30 +228,67 @@ def planned(words: Sequence[str], request: RunRequest) -> tuple[LayoutPlan, Call
         request: what it says.
     """
     cluster = cluster_of(request)
+    words = without_fields(words, _SEQUENCE_WORDS)
     job, problems = job_of(request, cluster), rules_of(words, cluster.devices, request.program)
     own = layout_of(request, cluster.devices)
     given = [place for place in _FIXED if request.provenance.get(place) == GIVEN]
     fixed = {_FIXED[place]: getattr(own, _FIXED[place]) for place in given}
-    if own.schedule.endswith(SCHEDULE_FILE):  # a file is for so many ranks and chunks
-        fixed |= {"pp": own.pp, "chunks": own.chunks}
+    fixed = _fixed_elsewhere(request, own, fixed) | fixed
     if request.parallel.sequence_parallel and "tp" not in fixed:  # on one rank there is nothing to split
         fixed.pop("splits_sequence", None)
     plan = search(job, problems, fixed)
     if not plan.considered:
         sizes = [(place.split(".")[1], attrgetter(place)(request)) for place in given]
         flags = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes)
+        passes = f" for {fixed['micro_batches']} micro-batches" if "micro_batches" in fixed else ""
         raise ConfigError(
             f"No layout of {cluster.devices:,} devices and --global-batch-size {job.global_batch:,} has what is given "
-            f"by {flags or 'the sizes of the network'}. Drop a flag, or use another --global-batch-size."
+            f"by {flags or 'the sizes of the network'}{passes}. Drop a flag, or use another --global-batch-size."
         )
     return plan, problems
+
+
+def _fixed_elsewhere(request: RunRequest, own: Layout, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """What else is fixed by flags of sequences and of pipelines, and by the file of a schedule.
+
+    Args:
+        fixed: what is given by flags of a layout's own.
+
+    Raises:
+        ConfigError: the file of a schedule is for something else.
+    """
+    parallel, more = request.parallel, dict[str, Any]()
+    if parallel.cp_comm_type != RING:
+        more |= {"cp": own.cp, "ulysses": own.ulysses}
+    if parallel.enable_zbh1_pipeline:
+        more["schedule"] = own.schedule
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        layers = request.model.num_layers + sum(parallel.counted_ends)
+        more["all_chunks"] = layers // parallel.num_layers_per_virtual_pipeline_stage
+    if is_file(own.schedule):
+        placement, passes, _ = read_orders(own.schedule)
+        of_file = {"pp": placement.ranks, "chunks": len(placement.chunks_of(0)), "micro_batches": passes}
+        build_schedule(own.schedule, *({**of_file, **fixed}[name] for name in of_file))
+        more |= {"schedule": own.schedule, **of_file}
+    return more
+
+
+def _fastest(
+    words: Sequence[str], request: RunRequest, job: Job, count: int = 10, below_bytes: float | None = None
+) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
+    """The plan of a command line whose flags of the layout may all change, but for those that are given in a file."""
+    words = without_fields(words, _SEQUENCE_WORDS | _PIPELINE_WORDS)
+    problems = rules_of(words, job.cluster.devices, request.program)
+    free = read_flags(words, program=request.program).unchecked()
+    fixed = _fixed_elsewhere(free, layout_of(free, job.cluster.devices), {})
+    return search(job, problems, fixed, count, below_bytes), problems
 
 
 def request_lines(argv: Sequence[str], command: Sequence[str]) -> Iterator[str]:
     """The plan of a command line as text, whose flags of the layout are kept.
 
     Args:
-        command: the words that the command of the first layout begins with.
+        command: the words that the command of the first layout begins with, the program's name first.
 
     Raises:
         ConfigError: with all that is wrong with the command line.
@@ -216,6 +296,7 @@ def request_lines(argv: Sequence[str], command: Sequence[str]) -> Iterator[str]:
     words, request = read_planned(argv)
     plan, problems = planned(words, request)
     tokens, price = request.optim.train_tokens, request.planning.device_hour_price
+    command = [command[0], *without_fields(command[1:], _SEQUENCE_WORDS)]
     yield from plan_lines(plan, problems, command, tokens, price)
 
 
@@ -230,17 +311,18 @@ def own_lines(argv: Sequence[str], program: Program, devices: int, command: Sequ
     """
     words, request = read_planned(argv, program)
     cluster = cluster_of(request, devices)
-    misfits = world_problems(request, cluster.devices)
+    layout = layout_of(request, cluster.devices)
+    misfits = world_problems(request, cluster.devices) or file_problems(layout)
     if misfits:
         raise ConfigError(misfits)
-    job, layout = job_of(request, cluster), layout_of(request, cluster.devices)
-    job = dataclasses.replace(job, global_batch=layout.global_batch)
-    own, problems = estimate(job, layout), rules_of(words, cluster.devices, program)
+    job = dataclasses.replace(job_of(request, cluster), global_batch=layout.global_batch)
+    own, (plan, problems) = estimate(job, layout), _fastest(words, request, job)
     tokens, price = request.optim.train_tokens, request.planning.device_hour_price
     yield f"this command, {'which fits' if own.fits else 'which does not fit'}:"
     yield from detail_lines(own, tokens, price)
     yield ""
-    yield from plan_lines(search(job, problems, {}), problems, command, tokens, price)
+    command = [command[0], *without_fields(command[1:], _SEQUENCE_WORDS | _PIPELINE_WORDS)]
+    yield from plan_lines(plan, problems, command, tokens, price)
 
 
 def next_that_fits(
@@ -250,6 +332,5 @@ def next_that_fits(
     job, layout = job_of(request, cluster), layout_of(request, cluster.devices)
     job = dataclasses.replace(job, global_batch=layout.global_batch)
     own = estimate(job, layout)
-    problems = rules_of(words, cluster.devices, request.program)
-    smaller = search(job, problems, {}, count=1, below_bytes=own.memory.total)
-    return own, next(iter(smaller.best), None)
+    plan, _ = _fastest(words, request, job, count=1, below_bytes=own.memory.total)
+    return own, next(iter(plan.best), None)

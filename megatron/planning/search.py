@@ -87,7 +87,7 @@ def search(
 
     Args:
         problems: what the rules of flags say of a layout.
-        fixed: attributes of `Layout` that are given.
+        fixed: attributes of `Layout` that are given, and as "all_chunks" those of all pipeline ranks.
         count: how many are wanted.
         below_bytes: what a rank has to take less than. Where it is given, pipelines are not tried with other schedules,
             which takes a while.
@@ -129,15 +129,20 @@ def _first(
 
 def layouts(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """All layouts that divide the network, the batch and the devices evenly, pipelines with 1F1B and interleaved."""
-    for axes in _axes(job, fixed.get("ulysses", 1), keeps_experts_whole=fixed.get("keeps_experts_whole", False)):
+    whole = fixed.get("keeps_experts_whole", False)
+    for axes in _axes(job, fixed.get("ulysses", 1), fixed.get("cp"), keeps_experts_whole=whole):
         if any(fixed.get(name, value) != value for name, value in axes.items()):
             continue
         for chosen in _choices(job, axes, fixed):
             yield Layout(**axes, **chosen)
 
 
-def _axes(job: Job, ulysses: int, *, keeps_experts_whole: bool) -> Iterator[dict[str, Any]]:
-    """The sizes of the axes, and whether experts are whole; that and the size of Ulysses are given."""
+def _axes(job: Job, ulysses: int, ring: int | None, *, keeps_experts_whole: bool) -> Iterator[dict[str, Any]]:
+    """The sizes of the axes, and whether experts are whole; that and the size of Ulysses are given.
+
+    Args:
+        ring: the size of `cp` that is given, however short its part of a sample.
+    """
     model, cluster = job.model, job.cluster
     expert_sizes = divisors(math.gcd(*model.expert_counts)) if model.num_experts > 1 else [1]
     for tp in divisors(cluster.devices_per_node):
@@ -150,7 +155,8 @@ def _axes(job: Job, ulysses: int, *, keeps_experts_whole: bool) -> Iterator[dict
             if left:
                 continue
             for cp in divisors(rest):
-                if cp > 1 and (job.sequence_length % (2 * cp * tp) or job.sequence_length < cp * _LEAST_TOKENS):
+                is_short = cp != ring and job.sequence_length < cp * _LEAST_TOKENS
+                if cp > 1 and (job.sequence_length % (2 * cp * tp) or is_short):
                     continue
                 dp = rest // cp
                 if dp > job.global_batch or job.global_batch % dp:
@@ -170,7 +176,7 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
     for micro in (fixed["micro_batch"],) if "micro_batch" in fixed else _MICRO_BATCHES:
         if share % micro:
             continue
-        for schedule, chunks in _schedules(fixed) if pp > 1 else [(fixed.get("schedule", "1f1b"), 1)]:
+        for schedule, chunks in _schedules(fixed, pp) if pp > 1 else [(fixed.get("schedule", "1f1b"), 1)]:
             if not _divides(job, pp, chunks):
                 continue
             for zero in (stage for stage in stages if stage > 0 or "zero" in fixed):
@@ -184,7 +190,8 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
                         "micro_batch": micro,
                         "micro_batches": share // micro,
                     }
-                    if all(fixed.get(name, value) == value for name, value in chosen.items()):
+                    asked = {**chosen, "all_chunks": pp * chunks}
+                    if all(fixed.get(name, value) == value for name, value in asked.items()):
                         yield chosen
 
 
@@ -193,9 +200,16 @@ def _divides(job: Job, pp: int, chunks: int) -> bool:
     return job.division.fits(job.model.num_layers, Placement.loop(pp, chunks))
 
 
-def _schedules(fixed: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _chunks(fixed: Mapping[str, Any], pp: int) -> Sequence[int]:
+    """The chunks of a rank that are tried."""
+    if "chunks" in fixed:
+        return (fixed["chunks"],)
+    return (fixed["all_chunks"] // pp,) if "all_chunks" in fixed else _CHUNKS
+
+
+def _schedules(fixed: Mapping[str, Any], pp: int) -> Iterator[tuple[str, int]]:
     """The schedule that is given, else 1F1B and interleaved, each with the chunks it takes."""
-    for chunks in (fixed["chunks"],) if "chunks" in fixed else _CHUNKS:
+    for chunks in _chunks(fixed, pp):
         name = fixed.get("schedule", "interleaved" if chunks > 1 else "1f1b")
         fewest, most = SCHEDULE_CHUNKS.get(name, (chunks, chunks))
         if fewest <= chunks <= (most or chunks):
@@ -207,8 +221,8 @@ def _other_schedules(job: Job, layout: Layout, fixed: Mapping[str, Any]) -> Iter
     if layout.pp == 1 or "schedule" in fixed:
         return
     for name, (fewest, most) in SCHEDULE_CHUNKS.items():
-        for chunks in _CHUNKS:
-            is_known = name in ("1f1b", "interleaved") or fixed.get("chunks", chunks) != chunks
+        for chunks in _chunks(fixed, layout.pp):
+            is_known = name in ("1f1b", "interleaved")
             fits = fewest <= chunks <= (most or chunks) and _divides(job, layout.pp, chunks)
             if is_known or not fits:
                 continue

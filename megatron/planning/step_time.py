@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megatron.config.architecture.positions import ROPE
 from megatron.planning.job import Job, Parameters
-from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, schedule_figures
+from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
 from megatron.planning.memory import local_tokens
 
 _FP32 = 4
@@ -58,18 +58,22 @@ class _Pass:
 
 
 def step_time_of(job: Job, layout: Layout) -> StepTime:
-    """The time of a step: of the slowest pipeline rank, with the time it waits for the others."""
-    figures = schedule_figures(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
-    chunks, ranks = job.chunks(figures.placement)
+    """The time of a step: of the slowest pipeline rank, with the time it waits for the others.
+
+    What it waits is passes of other ranks: in 1F1B one of each of them, before its first and after its last.
+    """
+    costs = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
+    chunks, ranks = job.chunks(costs.placement)
     passes = []
     for rank in ranks:
-        own = figures.placement.chunks_of(rank)
+        own = costs.placement.chunks_of(rank)
         blocks = [block for chunk in own for block in chunks[chunk]]
         passes.append((_pass(job, layout, blocks, last=len(chunks) - 1 in own), rank))
+    everyone = sum(each.seconds * ranks[rank] for each, rank in passes)
     slowest, rank = max(passes, key=lambda item: item[0].seconds)
     parts = {name: seconds * layout.micro_batches for name, seconds in slowest.parts.items()}
     work = sum(parts.values())
-    own = figures.placement.chunks_of(rank)
+    own = costs.placement.chunks_of(rank)
     ends = job.ends_parameters(layout, first=0 in own, last=len(chunks) - 1 in own)
     share = sum((job.block_parameters(block, layout) for chunk in own for block in chunks[chunk]), Parameters(0))
     sent = _sent_in_passes(job, layout, [block for chunk in own for block in chunks[chunk]])
@@ -91,15 +95,18 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     count = sum(len(chunks[chunk]) for chunk in own)
     host = layout.micro_batches * count * device.host_seconds_per_layer * (1 + again) + device.host_seconds_per_step
     parts["host"] = max(0.0, host - work - parts["update"])
-    parts["idle"] = (work + parts["host"]) * figures.idle / (1 - figures.idle)
     if layout.pp > 1:
+        waits = layout.micro_batches * costs.idle / (1 - costs.idle)  # in passes
+        others = (everyone - slowest.seconds) / (layout.pp - 1)
+        parts["idle"] = waits * others * (1 + parts["host"] / work)
         crossings = 2 * (layout.pp * layout.chunks - 1)
         reach = cluster.bandwidth(layout.pp, cluster.devices // layout.pp)
         size = sent["pp"] / (2 * layout.micro_batches * layout.chunks)
         parts["pipeline messages"] = crossings * _seconds(size, reach, cluster.links.latency)
     sent["dp"] = gradients
     total = sum(parts.values())
-    return StepTime(parts, {axis: count for axis, count in sent.items() if count}, parts["idle"] / total)
+    idle = parts.get("idle", 0.0) / total
+    return StepTime(parts, {axis: count for axis, count in sent.items() if count}, idle)
 
 
 def _pass(job: Job, layout: Layout, blocks: list[int], *, last: bool) -> _Pass:
@@ -144,8 +151,9 @@ def _traffic(job: Job, layout: Layout, blocks: list[int]) -> float:
     """
     model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
-    projected = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp
-    elements = 30 * model.hidden_size / within + 2 * projected
+    queries, gated = model.num_attention_heads * model.kv_channels / tp, model.attention_output_gate
+    projected = queries + 2 * model.num_query_groups * model.kv_channels / tp
+    elements = 30 * model.hidden_size / within + 2 * projected + 10 * queries * gated
     if model.position_embedding_type == ROPE:
         elements += 4 * projected
     own = tp if layout.keeps_experts_whole else 1  # ranks that route different tokens

@@ -13,12 +13,16 @@ import torch
 from torch import nn
 
 from megatron.config import RunConfig
+from megatron.config.sections.optimizers import MUON
+from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.data.loader import Batch
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum, Partial, Tied
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum, Partial
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
+from megatron.engine.optimizers.muon import is_orthogonalized
+from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks, tied_weights
@@ -27,8 +31,9 @@ from megatron.engine.stage_build import partial_parameters
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import Axis, ParallelMesh, build_mesh, requested_axes, requested_experts
-from megatron.parallel.schedule.actions import Action, Kind
+from megatron.parallel.schedule.actions import Action, Kind, Program
 from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.schedule_files import read_orders
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.planning.memory import REDUCE_BUCKET
 from megatron.rehearsal.programs import FlatShare, ProgramEntry, RankProgram
@@ -87,14 +92,15 @@ class _Walk:
             is_expert=lambda parameter: is_expert[id(parameter)],
         )
         self._tied = tied_weights(network_layers(config.model, mesh), stack, mesh)
-        self._groups = _flat_groups(self._trained, self._averaging, self._tied)
+        self._has_matrices = config.optim.optimizer == MUON
+        self._groups = self._flat_groups()
 
     def programs(self, batches: Sequence[int]) -> list[RankProgram]:
         """Walks a step."""
         with self._recorded:
             sums, partial = self._gradient_sum(), partial_parameters(self._stack)
             sums.keep_whole(each for _, group in partial for each in group)
-            losses = self._run_one_micro_batch(sums)
+            losses = self._run_few_micro_batches(sums)
             passes = self._by_pass()
             begin = list(self._events("begin", self._phases[0][1]))
             self._recorded.take()
@@ -126,24 +132,40 @@ class _Walk:
         """The ranks that divide a group."""
         return self._averaging.of(group.parameters[0]).axis
 
-    def _run_one_micro_batch(self, sums: GradientSum) -> StepLoss:
+    def _run_few_micro_batches(self, sums: GradientSum) -> StepLoss:
+        """One micro-batch, or those of a file that have every kind of pass of each chunk."""
         config, mesh = self._config, self._mesh
+        program, count = self._few_micro_batches()
         settings = dataclasses.replace(step_settings(config, mesh), sequence_parallel=mesh.sequence_parallel)
-        losses = StepLoss(build_objective(config, mesh), settings, mesh, 1.0, 1)
+        losses = StepLoss(build_objective(config, mesh), settings, mesh, 1.0, count)
         shape = config.optim.micro_batch_size, config.data.seq_length
         tokens = np.zeros(shape, np.int64)
         batch = Batch(tokens, tokens, np.ones(shape, np.float32), np.arange(shape[0]), None)
-        given = losses.prepare([batch], with_inputs=self._chunks.has_first, with_targets=self._chunks.has_last)
+        given = losses.prepare([batch] * count, with_inputs=self._chunks.has_first, with_targets=self._chunks.has_last)
         pipeline = pipeline_settings(config)
         runner = ChunkRunner(self._stack, self._chunks, splits_backward=pipeline.splits_backward)
         executor = Executor(runner, mesh.pp, sums.add, self._enter)
-        schedule = build_schedule(pipeline.schedule, mesh.pp.size, pipeline.chunks_per_rank, 1)
         self._hidden = math.prod(settings.hidden_shape(*given[0].shape))
         self._dtype = str(settings.dtype).removeprefix("torch.")
-        self._actions = [action for action in schedule.actions[mesh.pp.rank] if not action.kind.is_message]
-        executor.run(schedule.actions[mesh.pp.rank], given, losses, trains=True)
+        self._actions = [action for action in program if not action.kind.is_message]
+        executor.run(program, given, losses, trains=True)
         self._enter("end")
         return losses
+
+    def _few_micro_batches(self) -> tuple[Program, int]:
+        """The program that is run, and its micro-batches."""
+        pipeline, axis, chosen = pipeline_settings(self._config), self._mesh.pp, [0]
+        if not pipeline.schedule.endswith(SCHEDULE_FILE):
+            return build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, 1).actions[axis.rank], 1
+        _, count, _ = read_orders(pipeline.schedule)
+        actions = build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count).actions[axis.rank]
+        passes = {batch: {(each.kind, each.chunk) for each in actions if each.micro_batch == batch}
+                  for batch in range(count)}  # fmt: skip
+        for batch, kinds in passes.items():
+            if not kinds <= set().union(*(passes[each] for each in chosen)):
+                chosen.append(batch)
+        few = (each for each in actions if each.micro_batch in chosen)
+        return tuple(dataclasses.replace(each, micro_batch=chosen.index(each.micro_batch)) for each in few), len(chosen)
 
     def _enter(self, phase: str) -> None:
         self._phases.append((self._phase, self._recorded.take()))
@@ -183,10 +205,40 @@ class _Walk:
         Clipping(1.0, mesh.model, mesh.device).norm(sums.counted, sums.divided_over)
         losses.totals.over_ranks(mesh)
         yield from self._events("norm and loss", self._recorded.take())
+        yield from self._matrix_messages() if self._has_matrices else ()
         for group in self._groups if self._config.parallel.effective_zero_stage else ():
             if self._axis(group).size > 1:  # by DeepSpeed, after the update
                 gathered = RankMessage("all-gather", self._axis(group).ranks, group.length, self._dtype)
                 yield ProgramEntry(gathered, "weights")
+
+    def _matrix_messages(self) -> Iterator[ProgramEntry]:
+        """Those by which Muon's matrices come to their owners and go back.
+
+        What a rank sends depends on the matrices that it owns; each message has the elements of all matrices that are
+        under way, in which all ranks have to agree. With ZeRO, DeepSpeed updates each group by itself.
+        """
+        groups = [group for group in self._groups if is_orthogonalized(group.parameters[0])]
+        matrices = [
+            DividedMatrix(shard_spec_of(each), shard_spec_of(each).replicas(self._mesh), self._ranges(group, place))
+            for group in groups
+            for place, each in enumerate(group.parameters)
+        ]
+        for _ in groups if self._config.parallel.effective_zero_stage else groups[:1]:
+            for numbers, whole in WholeMatrices.buckets(matrices):
+                chosen = [matrices[number] for number in numbers]
+                whole.transform([torch.empty(each.ranges[each.replicas.rank][1]) for each in chosen], _nothing)
+                elements = sum(each.shard_numel for each in chosen)
+                for message in self._recorded.take():
+                    yield ProgramEntry(dataclasses.replace(message, elements=elements), "matrices")
+
+    def _ranges(self, group: FlatGroup, place: int) -> tuple[tuple[int, int], ...]:
+        """The first element and the number of elements that each rank updates of a parameter."""
+        numel, ranks = group.parameters[place].numel(), self._axis(group).size
+        if not self._config.parallel.effective_zero_stage:
+            return ((0, numel),) * ranks
+        part, start = group.length // ranks, group.starts[place]
+        bounds = [(max(0, rank * part - start), min(numel, (rank + 1) * part - start)) for rank in range(ranks)]
+        return tuple((first, end - first) if end > first else (0, 0) for first, end in bounds)
 
     def _shares(self) -> tuple[FlatShare, ...]:
         """What this rank updates and saves a part of: of flat groups, or of each tensor if nothing is flat."""
@@ -202,6 +254,21 @@ class _Walk:
             if shard_spec_of(each).is_counted(self._mesh)
         )
 
+    def _flat_groups(self) -> list[FlatGroup]:
+        """Parameters in the flat buffers of the optimizer's groups, padded so that ranks get equal parts."""
+        members: dict[tuple[bool, ...], list[nn.Parameter]] = {}
+        for each in self._trained:
+            is_tied = any(each is weight for weight, _ in self._tied)
+            is_orthogonal = self._has_matrices and is_orthogonalized(each)
+            key = not shard_spec_of(each).is_matrix, self._averaging.is_expert(each), is_orthogonal, is_tied
+            members.setdefault(key, []).append(each)
+        groups = []
+        for _, group in sorted(members.items(), key=lambda item: item[0]):
+            starts = [0, *itertools.accumulate(each.numel() for each in group)]
+            ranks = self._averaging.of(group[0]).axis.size
+            groups.append(FlatGroup(tuple(group), tuple(starts[:-1]), -(-starts[-1] // ranks) * ranks))
+        return groups
+
     @staticmethod
     def _events(part: str, messages: Sequence[RankMessage]) -> Iterator[ProgramEntry]:
         for message in messages:
@@ -216,19 +283,9 @@ def _crossing(action: Action) -> str:
     return f"{'output' if is_forward else 'gradient'} of chunk {boundary}, micro-batch {action.micro_batch}"
 
 
-def _flat_groups(parameters: Sequence[nn.Parameter], averaging: Averaging, tied: Tied) -> list[FlatGroup]:
-    """Parameters in the flat buffers of the optimizer's groups, padded so that ranks get equal parts."""
-    members: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
-    for each in parameters:
-        key = not shard_spec_of(each).is_matrix, averaging.is_expert(each), any(each is weight for weight, _ in tied)
-        members.setdefault(key, []).append(each)
-    groups = []
-    for _, group in sorted(members.items(), key=lambda item: item[0]):
-        starts = [0, *itertools.accumulate(each.numel() for each in group)]
-        ranks = averaging.of(group[0]).axis.size
-        groups.append(FlatGroup(tuple(group), tuple(starts[:-1]), -(-starts[-1] // ranks) * ranks))
-    return groups
-
-
 def _all(parameter: nn.Parameter) -> bool:
     return True
+
+
+def _nothing(*_: object) -> None:
+    """In place of orthogonalisation, which sends nothing."""

@@ -24,7 +24,7 @@ from benchmarks.gpu.trace import Span
 from megatron.errors import ConfigError
 
 # What needs neither a process of its own nor the compiled operations, with which tests/kernels runs more.
-TINY_PARTS = ("build", "ops", "ring", "llama1b-4096", "345m-fp16", "experts", "zero", "sanitizer")
+TINY_PARTS = ("build", "ops", "ring", "llama1b-4096", "345m-fp16", "experts", "fp8", "zero", "sanitizer")
 
 
 def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +44,7 @@ def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert figures["ops", "not measured"]["text"].startswith("no library of compiled operations")
     assert figures["sanitizer", "not run"]["text"] == "compute-sanitizer is not installed"
     assert figures["experts", "grouped kernel in times of the loop"]["details"]["of"] == "training"
+    assert figures["fp8", "fp8 in times of bf16"]["value"] > 0 and {"bf16", "fp8 tensorwise", "fp8 rowwise"} <= rates
     assert figures["experts", "largest gradient of an expert without rows"]["met"]
     assert {"grouped kernel", "loop over experts", "capacity of 1"} <= rates
     text = "\n".join(page(records))

@@ -14,6 +14,7 @@ from megatron.config.layout import (
     stages_problems,
     widths_problems,
 )
+from tests.config.command_lines import small
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 13, 36, 360, 4096])
@@ -75,4 +76,6 @@ def test_heads_and_layers() -> None:
     (problem,) = widths_problems({"--ffn-hidden-size": 12, "--moe-ffn-hidden-size": 10}, 4)
     assert "--moe-ffn-hidden-size 10 cannot be split over --tensor-model-parallel-size 4" in problem
     assert "use --moe-ffn-hidden-size 12." in problem
+    widths = small("--num-experts 4 --moe-mlp-bias").model.widths
+    assert any("--hidden-size 64 cannot be split over" in problem for problem in widths_problems(widths, 5))
     assert not list(heads_problems(12, 4)) and not list(stages_problems(4, 4))

@@ -43,7 +43,7 @@ def test_the_layout_is_the_given_one_and_not_the_checkpoints() -> None:
     ("words", "sentences"),
     [
         ("--count 0", ["--load is required", "--count 0 is out of range"]),
-        ("--load x --fp8-hybrid", ["--fp8-hybrid is refused"]),
+        ("--load x --decoupled-lr 1", ["--decoupled-lr 1.0 is refused"]),
         ("--load x --swiglu --squared-relu", ["--squared-relu and --swiglu contradict each other"]),
         ("--load x --seed many", ['--seed takes an integer, not "many"']),
     ],

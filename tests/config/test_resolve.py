@@ -98,6 +98,18 @@ def test_bf16_needs_hardware_support() -> None:
         resolve(small("--bf16"), Machine("cuda", 1, True, False), TokenizerFacts(10, 9, "f"))
 
 
+def test_eight_bits_need_hardware_or_emulation() -> None:
+    facts, hybrid = TokenizerFacts(1000, 9, "f"), "--bf16 --fp8-format hybrid"
+    for machine in (Machine("cpu", 1, False, True), Machine("cuda", 1, True, True)):
+        where = machine.device_type
+        with pytest.raises(ConfigError, match=rf"--fp8-format hybrid .* \({where}\).* 8.9 or later.*--fp8-emulation"):
+            resolve(small(hybrid), machine, facts)
+        assert resolve(small(f"{hybrid} --fp8-emulation"), machine, facts).notices == ()
+    hopper = Machine("cuda", 1, True, True, supports_fp8=True)
+    (notice,) = resolve(small(f"{hybrid} --num-experts 4"), hopper, facts).notices
+    assert "products of experts (--num-experts 4) stay in bf16" in notice
+
+
 def test_many_processes_name_the_layouts_that_fit() -> None:
     with pytest.raises(ConfigError, match=r"fits 6: 2 x 1, 1 x 1, 2 x 3, 1 x 2, 1 x 3\."):
         resolved("--tensor-model-parallel-size 4", world=6)

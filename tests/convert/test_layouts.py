@@ -31,11 +31,11 @@ pytestmark = pytest.mark.slow
 MODELS = (
     "gpt2", "neox-parallel", "bloom-12", "llama-grouped-llama3", "llama-multi-query-linear", "mistral", "qwen2-window",
     "qwen3", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "phi3-long", "mixtral", "qwen3-moe-plain",
-    "deepseek-v2", "deepseek-v3",
+    "gpt-oss", "deepseek-v2", "deepseek-v3",
 )  # fmt: skip
 # Of two processes: the sizes of tensor, pipeline and expert parallelism.
 LAYOUTS = {"dp2": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "ep2": (1, 1, 2)}
-WITH_EXPERTS = ("mixtral", "qwen3-moe-plain", "deepseek-v3")
+WITH_EXPERTS = ("mixtral", "qwen3-moe-plain", "gpt-oss", "deepseek-v3")
 
 
 class Numbers(NamedTuple):

@@ -194,6 +194,19 @@ TINY_MODELS: Mapping[str, TinyModel] = {
     "phi3-long": TinyModel("phi3", {**LLAMA, **_longrope(CONTEXT)}),
     "mixtral": TinyModel("mixtral", {**EXPERTS, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen3-moe": TinyModel("qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": True}, 304),
+    "gpt-oss": TinyModel(
+        "gpt_oss",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 0.6,
+            **_rope("yarn", rope_theta=20.0, factor=4.0, original_max_position_embeddings=CONTEXT, truncate=False),
+        },
+    ),
     "qwen3-moe-plain": TinyModel("qwen3_moe", {**QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [1]}),
     "deepseek-v2": TinyModel(
         "deepseek_v2",

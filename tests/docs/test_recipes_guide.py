@@ -78,3 +78,15 @@ def test_the_benchmark_measures_and_draws(folder: Path) -> None:
         for figure in ("loss of a rate", "loss with the best rate")
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_losses_in_8_bits_are_compared(folder: Path) -> None:
+    (block,) = (text for text in blocks() if "benchmarks/fp8_curve.py" in text)
+    short = "--steps 2 --num-layers 3 --runs rowwise"
+    records = [
+        json.loads(line) for line in run(folder, f"{block.strip()} {short} --data {folder / 'data'}").splitlines()
+    ]
+    losses = {record["of"]: record["value"] for record in records if record["figure"] == "training loss"}
+    (difference,) = (record["value"] for record in records if record["figure"] == "difference of training losses")
+    assert 0 < abs(difference) < 1
+    assert difference == pytest.approx(100 * (losses["rowwise"] / losses["bf16"] - 1), abs=5e-3)

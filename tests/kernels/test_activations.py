@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from megatron.config.architecture.feed_forward import ACTIVATIONS
 from megatron.kernels.activations import FUNCTIONS, activation, gated
@@ -20,6 +23,7 @@ def _formula(name: str, x: float) -> float:
     formulas = {
         "gelu": lambda: x * (1 + math.erf(x / math.sqrt(2))) / 2,
         "gelu_tanh": lambda: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+        "quick_gelu": lambda: x / (1 + math.exp(-1.702 * x)),
         "relu": lambda: max(x, 0.0),
         "squared_relu": lambda: max(x, 0.0) ** 2,
         "silu": lambda: x / (1 + math.exp(-x)),
@@ -55,6 +59,26 @@ def test_gated_gradients_in_training_precision(name: str, dtype: torch.dtype) ->
         gradients.append(pair.grad.double())
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(gradients[1], gradients[0], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("implementation", Implementation)
+@pytest.mark.parametrize("name", ["quick_gelu", "silu"])
+def test_a_limit_and_an_offset_are_those_of_gpt_oss(name: str, implementation: Implementation) -> None:
+    config = GptOssConfig(swiglu_alpha=1.702 if name == "quick_gelu" else 1.0, swiglu_limit=1.5)
+    pairs = [
+        (3 * torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1))).double().requires_grad_()
+        for _ in range(2)
+    ]
+    theirs = SimpleNamespace(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    expected = GptOssExperts._apply_gate(theirs, pairs[0].transpose(-1, -2).flatten(-2))
+    found = gated(pairs[1], name, limit=1.5, offset=1.0, implementation=implementation)
+    for each in (expected, found):
+        each.square().sum().backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(pairs[1].grad, pairs[0].grad)
+    assert (pairs[0].grad[:, 0] == 0).any() and (pairs[0].grad[:, 1] == 0).any()  # some were limited
+    with torch.no_grad():
+        assert torch.equal(gated(pairs[1], name, limit=1.5, offset=1.0), found)
 
 
 def test_an_unknown_activation_is_named() -> None:

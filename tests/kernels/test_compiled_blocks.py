@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megatron.kernels.choice import TORCH_KERNELS, Implementation
+from megatron.kernels.float8.scaling import Float8
 from megatron.kernels.native.library import Library
 from megatron.model.blocks.transformer import TransformerBlock
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from tests.helpers.networks import build_gpt, tiny_config
 
 SEED = 5
@@ -50,9 +52,14 @@ def programs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def check(changes: dict[str, Any], kernels: dict[str, Implementation], backend: str) -> None:
+def check(
+    changes: dict[str, Any], kernels: dict[str, Implementation], backend: str, float8: Float8 | None = None
+) -> None:
     """Compiled blocks give what eager ones give, and share one program, whatever they drop."""
     built = blocks(changes, kernels)
+    for layer in (layer for block in built for layer in block.modules()):
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer.float8 = float8
     expected = results(built)
     for block in built:
         block.compile_for(SEED, torch.device("cpu"), backend)
@@ -74,6 +81,10 @@ def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("changes", [{}, {**LLAMA, "hidden_dropout": 0.0, "attention_dropout": 0.0}])
 def test_compiled_operations_are_traced(compiled: Library, changes: dict[str, Any]) -> None:
     check({"hidden_dropout": 0.2, "attention_dropout": 0.1, **changes}, CSRC, "aot_eager")
+
+
+def test_products_in_8_bits_are_traced() -> None:
+    check({"hidden_dropout": 0.2, "attention_dropout": 0.0}, {}, "aot_eager", Float8(by_row=True, is_emulated=True))
 
 
 def test_documents_and_windows() -> None:

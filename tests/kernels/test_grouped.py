@@ -39,6 +39,32 @@ def found(x: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> list[torch.
 @pytest.mark.parametrize("dtype, ratio", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "kernel"])
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_a_bias_of_each_group(
+    ends: list[int], kernel: bool, dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel and not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no such kernel")
+    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *_: kernel)
+    x, weight = operands(len(ends), dtype)
+    bias = torch.randn(len(ends), OUTPUT, generator=torch.Generator().manual_seed(9)).to(dtype).requires_grad_()
+    gradient = torch.randn(ROWS, OUTPUT, generator=torch.Generator().manual_seed(8)).to(dtype)
+    result = grouped_linear(x, weight, torch.tensor(ends), bias)
+    result.backward(gradient)
+    edges = list(itertools.pairwise([0, *ends]))
+    sums = torch.stack([gradient[first:last].double().sum(dim=0) for first, last in edges])
+    added = torch.cat([bias[group].expand(last - first, -1) for group, (first, last) in enumerate(edges)])
+    known = expected(x, weight, ends)[0] + added.double()
+    assert (result.double() - known).abs().max() <= ratio * known.abs().max()
+    assert bias.grad is not None and (bias.grad.double() - sums).abs().max() <= ratio * sums.abs().max()
+    x_only, weight_only = (value.grad for value in (x, weight))
+    x.grad = weight.grad = None
+    grouped_linear(x, weight, torch.tensor(ends)).backward(gradient)
+    assert torch.equal(x.grad, x_only) and torch.equal(weight.grad, weight_only)
+
+
+@pytest.mark.parametrize("dtype, ratio", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("kernel", [False, True], ids=["loop", "kernel"])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_result_and_gradients(
     ends: list[int], kernel: bool, dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ CASES = {
     "ZeRO 2": (("--zero-stage", "2", "--micro-batch-size", "4"), 4, 1),
     "attention recomputed": (("--recompute-granularity", "selective", "--micro-batch-size", "4"), 2, 0),
     "blocks recomputed": (("--recompute-granularity", "full", "--micro-batch-size", "8"), 2, 0),
+    "gated attention": ((*LLAMA, "--attention-output-gate", "--micro-batch-size", "4"), 1, 0),
     "lion": (("--optimizer", "lion", "--micro-batch-size", "4"), 4, 1),
     "sgd": (("--optimizer", "sgd", "--micro-batch-size", "4"), 1, 0),
     "sgd without momentum": (

@@ -5,21 +5,27 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import pretrain_bert
+from megatron.config import NO_PROGRAM
 from megatron.config.parse import read_flags
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.division import EVENLY
+from megatron.parallel.schedule.schedule_files import schedule_text
+from megatron.parallel.schedule.simulation import simulate
 from megatron.planning.layouts import Layout
 from megatron.planning.report import plan_lines
 from megatron.planning.requests import (
     cluster_of,
     job_of,
     layout_of,
+    next_that_fits,
     own_lines,
     planned,
     read_planned,
@@ -27,7 +33,7 @@ from megatron.planning.requests import (
     rules_of,
 )
 from megatron.planning.search import LayoutPlan, estimate, layouts, neighbours
-from megatron.planning.step_time import step_time_of
+from megatron.planning.step_time import _pass, step_time_of
 
 LLAMA_70B = (
     *("--model-preset", "llama-3-70b", "--planned-devices", "512", "--device", "h100", "--bf16"),
@@ -151,7 +157,7 @@ def test_no_neighbour_of_the_first_that_fits_is_faster(large: Planned) -> None:
 def test_what_is_printed_ends_with_the_command(large: Planned) -> None:
     lines = list(plan_lines(large.plan, large.problems, ["x"], 15 * 10**12, 2.0))
     text = "\n".join(lines)
-    assert lines[0].startswith("70.55B parameters, 1,024 samples of 8,192 tokens a step (8.39M tokens), 512 x h100")
+    assert lines[0].startswith("70.6B parameters, 1,024 samples of 8,192 tokens a step (8.4M tokens), 512 x h100")
     assert lines[-1].startswith("x --tensor-model-parallel-size ")
     for word in ("activations", "optimizer", "gradients", "margin", "by axis: tp", "device hours,", "does not fit"):
         assert word in text
@@ -179,12 +185,12 @@ def test_unknown_hardware_is_refused(words: tuple[str, ...], sentence: str) -> N
 
 def test_a_plan_divides_blocks_as_the_run_does() -> None:
     words = ["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16", "--pipeline-model-parallel-size", "8"]
-    words += ["--seq-length", "8192", "--global-batch-size", "32"]
+    words += ["--seq-length", "8192", "--global-batch-size", "32", "--micro-batch-size", "1"]
     _, request = read_planned(words)
     job, layout = job_of(request, cluster_of(request)), layout_of(request, 8)
     chunks, ranks = job.chunks(Placement.loop(8, 1))
     assert [len(blocks) for blocks in chunks] == [4, 5, 5, 4, 4, 4, 4, 2]
-    assert ranks == (0, 1, 3, 7)
+    assert dict(ranks) == {0: 1, 1: 2, 3: 4, 7: 1}
     even = dataclasses.replace(job, division=EVENLY)
     assert step_time_of(job, layout).seconds < 0.9 * step_time_of(even, layout).seconds
     _, request = read_planned([*words, "--decoder-last-pipeline-num-layers", "3"])
@@ -253,3 +259,109 @@ def test_whole_experts_send_and_hold_what_their_ranks_have() -> None:
     of_split, of_whole = (job.block_parameters(0, layout).experts for layout in (split, whole))
     assert of_whole == 2 * of_split and (split.expert_copies, whole.expert_copies) == (8, 16)
     assert estimate(job, whole).time.sent["ep"] == estimate(job, split).time.sent["ep"] / 2
+
+
+SMALL = (
+    *("--num-layers", "32", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "128"),
+    *("--max-position-embeddings", "128", "--planned-devices", "8", "--bf16", "--attention-dropout", "0"),
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """A schedule of 4 ranks, 2 chunks on each, and 8 micro-batches."""
+    path = tmp_path / "mine.csv"
+    path.write_text(schedule_text(build_schedule("zbv", 4, 2, 8)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_kept"),
+    [
+        ("--enable-zbh1-pipeline", lambda each: each.schedule == "zb-h1"),
+        ("--num-layers-per-virtual-pipeline-stage 8", lambda each: each.pp * each.chunks == 4),
+        ("--num-layers-per-virtual-pipeline-stage 32", lambda each: each.pp == 1),
+        ("--context-parallel-size 2 --cp-comm-type a2a", lambda each: (each.cp, each.ulysses) == (1, 2)),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            lambda each: (each.cp, each.ulysses) == (2, 2),
+        ),
+        ("--pipeline-schedule FILE", lambda each: (each.pp, each.chunks, each.micro_batches) == (4, 2, 8)),
+    ],
+)
+def test_what_is_said_in_other_words_is_kept_and_the_command_says_the_layout(
+    flags: str, is_kept: Callable[[Layout], bool], file: str
+) -> None:
+    argv = [*SMALL, *flags.replace("FILE", file).split()]
+    if "FILE" not in flags:
+        argv += ["--pipeline-model-parallel-size", "4"] * ("zbh1" in flags) + ["--global-batch-size", "64"]
+    plan, problems = planned(*read_planned(argv))
+    assert plan.best and all(is_kept(each.layout) and not problems(each.layout) for each in plan.best)
+    *_, command = request_lines(argv, ["x", *argv])
+    _, again = read_planned(command.split()[1:])
+    read, best = layout_of(again, 8), plan.best[0].layout
+    assert dataclasses.replace(read, keeps_experts_whole=False) == best
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 4 --enable-zbh1-pipeline",
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",
+        "--pipeline-model-parallel-size 4 --pipeline-schedule FILE --virtual-pipeline-model-parallel-size 2",
+        "--context-parallel-size 2 --cp-comm-type a2a --attention-dropout 0.1",
+    ],
+)
+def test_the_fastest_of_all_is_free_of_what_the_command_asks_for(flags: str, file: str) -> None:
+    argv = [*SMALL, "--micro-batch-size", "1", "--global-batch-size", "16", *flags.replace("FILE", file).split()]
+    *_, command = own_lines(argv, NO_PROGRAM, 8, ["x", *argv])
+    assert layout_of(read_planned(command.split()[1:])[1], 8).global_batch == 16
+    for word in (file, "--enable-zbh1-pipeline", "--num-layers-per-virtual-pipeline-stage", "--cp-comm-type"):
+        assert word not in command
+    words, request = read_planned(argv)
+    assert next_that_fits(words, request, cluster_of(request))[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--pipeline-model-parallel-size 2", r"is for 4 ranks \(--pipeline-model-parallel-size 2\)"),
+        ("--virtual-pipeline-model-parallel-size 3", r"is for 2 chunks a rank \(--virtual-pipeline-.* 3\)"),
+        ("--global-batch-size 12", r"by --pipeline-schedule .*mine.csv for 8 micro-batches\. Drop"),
+    ],
+)
+def test_contradictions_of_a_file_with_a_schedule_are_refused(flags: str, sentence: str, file: str) -> None:
+    argv = [*SMALL, "--pipeline-schedule", file, *flags.split()]
+    with pytest.raises(ConfigError, match=sentence):
+        list(request_lines(argv, ["x"]))
+
+
+def test_a_command_whose_file_is_for_other_micro_batches_is_refused(file: str) -> None:
+    argv = [*SMALL, "--pipeline-schedule", file, "--micro-batch-size", "1", "--global-batch-size", "16"]
+    argv += ["--pipeline-model-parallel-size", "4", "--virtual-pipeline-model-parallel-size", "2"]
+    assert next(own_lines(argv, NO_PROGRAM, 8, ["x"])).startswith("this command, which fits")
+    with pytest.raises(ConfigError, match=r"mine.csv is for 8 micro-batches \(a step has 16: --global-batch-size\)"):
+        list(own_lines([*argv, "--global-batch-size", "32"], NO_PROGRAM, 8, ["x"]))
+
+
+def test_a_pipeline_whose_ranks_take_unlike_times_takes_what_a_simulation_of_them_says() -> None:
+    argv = [*SMALL, "--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "16"]
+    _, request = read_planned([*argv, "--vocab-size", "50000"])
+    cluster = cluster_of(request)
+    cluster = dataclasses.replace(
+        cluster, device=dataclasses.replace(cluster.device, host_seconds_per_layer=0.0, host_seconds_per_step=0.0)
+    )
+    job, layout = dataclasses.replace(job_of(request, cluster), division=EVENLY), layout_of(request, 8)
+    chunks, _ = job.chunks(Placement.loop(4, 1))
+    costs = [_pass(job, layout, [*blocks], last=blocks.stop == 32).seconds for blocks in chunks]
+    assert max(costs) > 1.5 * min(costs)
+    schedule = build_schedule("1f1b", 4, 1, layout.micro_batches)
+    end = max(span.end for span in simulate(schedule.orders, schedule.placement, chunk_costs=costs)) / 3
+    found = step_time_of(job, layout).parts
+    passes = ("products", "attention", "memory traffic")
+    assert found["idle"] + sum(found[name] for name in passes) == pytest.approx(end)
+
+
+def test_small_networks_are_counted_in_their_own_unit() -> None:
+    first, *_ = request_lines([*SMALL, "--num-layers", "1", "--vocab-size", "1000"], ["x"])
+    assert first.startswith("1.1M parameters, 8 samples of 128 tokens a step (1.0K tokens)")

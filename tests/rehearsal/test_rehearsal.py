@@ -56,6 +56,9 @@ LAYOUTS = {
     "latents": ((*LATENT, *EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
     "experts and a ring": ((*EXPERTS, "--context-parallel-size", "2", "--zero-stage", "2"), 8),
     "whole experts": ((*EXPERTS, "--expert-tensor-parallel-size", "1", *TP2_PP2, "--sequence-parallel"), 16),
+    "Muon": ((*TP2_PP2, "--optimizer", "muon"), 16),
+    "Muon, experts, ZeRO 2": ((*EXPERTS, *TP2_PP2, "--optimizer", "muon", "--zero-stage", "2"), 16),
+    "Muon, fp32": (("--tensor-model-parallel-size", "2", "--optimizer", "muon", "--no-bf16", "--zero-stage", "0"), 8),
     "tensor 4": (("--tensor-model-parallel-size", "4", "--recompute-granularity", "full"), 8),
 }
 
@@ -318,7 +321,6 @@ def test_ranks_that_do_not_fit_end_with_their_names(sound: Rehearsal, monkeypatc
         (("--pipeline-model-parallel-size", "2", "--pipeline-engine", "deepspeed"), "Drop --pipeline-engine"),
         (("--num-experts", "3"), "16 tokens of a micro-batch on a rank x --moe-router-topk 2 are not a multiple"),
         (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size 3"),
-        (("--optimizer", "muon"), "--dry-run-ranks does not walk --optimizer muon, which exchanges matrices"),
         (("--plan-only",), "--plan-only and --dry-run-ranks are both given"),
     ],
 )
@@ -327,12 +329,56 @@ def test_what_is_not_walked_is_refused(flags: tuple[str, ...], sentence: str) ->
         checked_rehearsal([*NETWORK, *flags, "--dry-run-ranks", "8"], NO_PROGRAM)
 
 
-def test_a_schedule_of_a_file_is_not_walked(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text(schedule_text(build_schedule("1f1b", 2, 1, 4)))
-    flags = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", str(path)]
-    with pytest.raises(ConfigError, match=r"walks schedules with a name, .*mine\.csv is for a number of them"):
-        checked_rehearsal([*NETWORK, *flags, "--dry-run-ranks", "8"], NO_PROGRAM)
+@pytest.fixture(scope="module")
+def of_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Flags of a file for 2 ranks and 8 micro-batches, which splits the backward pass of the last chunk's first one."""
+    path = tmp_path_factory.mktemp("schedule") / "mine.csv"
+    path.write_text(schedule_text(build_schedule("1f1b", 2, 1, 8)).replace("1B0", "1I0,1W0"))
+    return "--pipeline-model-parallel-size", "2", "--pipeline-schedule", str(path)
+
+
+def test_a_schedule_of_a_file_is_walked(of_file: tuple[str, ...]) -> None:
+    ours, named = (rehearsed(("--global-batch-size", "32", *flags), 8) for flags in (of_file, of_file[:2]))
+    assert not list(ours.problems())
+    first, last = ours.programs[0].of(0), ours.programs[0].of(4)
+    assert len(first.events) == len(named.programs[0].of(0).events)
+    assert len(last.events) == len(named.programs[0].of(4).events)
+    place = places(last, "receive", "output of chunk 0, micro-batch 3")[0]
+    found = with_fault(ours, 5, lambda events: events[:place] + events[place + 1 :])
+    assert any("rank 5" in each and "output of chunk 0, micro-batch 3" in each for each in found)
+
+
+def test_a_file_for_other_micro_batches_is_refused(of_file: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.csv is for 8 micro-batches \(a step has 16: --global-batch-size"):
+        checked_rehearsal([*NETWORK, *of_file, "--global-batch-size", "64", "--dry-run-ranks", "8"], NO_PROGRAM)
+
+
+@pytest.fixture(scope="module")
+def with_matrices() -> Rehearsal:
+    """Muon on two stages of two tensor-parallel ranks, four replicas of them."""
+    return rehearsed((*TP2_PP2, "--optimizer", "muon"), 16)
+
+
+@pytest.mark.parametrize("rank", [3, 12])
+def test_a_rank_that_does_not_pass_on_its_matrices_is_named(with_matrices: Rehearsal, rank: int) -> None:
+    events = with_matrices.programs[0].of(rank).events
+    there, joined, *_, back = places(with_matrices.programs[0].of(rank), "all-to-all", "matrices")
+    assert len(events[there].message.ranks) == 4 and len(events[joined].message.ranks) == 2
+    for place in (joined, back):
+        found = with_fault(with_matrices, rank, lambda events, place=place: events[:place] + events[place + 1 :])
+        assert re.match(rf"step 0, rank {rank}\b.*all-to-all of 12,288 float32 \(matrices", found[0])
+
+
+def test_a_rank_that_brings_other_matrices_is_named(with_matrices: Rehearsal) -> None:
+    place = places(with_matrices.programs[0].of(6), "all-to-all", "matrices")[0]
+
+    def change(events: list[ProgramEntry]) -> list[ProgramEntry]:
+        message, part = events[place]
+        events[place] = ProgramEntry(dataclasses.replace(message, elements=message.elements - 1024), part)
+        return events
+
+    (found,) = with_fault(with_matrices, 6, change)
+    assert found.startswith(f"step 0, rank 6, message {place} (matrices): all-to-all of 11,264 float32 over ranks 0, 2")
 
 
 def test_a_refusal_comes_before_torch_is_imported() -> None:

@@ -84,7 +84,8 @@ def show_schedules(flags: PlanFlags) -> int:
     schedule = schedule_with_sizes(flags.pipeline_schedule, *sizes)
     for line in text_lines(schedule, shutil.get_terminal_size().columns, in_color=sys.stdout.isatty()):
         print(line)
-    print(f"activations held, in micro-batches of a stage, by rank: {held_text(schedule)}")
+    held = held_text(schedule.peak_alive, schedule.chunks_per_rank)
+    print(f"activations held, in micro-batches of a stage, by rank: {held}")
     for path, text in ((flags.draw, svg), (flags.csv, schedule_text)):
         if path is not None:
             write_atomically(Path(path), text(schedule).encode())

@@ -76,6 +76,9 @@ class AttentionFields(LatentAttentionFields):
         help="bias of the attention's output matrix; as --add-bias-linear if unset",
         computed=lambda model: model.add_bias_linear,
     )
+    attention_output_gate: bool = network_flag(
+        False, "multiply what attention returns by the sigmoid of a product of its input, before the output matrix"
+    )
     qk_layernorm: bool = network_flag(False, "normalize queries and keys before the rotation")
     qk_layernorm_scope: str = network_flag(
         "head", "what is normalized: the channels of a head, or of all heads", choices=("head", "all")

@@ -11,7 +11,7 @@ from megatron.config.flags.fields import flag, network_flag
 
 MICRO_BATCH, SAMPLE, GLOBAL = "micro_batch", "sample", "global"
 BY_PROBABILITY, BY_POSITION = "probs", "position"
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "elu", "linear")
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "elu", "linear")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ class FeedForwardFields(AttentionFields):
         choices=ACTIVATIONS,
     )
     gated_linear_unit: bool = network_flag(False, "multiply the activation of one product by a second product (GLU)")
+    glu_linear_offset: float = network_flag(0.0, "added to the second product of a gated feed-forward")
+    activation_func_clamp_value: float | None = network_flag(
+        None,
+        "limit of the products of a gated feed-forward: from above of what is activated, in size of the other",
+        above=0,
+    )
     mlp_bias: bool = network_flag(
         help="biases of the feed-forward matrices; as --add-bias-linear if unset",
         computed=lambda model: model.add_bias_linear,
@@ -82,6 +88,8 @@ class ExpertFields(FeedForwardFields):
     moe_shared_expert_intermediate_size: int = network_flag(
         0, "inner width of an expert that sees every token; 0 for none", at_least=0, at_most=2**28
     )
+    moe_mlp_bias: bool = network_flag(False, "biases of the matrices of routed experts")
+    moe_router_bias: bool = network_flag(False, "learned bias of the router's logits")
     moe_residual: bool = network_flag(
         False,
         "residual experts: a dense feed-forward layer of --ffn-hidden-size sees every token as well, and learned "
@@ -186,12 +194,16 @@ class ExpertFields(FeedForwardFields):
 
     @property
     def widths(self) -> dict[str, int]:
-        """The inner widths of the feed-forward layers that the network has, by flag."""
+        """The widths of the feed-forward layers that tensor-parallel ranks divide, by flag: the inner ones, and that of
+        the experts' second biases.
+        """
         if self.num_experts == 1:
             return {"--ffn-hidden-size": self.ffn_hidden_size}
         widths = {"--moe-ffn-hidden-size": self.moe_ffn_hidden_size}
         if self.moe_residual or 0 in self.moe_layer_pattern[: self.num_layers] or 1 in self.moe_expert_counts:
             widths["--ffn-hidden-size"] = self.ffn_hidden_size
+        if self.moe_mlp_bias:
+            widths["--hidden-size"] = self.hidden_size
         if self.moe_shared_expert_intermediate_size:
             widths["--moe-shared-expert-intermediate-size"] = self.moe_shared_expert_intermediate_size
         return widths

@@ -94,6 +94,7 @@ class LatentAttentionFields(ConfigSection):
              "Use --qk-pos-emb-head-dim for the number of rotated channels."),
             (bool(model.rope_layer_pattern), "--rope-layer-pattern", "Drop it: every layer rotates."),
             (model.bidirectional, "--bidirectional", "Drop one of the two."),
+            (model.attention_output_gate, "--attention-output-gate", "Drop one of the two."),
         ):  # fmt: skip
             if is_wrong:
                 yield f"{flag} does not go with --multi-latent-attention. {way_out}"

@@ -76,6 +76,9 @@ class PositionFields(ConfigSection):
     rope_high_freq_factor: float = network_flag(4.0, "llama3: above this, frequencies are unchanged", above=0)
     rope_beta_fast: float = network_flag(32.0, "yarn: rotations above which frequencies are unchanged", above=0)
     rope_beta_slow: float = network_flag(1.0, "yarn: rotations below which frequencies are divided", above=0)
+    yarn_correction_range_round_to_int: bool = network_flag(
+        True, "yarn: the channels between which frequencies are interpolated are whole numbers"
+    )
     rope_attention_factor: float | None = network_flag(
         None, "yarn and longrope: factor of cosine and sine; from the context lengths if unset", above=0)  # fmt: skip
     rope_short_factors: tuple[float, ...] = network_flag((), "longrope: divisors up to the original context", above=0)

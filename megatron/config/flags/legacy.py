@@ -102,7 +102,6 @@ _REFUSED_ROWS: tuple[Row, ...] = (
         "Muon orthogonalises queries, keys and values one by one. Drop the flag.",
         ("muon_no_split_qkv",),
     ),
-    ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", Known("fp8_format", str))),
     (
         'gradients in bfloat16 are accumulated in float32. Use "data_types": {"grad_accum_dtype": "bf16"} in a '
         "--deepspeed_config file.",
@@ -354,14 +353,18 @@ _IGNORED_ROWS: tuple[Row, ...] = (
         ("log_optimizer_states_to_tensorboard", "log_memory_to_tensorboard", "log_world_size_to_tensorboard"),
     ),
     (
-        "it has no effect without a feature that is not supported.",
+        "scales of 8 bits follow the values at hand, without a history, and weights are kept and gathered in bf16.",
         (
-            "no_fp8_wgrad",
             Known("fp8_margin", int, 0),
             "fp8_param_gather",
             Known("fp8_interval", int, 1),
             Known("fp8_amax_history_len", int, 1),
             Known("fp8_amax_compute_algo", str, "most_recent"),
+        ),
+    ),
+    (
+        "it has no effect without a feature that is not supported.",
+        (
             Known("ds_sequence_parallel_fpdt_chunk_size", int, 65536),
             "ds_sequence_parallel_fpdt_offloading",
             Known("inference_batch_times_seqlen_threshold", int, 512),

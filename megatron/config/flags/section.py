@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
+import types
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +17,7 @@ from megatron.errors import ConfigError
 
 Instance = TypeVar("Instance")
 
+_AS_NAMED: Mapping[str, str] = types.MappingProxyType({})
 _OPTION = re.compile(r"(?<![\w-])--[\w-]*\w")
 
 
@@ -69,9 +71,14 @@ class ConfigSection:
         object.__setattr__(self, field, value)
 
 
-def bound_problems(section: Any) -> Iterator[tuple[str, str]]:
-    """The name of every field whose value is outside its bounds or choices, and a sentence that says so."""
+def bound_problems(section: Any, written: Mapping[str, str] = _AS_NAMED) -> Iterator[tuple[str, str]]:
+    """The name of every field whose value is outside its bounds or choices, and a sentence that says so.
+
+    Args:
+        written: how flags were spelled, by field.
+    """
     for flag in flags_of(type(section)):
+        option = written.get(flag.field, flag.positive_name)
         values = getattr(section, flag.field)
         for value in values if flag.is_tuple and values is not None else [values]:
             if value is None or value is Unset.COMPUTED:
@@ -79,7 +86,7 @@ def bound_problems(section: Any) -> Iterator[tuple[str, str]]:
             facts = flag.facts
             if facts.choices and value not in facts.choices:
                 allowed = ", ".join(str(choice) for choice in facts.choices)
-                sentence = f"{flag.positive_name} {value} is unknown. Use one of: {allowed}."
+                sentence = f"{option} {value} is unknown. Use one of: {allowed}."
                 yield flag.field, sentence + _after(facts.remedy)
             for bound, breaks, words in (
                 (facts.at_least, operator.lt, "at least"),
@@ -88,7 +95,7 @@ def bound_problems(section: Any) -> Iterator[tuple[str, str]]:
                 (facts.below, operator.ge, "less than"),
             ):
                 if bound is not None and breaks(value, bound):
-                    sentence = f"{flag.positive_name} {value} is out of range. It must be {words} {bound}."
+                    sentence = f"{option} {value} is out of range. It must be {words} {bound}."
                     yield flag.field, sentence + _after(facts.remedy)
 
 
@@ -118,14 +125,19 @@ def missing_problems(flags: Iterable[Flag], values: Mapping[str, Any], broken: s
 
 
 def relevant_problems(
-    sections: Sequence[Any], given: Container[str], refused: set[str], rules: Iterable[str] = ()
+    sections: Sequence[Any],
+    given: Container[str],
+    refused: set[str],
+    rules: Iterable[str] = (),
+    written: Mapping[str, str] = _AS_NAMED,
 ) -> list[str]:
     """The broken bounds and rules of sections, and of `rules` between them, without those that only repeat another.
 
     Nothing is reported about a value that is `refused` already (unreadable or missing) or computed from a wrong one,
-    and no rule is applied to a value that is out of bounds. `given` and `refused` hold names of fields.
+    and no rule is applied to a value that is out of bounds. `given` and `refused` hold names of fields, `written` how
+    their flags were spelled.
     """
-    bounds = [pair for section in sections for pair in bound_problems(section)]
+    bounds = [pair for section in sections for pair in bound_problems(section, written)]
     wrong = refused | {name for name, _ in bounds}
     computed = {
         flag.field

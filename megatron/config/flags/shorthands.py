@@ -334,6 +334,10 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _always({"activation_function": "squared_relu"}),
     ),
     Shorthand(
+        _flag("quick_geglu", bool, "--activation-function quick_gelu --gated-linear-unit"),
+        _always({"activation_function": "quick_gelu", "gated_linear_unit": True}),
+    ),
+    Shorthand(
         _flag("disable_bias_linear", bool, "no biases, except with --add-qkv-bias; GELU is exact"),
         _always({"add_bias_linear": False}, {"bias_gelu_fusion": False}),
     ),

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
 
+E4M3, HYBRID = "e4m3", "hybrid"  # values of --fp8-format
+TENSORWISE, ROWWISE = "tensorwise", "rowwise"  # values of --fp8-recipe
+_ABSENT_RECIPES = ("delayed", "mxfp8", "blockwise", "custom")  # Megatron-LM's others
+
 
 @dataclass(frozen=True)
 class PrecisionConfig(ConfigSection):
-    """The training dtype and the loss scale."""
+    """The training dtype, the loss scale, and which matrix products are computed in eight bits."""
 
     fp16: bool = flag(False, "train in float16 with loss scaling; CUDA only")
     bf16: bool = flag(False, "train in bfloat16")
@@ -21,15 +25,70 @@ class PrecisionConfig(ConfigSection):
     min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale", above=0)
     loss_scale_window: float = flag(1000, "steps without overflow before the loss scale doubles", at_least=1)
     hysteresis: int = flag(2, "overflows before the loss scale halves", at_least=1)
+    fp8_format: str | None = flag(
+        None,
+        "compute the matrix products of transformer blocks in 8 bits, with --bf16 around them: e4m3, or hybrid, with "
+        "gradients in e5m2. It has not been run on a GPU yet",
+        choices=(E4M3, HYBRID),
+    )
+    fp8_e4m3: bool = flag(False, f"the same as --fp8-format {E4M3}")
+    fp8_hybrid: bool = flag(False, f"the same as --fp8-format {HYBRID}")
+    fp8_recipe: str = flag(
+        TENSORWISE, f"what has a scale of its own: {TENSORWISE}, a whole matrix; {ROWWISE}, each of its rows"
+    )
+    fp8_wgrad: bool = flag(True, "compute gradients of weights in 8 bits too")
+    fp8_emulation: bool = flag(
+        False, "round as --fp8-format says and multiply in float32: slow, on any device, to compare losses"
+    )
+    first_last_layers_bf16: bool = flag(False, "leave the first and the last blocks in bf16")
+    num_layers_at_start_in_bf16: int = flag(1, "with --first-last-layers-bf16, how many first blocks", at_least=0)
+    num_layers_at_end_in_bf16: int = flag(1, "with --first-last-layers-bf16, how many last blocks", at_least=0)
 
     @property
     def dtype_name(self) -> str:
         """The dtype of weights and activations: float32, float16 or bfloat16."""
         return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
 
+    @property
+    def shown_name(self) -> str:
+        """The dtype, and what is in eight bits."""
+        if self.fp8_format is None:
+            return self.dtype_name
+        emulated = ", emulated" if self.fp8_emulation else ""
+        return f"{self.dtype_name} with fp8 products ({self.fp8_format}, {self.fp8_recipe}{emulated})"
+
+    def float8_blocks(self, num_layers: int) -> range:
+        """The transformer blocks whose products are computed in eight bits."""
+        if self.fp8_format is None:
+            return range(0)
+        if not self.first_last_layers_bf16:
+            return range(num_layers)
+        return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
+
+    def complete(self) -> None:
+        if self.fp8_format is None and self.fp8_e4m3 != self.fp8_hybrid:
+            self.set_derived("fp8_format", E4M3 if self.fp8_e4m3 else HYBRID)
+
     def problems(self) -> Iterator[str]:
         if self.fp16 and self.bf16:
             yield "--fp16 and --bf16 are both given. A run has one dtype; drop one of them."
+        formats = {"--fp8-e4m3": self.fp8_e4m3, "--fp8-hybrid": self.fp8_hybrid}
+        named = [name for name, is_given in formats.items() if is_given]
+        if len(named) == 2 or (named and named[0] != f"--fp8-{self.fp8_format}"):
+            yield f"{' and '.join(named)} contradict --fp8-format {self.fp8_format}. Give one format."
+        if self.fp8_recipe in _ABSENT_RECIPES:
+            yield (
+                f"--fp8-recipe {self.fp8_recipe} is not supported: scales come from the values at hand, and are "
+                f"float32. Use --fp8-recipe {TENSORWISE}, or {ROWWISE} for a scale per row."
+            )
+        elif self.fp8_recipe not in (TENSORWISE, ROWWISE):
+            yield f"--fp8-recipe {self.fp8_recipe} is unknown. Use {TENSORWISE} or {ROWWISE}."
+        if self.fp8_format is not None and not self.bf16:
+            yield f"--fp8-format {self.fp8_format} needs --bf16, for all that is not a product of 8 bits. Add it."
+        if self.fp8_format is None and self.fp8_emulation:
+            yield f"--fp8-emulation needs --fp8-format, the format that it emulates. Add --fp8-format {HYBRID}."
+        if self.fp8_format is None and self.first_last_layers_bf16:
+            yield "--first-last-layers-bf16 needs --fp8-format: without it all blocks are in one dtype. Drop it."
 
 
 @dataclass(frozen=True)

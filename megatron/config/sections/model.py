@@ -41,6 +41,7 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "rope_high_freq_factor": ("llama3",),
         "rope_beta_fast": ("yarn",),
         "rope_beta_slow": ("yarn",),
+        "yarn_correction_range_round_to_int": ("yarn",),
         "rope_attention_factor": ("yarn", "longrope"),
         "rope_short_factors": ("longrope",),
         "rope_long_factors": ("longrope",),
@@ -53,13 +54,15 @@ def idle_fields(model: ModelRequest) -> dict[str, str]:
     names = [flag.field for flag in flags_of(ModelRequest)]
     idle: dict[str, str] = {}
     if not model.uses_rope:
-        rotary = [name for name in names if name.startswith(("rotary_", "rope_"))]
+        rotary = [name for name in names if name.startswith(("rotary_", "rope_", "yarn_"))]
         idle.update(dict.fromkeys(rotary, "rotary positions (--position-embedding-type rope)"))
     for name, kinds in _SCALINGS.items():
         if model.rope_scaling_type not in kinds:
             idle.setdefault(name, f"--rope-scaling-type {' or '.join(kinds)}")
     if model.attention_window is None:
         idle.setdefault("rotary_base_windowed", "--attention-window")
+    if not model.gated_linear_unit:
+        idle.update(dict.fromkeys(("glu_linear_offset", "activation_func_clamp_value"), "--gated-linear-unit"))
     if not model.qk_layernorm:
         idle["qk_layernorm_scope"] = "--qk-layernorm"
     if not model.drops_tokens:

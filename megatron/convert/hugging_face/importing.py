@@ -22,6 +22,7 @@ from megatron.convert.hugging_face.model_tokenizer import (
     special_ids,
     special_tokens_from,
 )
+from megatron.convert.hugging_face.mxfp4 import with_decoded_blocks
 from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_of
@@ -76,7 +77,7 @@ def import_model(request: ModelImportRequest) -> Path:
     config = read_json_file(source / "config.json", "the configuration of the model")
     family = family_of(config)
     model = family.read_config(config)
-    stored = with_table_names(family, read_weight_files(source))
+    stored = with_decoded_blocks(with_table_names(family, read_weight_files(source)))
     is_tied = not model.untie_embeddings_and_output_weights
     stored = without_copies(family, stored, is_tied=is_tied)
     model = family.with_heads(model, stored)

@@ -77,7 +77,7 @@ def untrained_record(words: Sequence[str], tokenizer: TokenizerRecord, target: P
     Raises:
         ConfigError: the flags do not make up a run.
     """
-    machine = Machine("cpu", 1, supports_fp16=True, supports_bf16=True)
+    machine = Machine("cpu", 1, True, True, supports_fp8=True)
     facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id or 0, tokenizer.fingerprint or "")
     config = resolve(parse(words), machine, facts)
     files = dataclasses.replace(config.files, config=str(target.absolute() / MODEL_FILE))

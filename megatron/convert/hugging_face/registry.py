@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.convert.hugging_face.families.deepseek import DEEPSEEK_V2, DEEPSEE
 from megatron.convert.hugging_face.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
 from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
+from megatron.convert.hugging_face.families.gpt_oss import GPT_OSS
 from megatron.convert.hugging_face.families.granite import GRANITE
 from megatron.convert.hugging_face.families.llama import LLAMA
 from megatron.convert.hugging_face.families.mistral import MISTRAL, MIXTRAL
@@ -40,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     PHI3,
     MIXTRAL,
     QWEN3_MOE,
+    GPT_OSS,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_NEOX,
@@ -48,19 +51,26 @@ FAMILIES: tuple[Family, ...] = (
     BERT,
 )
 
+# Families that are published, and the part of their network that ours does not have.
+_LACKING: Mapping[str, str] = types.MappingProxyType(
+    {"qwen3_next": "three of four of its layers have linear attention (the gated delta rule)"}
+)
+
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`.
 
     Raises:
-        ConversionError: it names none, or one that is unknown.
+        ConversionError: it names none, one that is unknown, or one that our network lacks a part of.
     """
     model_type = config.get("model_type")
     for family in FAMILIES:
         if model_type == family.model_type:
             return family
+    lacking = _LACKING.get(model_type) if isinstance(model_type, str) else None
+    why = f": {lacking}, which our network has not" if lacking else ""
     raise ConversionError(
-        f'config.json has "model_type": {json.dumps(model_type)}, which cannot be converted. {known_types()}'
+        f'config.json has "model_type": {json.dumps(model_type)}, which cannot be converted{why}. {known_types()}'
     )
 
 

@@ -371,7 +371,7 @@ def _gelu_is_tanh(stored: Stored, fork: Fork, is_core: bool) -> bool:
 
 
 def _attention(stored: Stored) -> dict[str, Any]:
-    fields: dict[str, Any] = {"qk_layernorm": bool(stored.get("qk_layernorm", False))}
+    fields: dict[str, Any] = {name: bool(stored.get(name, False)) for name in ("qk_layernorm", "attention_output_gate")}
     groups = stored.get("num_query_groups") if stored.get("group_query_attention") else None
     groups = groups or stored.get("num_key_value_heads")
     if groups:
@@ -445,6 +445,7 @@ def _nvidia(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.num_query_groups,
         "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear,
         "qk_layernorm": model.qk_layernorm,
+        "attention_output_gate": model.attention_output_gate,
         **_newer_feed_forward(model),
     }
     if model.attention_window is not None:

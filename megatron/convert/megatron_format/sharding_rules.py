@@ -142,7 +142,7 @@ def _norm(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[Sh
 def _block(config: ModelConfig, block: str) -> Iterator[ShardingRule]:
     hidden, inner, width = config.hidden_size, config.ffn_hidden_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
-    fused = (groups, heads // groups + 2, width)
+    fused = (groups, heads // groups * (1 + config.attention_output_gate) + 2, width)
     first = (2, inner) if config.gated_linear_unit else (inner,)
     attention, mlp = f"{block}.self_attention", f"{block}.mlp"
     if config.norm_placement in (PRE, SANDWICH):

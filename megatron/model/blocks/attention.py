@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
             ConfigError: documents are to be separated while a key-value cache is in use, or the network is
                 bidirectional, so that later tokens would change cached keys and values.
         """
-        query, key, value = self._heads(hidden, context)  # [b, a/t, s, d], [b, g/t, s, d]
+        query, key, value, gate = self._heads(hidden, context)  # [b, a/t, s, d], [b, g/t, s, d], [b, s, a/t, d]
         if context.caches is not None:
             if self.bidirectional:
                 raise ConfigError(
@@ -101,7 +101,7 @@ class SelfAttention(nn.Module):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self.linear_proj(self._joined(attended), finish)
+            return self.linear_proj(self._joined(attended, gate), finish)
         if context.split is None:
             attended = self._attend_whole(query, key, value, context)
         else:
@@ -112,11 +112,19 @@ class SelfAttention(nn.Module):
             else:
                 attended = self._attend_ring(query, key, value, context)
             attended = to_positions(attended, ulysses)  # [b, a/t, s/ru, d]
-        return self.linear_proj(self._joined(attended), finish, splits_sequence=context.splits_sequence)
+        return self.linear_proj(self._joined(attended, gate), finish, splits_sequence=context.splits_sequence)
 
-    def _joined(self, attended: torch.Tensor) -> torch.Tensor:
-        """The heads' outputs side by side. Shapes: `[b, a/t, s, d]` to `[b, s, a/t * d]`."""
-        return attended.transpose(1, 2).flatten(2)
+    def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """What the heads return, side by side for the output matrix, multiplied by the sigmoid of the gate if there is
+        one.
+
+        Shapes: attended `[b, a/t, s, d]`, gate `[b, s, a/t, d]`; result `[b, s, a/t * d]`.
+
+        Source: Qiu et al., "Gated attention for large language models", 2025, section 2.2 (G1, elementwise);
+        Qwen3-Next.
+        """
+        joined = attended.transpose(1, 2)
+        return (joined if gate is None else joined * gate.sigmoid()).flatten(2)
 
     def _attend_whole(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext
@@ -187,23 +195,22 @@ class SelfAttention(nn.Module):
         query = hidden.new_empty(()).expand(batch, heads, length, size)  # for its shape, dtype and device
         score_bias(context, query, self.window, self.slopes, bidirectional=self.bidirectional)
 
-    def _heads(self, hidden: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, with their positions if those are rotary.
+    def _heads(
+        self, hidden: torch.Tensor, context: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries, keys and values, with their positions if those are rotary, and the gates, if there are any.
 
-        Shapes: `[b, s/t, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
+        Shapes: `[b, s/t, h]` to `[b, a/t, s, d]`, twice `[b, g/t, s, d]`, and `[b, s, a/t, d]`.
         """
         qkv, is_split = self.linear_qkv, context.splits_sequence
         if self._splits_and_rotates(context):
             joint = qkv.joint(hidden, is_split)
-            return split_rotated(
-                joint,
-                *rotation(self.config, self.layer, context, joint.shape[1]),
-                interleaved=self.config.rotary_interleaved,
-                implementation=self.kernels.rotary,
-            )
+            angles = rotation(self.config, self.layer, context, joint.shape[1])
+            interleaved, implementation = self.config.rotary_interleaved, self.kernels.rotary
+            return *split_rotated(joint, *angles, interleaved=interleaved, implementation=implementation), None
         if self._joins_gradients(hidden):
-            return qkv.heads(hidden, is_split)
-        query, key, value = qkv.project(hidden, is_split)  # [b, s, a/t, d], [b, s, g, d]
+            return *qkv.heads(hidden, is_split), None
+        query, key, value, gate = qkv.project(hidden, is_split)  # [b, s, a/t, d], [b, s, g, d]
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if not qkv.is_split:
@@ -211,7 +218,7 @@ class SelfAttention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [b, a/t or g/t, s, d]
         if self.is_rotary:
             query, key = self._rotated(query, key, context)
-        return query, key, value
+        return query, key, value, gate
 
     def _splits_and_rotates(self, context: StepContext) -> bool:
         """Whether the fused projection is split and rotated in one pass.
@@ -219,7 +226,8 @@ class SelfAttention(nn.Module):
         Not with a key-value cache: its few tokens are rotated in fewer operations.
         """
         is_compiled = self.is_rotary and self.kernels.rotary is Implementation.CSRC
-        return is_compiled and self.linear_qkv.is_split and not self.config.qk_layernorm and context.caches is None
+        is_plain = self.linear_qkv.is_split and not (self.config.qk_layernorm or self.linear_qkv.is_gated)
+        return is_compiled and is_plain and context.caches is None
 
     def _joins_gradients(self, hidden: torch.Tensor) -> bool:
         """Whether the gradients of a projection without rotary positions are joined in one pass with its bias's.

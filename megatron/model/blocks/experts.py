@@ -9,6 +9,8 @@ axis, unless experts are whole. An expert without tokens has a zero gradient, no
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,8 +31,8 @@ from megatron.parallel.tensor.collectives import copy_to, gather_sequence, reduc
 
 
 class Experts(nn.Module):
-    """Routed experts, and optionally a shared one that sees every token, without biases; optionally mixed with a dense
-    layer.
+    """Routed experts, and optionally a shared one that sees every token, without biases unless routed experts are to
+    have some; optionally mixed with a dense layer.
 
     The shared expert computes while tokens are on their way to experts on other ranks.
 
@@ -179,14 +181,16 @@ class ExpertNetworks(nn.Module):
     ) -> None:
         super().__init__()
         self.is_gated, self.function = config.gated_linear_unit, config.activation_function
+        self.limit, self.offset = config.activation_func_clamp_value, config.glu_linear_offset
         self.implementation = mesh.kernels.activation
         hidden, width = Dimension("hidden", config.hidden_size), Dimension("inner", inner, width_axis)
         networks = () if count is None else (Dimension("experts", count, mesh.ep, parts=(1,) * count),)
         halves = (Dimension("gate and up", 2, parts=(1, 1)),) if self.is_gated else ()
         first = ShardSpec((*networks, *halves, width, hidden), is_matrix=True)
         second = ShardSpec((*networks, hidden, width), is_matrix=True)
-        self.linear_fc1 = ExpertMatrices(first, bool(networks), mesh.device)
-        self.linear_fc2 = ExpertMatrices(second, bool(networks), mesh.device)
+        has_bias = config.moe_mlp_bias and bool(networks)
+        self.linear_fc1 = ExpertMatrices(first, bool(networks), mesh.device, has_bias=has_bias)
+        self.linear_fc2 = ExpertMatrices(second, bool(networks), mesh.device, has_bias=has_bias)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Applies the networks.
@@ -196,26 +200,40 @@ class ExpertNetworks(nn.Module):
         """
         inner = self.linear_fc1(x, ends)
         if self.is_gated:
-            inner = gated(inner.unflatten(1, (2, -1)), self.function, implementation=self.implementation)
+            pair, bounds = inner.unflatten(1, (2, -1)), {"limit": self.limit, "offset": self.offset}
+            inner = gated(pair, self.function, **bounds, implementation=self.implementation)
         else:
             inner = activation(inner, self.function, implementation=self.implementation)
         return self.linear_fc2(inner, ends)  # type: ignore[no-any-return]
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix, or one per expert.
+    """One matrix, or one per expert, these also with a bias.
 
-    Shapes: weight `[output, input]` or `[e, output, input]`, dimensions that belong to the output merged; x
-        `[rows, input]` to `[rows, output]`.
+    Where ranks share the input, each computes a part of the sum, and adds its part of the bias to it.
+
+    Shapes: weight `[output, input]` or `[e, output, input]`, bias `[e, output]`, where the input is split `[e,
+        output/t]`, dimensions that belong to the output merged; x `[rows, input]` to `[rows, output]`.
     """
 
-    def __init__(self, spec: ShardSpec, are_several: bool, device: torch.device) -> None:
+    def __init__(self, spec: ShardSpec, are_several: bool, device: torch.device, *, has_bias: bool) -> None:
         super().__init__()
         shape = (*spec.local_shape[:are_several], -1, spec.local_shape[-1])
         self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).view(shape)), spec)
+        self.bias: nn.Parameter | None = None
+        self.padding = (0, 0)  # outputs of the bias before and after those of this rank
+        if has_bias:
+            *others, output, inputs = spec.dimensions
+            if inputs.axis is not None:
+                output = dataclasses.replace(output, axis=inputs.axis)
+                self.padding = output.bounds[0], output.size - output.bounds[1]
+            of_bias = ShardSpec((*others, output))
+            values = torch.zeros(of_bias.local_shape, device=device)
+            self.bias = place(nn.Parameter(values.view(values.shape[0], -1)), of_bias)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         """Multiplies every row by its matrix."""
+        bias = self.bias if self.bias is None or self.padding == (0, 0) else F.pad(self.bias, self.padding)
         if ends is not None:
-            return grouped_linear(x, self.weight, ends)
-        return linear(x, self.weight) if self.weight.dim() == 2 else equal_groups_linear(x, self.weight)
+            return grouped_linear(x, self.weight, ends, bias)
+        return linear(x, self.weight) if self.weight.dim() == 2 else equal_groups_linear(x, self.weight, bias)

@@ -28,6 +28,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, inner_size: int | None = None) -> None:
         super().__init__()
         self.activation, self.is_gated = config.activation_function, config.gated_linear_unit
+        self.limit, self.offset = config.activation_func_clamp_value, config.glu_linear_offset
         self.implementation = mesh.kernels.activation
         width = config.ffn_hidden_size if inner_size is None else inner_size
         inner = Dimension("outputs of a linear layer", width, mesh.tp)
@@ -59,6 +60,6 @@ class FeedForward(nn.Module):
 
     def _activate(self, inner: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_gated:
-            pair = inner.unflatten(-1, (2, -1))
-            return gated(pair, self.activation, bias=bias, implementation=self.implementation)
+            pair, bounds = inner.unflatten(-1, (2, -1)), {"limit": self.limit, "offset": self.offset}
+            return gated(pair, self.activation, bias=bias, **bounds, implementation=self.implementation)
         return activation(inner, self.activation, bias=bias, implementation=self.implementation)

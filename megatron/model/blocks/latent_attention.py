@@ -97,8 +97,10 @@ class LatentAttention(SelfAttention):
         self.linear_kv_up_proj = by_heads(latent, config.qk_head_dim + config.v_head_dim)
         self.linear_kv_up_proj.divides_weight = True
 
-    def _heads(self, hidden: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values; with a cache queries, what it keeps, and no values.
+    def _heads(
+        self, hidden: torch.Tensor, context: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries, keys and values, and no gates; with a cache queries, what it keeps, and no values.
 
         Shapes: `[b, s/t, h]` to thrice `[b, a/t, s, d]`; with a cache to `[b, a/t, s, d]`, `[b, 1, s, c]` and
             `[b, 1, s, 0]`, c the width of what it keeps.
@@ -119,8 +121,8 @@ class LatentAttention(SelfAttention):
         query = torch.cat((plain, rotary), dim=-1)
         if context.caches is not None:
             kept = torch.cat((latent.unsqueeze(1), shared), dim=-1)
-            return query, kept, kept[..., :0]
-        return query, *self._expanded(latent, shared, is_split)
+            return query, kept, kept[..., :0], None
+        return query, *self._expanded(latent, shared, is_split), None
 
     def _queries(self, hidden: torch.Tensor, is_split: bool) -> torch.Tensor:
         """Shapes: `[b, s/t, h]` to `[b, s, a/t * d]`."""
@@ -168,8 +170,8 @@ class LatentAttention(SelfAttention):
         of_pair = 2 * self.latent_size - self.plain_size - self.value_size
         return queries * (keys * of_pair + of_key) >= keys * of_key
 
-    def _joined(self, attended: torch.Tensor) -> torch.Tensor:
-        return super()._joined(attended[..., : self.value_size])
+    def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        return super()._joined(attended[..., : self.value_size], gate)
 
 
 def _built_norm(config: ModelConfig, mesh: ParallelMesh, size: int | None) -> nn.Module:

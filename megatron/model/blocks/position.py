@@ -156,15 +156,17 @@ def _llama3_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
 
 
 def _yarn_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
-    """Source: Peng et al., "YaRN", 2023, section 3.2."""
+    """Source: Peng et al., "YaRN", 2023, section 3.2; without rounding: gpt-oss, as in transformers."""
     base, original = config.rotary_base, config.original_context
 
     def channel(rotations: float) -> float:
         """The channel pair that makes this many rotations over the original context."""
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(channel(config.rope_beta_fast)), 0)
-    high = min(math.ceil(channel(config.rope_beta_slow)), width - 1)
+    low, high = channel(config.rope_beta_fast), channel(config.rope_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
     span = high - low if high > low else 0.001
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     periods = _periods(base, width)

@@ -1,11 +1,11 @@
-"""The projection to queries, keys and values, whose heads may share keys and values in groups."""
+"""The projection to queries, keys and values, whose heads may share keys and values in groups, and to gates."""
 
 from __future__ import annotations
 
 import torch
 
 from megatron.config import ModelConfig
-from megatron.kernels.products import linear
+from megatron.kernels.float8.linear import linear
 from megatron.kernels.rotary import split_heads
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, check_divisible
@@ -15,14 +15,17 @@ from megatron.parallel.tensor.layers import ColumnParallelLinear
 
 
 class QueryKeyValue(ColumnParallelLinear):
-    """Projects hidden states to this rank's query heads, and to the keys and values that they use.
+    """Projects hidden states to this rank's query heads, and to the keys and values that they use; with
+    `--attention-output-gate` also to as many gates as queries.
 
-    The rows of the weight are ordered [groups, (queries of the group, key, value), head size], Megatron's order, so
-    that a rank holds whole groups. If the tensor-parallel size does not divide the groups (multi-query attention), the
-    weight is replicated: each rank computes its own queries and all keys and values, and the ranks' gradients are
-    summed. With sequence parallelism the hidden states of all ranks are gathered: `[b, s/t, h]` to those of s tokens.
+    The rows of the weight are ordered [groups, (queries of the group, their gates, key, value), head size], Megatron's
+    order, so that a rank holds whole groups. If the tensor-parallel size does not divide the groups (multi-query
+    attention), the weight is replicated: each rank computes its own queries and all keys and values, and the ranks'
+    gradients are summed. With sequence parallelism the hidden states of all ranks are gathered: `[b, s/t, h]` to those
+    of s tokens.
 
-    Shapes: weight `[g/t, a/g + 2, d, h]` or `[g, a/g + 2, d, h]`, its first dimensions merged.
+    Shapes: weight `[g/t, q + 2, d, h]` or `[g, q + 2, d, h]`, its first dimensions merged; q is a/g, twice that with
+        gates.
 
     Raises:
         ConfigError: the number of heads is not divisible by the tensor-parallel size.
@@ -32,9 +35,16 @@ class QueryKeyValue(ColumnParallelLinear):
         heads, groups = config.num_attention_heads, config.num_query_groups
         check_divisible(heads, mesh.tp, f"attention heads (--num-attention-heads {heads})")
         is_split = groups % mesh.tp.size == 0
+        self.group_size, self.head_size, self.is_gated = (
+            heads // groups,
+            config.kv_channels,
+            config.attention_output_gate,
+        )
+        queries = (self.group_size,) * (1 + self.is_gated)
+        self.group_rows = sum(queries) + 2
         outputs = (
             Dimension("groups of attention heads", groups, mesh.tp if is_split else None),
-            Dimension("queries, key and value of a group", heads // groups + 2, parts=(heads // groups, 1, 1)),
+            Dimension("queries, gates, key and value of a group", self.group_rows, parts=(*queries, 1, 1)),
             Dimension("head size", config.kv_channels),
         )
         super().__init__(
@@ -47,36 +57,39 @@ class QueryKeyValue(ColumnParallelLinear):
         self.is_split, self.divides_weight = is_split, not is_split
         self.group_dimension = outputs[0]
         self.query_dimension = Dimension("attention heads", heads, mesh.tp)
-        self.group_size, self.head_size = heads // groups, config.kv_channels
 
     def project(
         self, hidden: torch.Tensor, splits_sequence: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of this rank's heads, and keys and values: of its groups, or of all groups if they are not split.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries of this rank's heads, keys and values: of its groups, or of all groups if they are not split; and the
+        heads' gates, if there are any.
 
-        Shapes: `[b, s, h]` to `[b, s, a/t, d]` and twice `[b, s, g/t or g, d]`.
+        Shapes: `[b, s, h]` to `[b, s, a/t, d]`, twice `[b, s, g/t or g, d]`, and `[b, s, a/t, d]`.
         """
-        if self.is_split:
-            qkv = self.joint(hidden, splits_sequence)
-            if self.group_size == 1:
-                query, key, value = qkv.unbind(3)
-                return query, key, value
-            query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
-            return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
-        return self._project_replicated(hidden, splits_sequence)
+        if not self.is_split:
+            return self._project_replicated(hidden, splits_sequence)
+        qkv = self.joint(hidden, splits_sequence)
+        if self.is_gated:
+            query, gate, key, value = qkv.split([self.group_size, self.group_size, 1, 1], dim=3)
+            return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), gate.flatten(2, 3)
+        if self.group_size == 1:
+            query, key, value = qkv.unbind(3)
+            return query, key, value, None
+        query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
+        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), None
 
     def joint(self, hidden: torch.Tensor, splits_sequence: bool = False) -> torch.Tensor:
-        """Queries, key and value of each of this rank's groups, which must be split, in one tensor.
+        """Queries, gates, key and value of each of this rank's groups, which must be split, in one tensor.
 
-        Shapes: `[b, s, h]` to `[b, s, g/t, a/g + 2, d]`.
+        Shapes: `[b, s, h]` to `[b, s, g/t, q + 2, d]`.
         """
         states = super().forward(hidden, splits_sequence=splits_sequence)
-        return states.unflatten(-1, (-1, self.group_size + 2, self.head_size))
+        return states.unflatten(-1, (-1, self.group_rows, self.head_size))
 
     @property
     def joins_gradients(self) -> bool:
         """Whether `heads` can be used."""
-        return self.is_split and self.bias is not None and self.head_size % 8 == 0
+        return self.is_split and not self.is_gated and self.bias is not None and self.head_size % 8 == 0
 
     def heads(
         self, hidden: torch.Tensor, splits_sequence: bool = False
@@ -91,7 +104,7 @@ class QueryKeyValue(ColumnParallelLinear):
         if self.bias is None:
             raise ValueError("heads() joins the gradients of a projection with a bias, and this one has none.")
         product = self.product(hidden, self.bias.detach(), splits_sequence)
-        return split_heads(product.unflatten(-1, (-1, self.group_size + 2, self.head_size)), self.bias)
+        return split_heads(product.unflatten(-1, (-1, self.group_rows, self.head_size)), self.bias)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values as this rank's heads use them, where the groups are not split.
@@ -107,25 +120,30 @@ class QueryKeyValue(ColumnParallelLinear):
 
     def _project_replicated(
         self, hidden: torch.Tensor, splits_sequence: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         weight = self._own_rows(copy_to(self.weight, self.axis))
         bias = None if self.bias is None else self._own_rows(copy_to(self.bias, self.axis))
         if splits_sequence:
-            states = gathered_linear(hidden, weight, bias, self.axis)
+            states = gathered_linear(hidden, weight, bias, self.axis, float8=self.float8)
         else:
-            states = linear(copy_to(hidden, self.axis), weight, bias)
-        groups = self.group_dimension.size
-        query, key, value = states.unflatten(-1, (-1, self.head_size)).split(
-            [self.query_dimension.local_size, groups, groups], dim=2
+            states = linear(copy_to(hidden, self.axis), weight, bias, self.float8)
+        heads, groups = self.query_dimension.local_size, self.group_dimension.size
+        parts = states.unflatten(-1, (-1, self.head_size)).split(
+            [groups, groups, *(heads,) * (1 + self.is_gated)], dim=2
         )
-        return query, key, value
+        key, value, query, *gates = parts
+        return query, key, value, gates[0] if gates else None
 
     def _own_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Of the replicated weight or bias the rows of this rank's queries, then those of all keys and all values.
+        """Of the replicated weight or bias the rows of all keys and all values, then those of this rank's queries and
+        of their gates.
 
-        Shapes: `[g * (a/g + 2) * d, ...]` to `[(a/t + 2g) * d, ...]`.
+        Shapes: `[g * (q + 2) * d, ...]` to `[(2g + q * g/t) * d, ...]`.
         """
         heads = self.query_dimension.local_size
-        rows = values.unflatten(0, (-1, self.group_size + 2, self.head_size))
-        queries = rows[:, :-2].flatten(0, 1).narrow(0, self.axis.rank * heads, heads)
-        return torch.cat([queries, rows[:, -2], rows[:, -1]]).flatten(0, 1)
+        rows = values.unflatten(0, (-1, self.group_rows, self.head_size))
+        own = [
+            part.flatten(0, 1).narrow(0, self.axis.rank * heads, heads)
+            for part in rows[:, :-2].split(self.group_size, dim=1)
+        ]
+        return torch.cat([rows[:, -2], rows[:, -1], *own]).flatten(0, 1)

@@ -57,10 +57,11 @@ class Router(StepState):
     an all-reduce made them, and so choose the same experts. With sequence parallelism each scores its own tokens, and
     the scores are gathered.
 
-    Shapes: hidden `[b, s/t, h]` or `[n, h]`; weight `[e, h]`; expert_bias and expert_shares `[e]`.
+    Shapes: hidden `[b, s/t, h]` or `[n, h]`; weight `[e, h]`; bias, expert_bias and expert_shares `[e]`.
 
     Attributes:
-        expert_bias: the bias; None without.
+        bias: that of the logits, which is learned; None without --moe-router-bias.
+        expert_bias: the bias of the choice; None without.
         expert_shares: the share of each expert in the choices of the last step, which the loss of the next one goes by
             if it is for an even load of the global batch; else None.
 
@@ -83,9 +84,13 @@ class Router(StepState):
         self.scored_experts = config.moe_router_group_scored_experts
         self.counts_name, self.bias_rate = expert_tokens(layer), config.moe_router_bias_update_rate
         experts = Dimension("experts", config.experts_of(layer))
-        dimensions = (experts, Dimension("hidden", config.hidden_size))
-        spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
+        dimensions, summed_over = (experts, Dimension("hidden", config.hidden_size)), (mesh.sequence_parallel,)
+        spec = ShardSpec(dimensions, is_matrix=True, summed_over=summed_over)
         self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+        self.bias: nn.Parameter | None = None
+        if config.moe_router_bias:
+            of_bias = ShardSpec((experts,), summed_over=summed_over)
+            self.bias = place(nn.Parameter(torch.zeros(of_bias.local_shape, device=mesh.device)), of_bias)
         self.register_buffer("expert_bias", None)
         self.register_buffer("expert_shares", None)
         zeros, of_experts = torch.zeros(experts.size, device=mesh.device), ShardSpec((experts,))
@@ -96,7 +101,8 @@ class Router(StepState):
 
     def forward(self, hidden: torch.Tensor, splits_sequence: bool = False) -> Routing:
         """Routes the tokens of all ranks."""
-        logits = F.linear(hidden.float(), self.weight.float())  # [b, s/t, e]
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(hidden.float(), self.weight.float(), bias)  # [b, s/t, e]
         if splits_sequence:
             logits = gather_from(logits, self.tp, dimension=1)
         logits = logits.flatten(0, -2)  # [n, e]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE, SPLIT_SCHEDULES
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Kind, Placement, Program, Schedule
-from megatron.parallel.schedule.generation import fixed_orders, greedy_orders
+from megatron.parallel.schedule.generation import GreedySchedule, fixed_orders
 from megatron.parallel.schedule.schedule_files import read_orders
 from megatron.parallel.schedule.simulation import Computation, Orders, bubble_ratio, peak_alive, simulate, with_messages
 
@@ -26,6 +26,10 @@ class NamedSchedule:
 
     is_v_shaped: bool = False
     limit: Callable[[int, int, int], int] | None = None
+
+    def placement(self, ranks: int, chunks_per_rank: int) -> Placement:
+        """Which rank has which chunk."""
+        return Placement.v_shape(ranks) if self.is_v_shaped else Placement.loop(ranks, chunks_per_rank)
 
 
 def _interleaved_limit(rank: int, ranks: int, chunks: int) -> int:
@@ -69,13 +73,56 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
         nearest = fewest if chunks_per_rank < fewest else most
         chunks = _count(chunks_per_rank, "chunk")
         raise ConfigError(f"The pipeline schedule {name} does not take {chunks} a rank. Use {nearest}.")
-    placement = Placement.v_shape(ranks) if named.is_v_shaped else Placement.loop(ranks, chunks_per_rank)
-    if named.limit is None:
-        orders = fixed_orders(ranks, chunks_per_rank, micro_batches)
-    else:
-        limits = [named.limit(rank, ranks, chunks_per_rank) for rank in range(ranks)]
-        orders = greedy_orders(placement, micro_batches, limits, splits=name in SPLIT_SCHEDULES)
-    return schedule_of(name, placement, micro_batches, orders)
+    greedy = _greedy(name, ranks, chunks_per_rank, micro_batches)
+    orders = fixed_orders(ranks, chunks_per_rank, micro_batches) if greedy is None else greedy.orders()
+    return schedule_of(name, named.placement(ranks, chunks_per_rank), micro_batches, orders)
+
+
+@dataclass(frozen=True)
+class ScheduleCosts:
+    """What a schedule costs.
+
+    Attributes:
+        idle: the share of the ranks' time in which they compute nothing, see `Schedule.bubble_ratio`.
+        peak_alive: for each rank, the most forward passes of chunks whose activations it holds.
+        placement: which rank has which chunk.
+    """
+
+    idle: float
+    peak_alive: tuple[int, ...]
+    placement: Placement
+
+
+@lru_cache(maxsize=4096)
+def schedule_costs(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> ScheduleCosts:
+    """What `build_schedule` would say of a schedule, without its programs, which take many times as long to build.
+
+    1F1B has a formula, and interleaved too where its ranks divide the micro-batches.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021),
+    section 2.2.
+    """
+    if name == "1f1b" or (name == "interleaved" and micro_batches % ranks == 0):
+        passes, later = micro_batches * chunks_per_rank, (chunks_per_rank - 1) * ranks
+        alive = [min(passes, (1 if chunks_per_rank == 1 else 2) * after + later + 1) for after in range(ranks)]
+        placement = SCHEDULES[name].placement(ranks, chunks_per_rank)
+        return ScheduleCosts((ranks - 1) / (passes + ranks - 1), tuple(reversed(alive)), placement)
+    greedy = _greedy(name, ranks, chunks_per_rank, micro_batches)
+    if greedy is None:
+        schedule = build_schedule(name, ranks, chunks_per_rank, micro_batches)
+        return ScheduleCosts(schedule.bubble_ratio, schedule.peak_alive, schedule.placement)
+    busy = 3 * micro_batches * chunks_per_rank  # a forward pass and both halves of a backward pass
+    return ScheduleCosts(1 - busy / greedy.end, greedy.peak_alive, SCHEDULES[name].placement(ranks, chunks_per_rank))
+
+
+def _greedy(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> GreedySchedule | None:
+    """The run of a schedule whose ranks choose what they compute; None of one that has a fixed order, or a file."""
+    named = SCHEDULES.get(name)
+    if named is None or named.limit is None:
+        return None
+    limits = [named.limit(rank, ranks, chunks_per_rank) for rank in range(ranks)]
+    placement = named.placement(ranks, chunks_per_rank)
+    return GreedySchedule(placement, micro_batches, limits, splits=name in SPLIT_SCHEDULES)
 
 
 @lru_cache(maxsize=32)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE
 from megatron.parallel.schedule.actions import Schedule
-from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.building import build_schedule, schedule_costs
 from megatron.parallel.schedule.schedule_files import read_orders
 
 
@@ -28,14 +28,15 @@ def schedule_with_sizes(name: str, ranks: int, chunks_per_rank: int | None, micr
 
 def table_lines(ranks: int, chunks_per_rank: int | None, micro_batches: int) -> Iterator[str]:
     """A table of all schedules that take these chunks."""
-    yield f"{ranks} ranks, {micro_batches} micro-batches"
+    yield f"{ranks} rank{'s' * (ranks != 1)}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
     yield f"{'schedule':<16}{'chunks':>6}{'idle':>8}   activations held, in micro-batches of a stage, by rank"
     for name, (fewest, most) in SCHEDULE_CHUNKS.items():
         if chunks_per_rank is None or fewest <= chunks_per_rank <= (most or chunks_per_rank):
-            schedule = schedule_with_sizes(name, ranks, chunks_per_rank, micro_batches)
-            yield f"{name:<16}{schedule.chunks_per_rank:>6}{schedule.bubble_ratio:>8.1%}   {held_text(schedule)}"
+            chunks = fewest if chunks_per_rank is None else chunks_per_rank
+            costs = schedule_costs(name, ranks, chunks, micro_batches)
+            yield f"{name:<16}{chunks:>6}{costs.idle:>8.1%}   {held_text(costs.peak_alive, chunks)}"
 
 
-def held_text(schedule: Schedule) -> str:
+def held_text(peak_alive: Sequence[int], chunks_per_rank: int) -> str:
     """What each rank holds, in micro-batches of activations of all its layers."""
-    return " ".join(f"{alive:g}" for alive in schedule.stages_alive)
+    return " ".join(f"{round(alive / chunks_per_rank, 1):g}" for alive in peak_alive)

@@ -43,10 +43,9 @@ def spans_of(schedule: Schedule) -> list[Span]:
 def title_of(schedule: Schedule) -> str:
     """Name, sizes and idle share of a schedule."""
     chunks = f" x {schedule.chunks_per_rank} chunks" if schedule.chunks_per_rank > 1 else ""
-    return (
-        f"{schedule.name}: {schedule.ranks} ranks{chunks}, {schedule.micro_batches} micro-batches, "
-        f"{schedule.bubble_ratio:.1%} idle"
-    )
+    sizes = f"{schedule.ranks} rank{'s' * (schedule.ranks != 1)}{chunks}"
+    batches = f"{schedule.micro_batches} micro-batch{'es' * (schedule.micro_batches != 1)}"
+    return f"{schedule.name}: {sizes}, {batches}, {schedule.bubble_ratio:.1%} idle"
 
 
 def svg(schedule: Schedule) -> str:

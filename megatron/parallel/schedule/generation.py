@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron.parallel.schedule.actions import Kind, Placement
-from megatron.parallel.schedule.simulation import UNIT_COSTS, Computation, Result, needs_of, result_of
+from megatron.parallel.schedule.simulation import UNIT_COSTS, Computation
 
 _Orders = list[list[Computation]]
+_Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+_NEVER = np.iinfo(np.int64).max
 
 
 def fixed_orders(ranks: int, chunks_per_rank: int, micro_batches: int) -> _Orders:
@@ -41,90 +44,114 @@ def fixed_orders(ranks: int, chunks_per_rank: int, micro_batches: int) -> _Order
     return orders
 
 
-def greedy_orders(placement: Placement, micro_batches: int, limits: Sequence[int], *, splits: bool) -> _Orders:
-    """The orders of ranks that compute, whenever they are free, the most urgent of what has arrived.
+class GreedySchedule:
+    """The computations of ranks that compute, whenever they are free, the most urgent of what has arrived.
 
     That is a backward pass, else a forward pass if its activations still fit, else gradients of weights that were
-    put off.
+    put off. All ranks choose at once, so that thousands of computations take no longer than their number asks for.
 
     Args:
         limits: for each rank, the most chunk activations that it may hold at once.
         splits: whether the gradients of weights are computed apart from those of inputs.
+
+    Attributes:
+        end: when the last computation ends.
+        peak_alive: for each rank, the most chunk activations that it holds at once.
     """
-    ranks = [_GreedyRank(placement, rank, micro_batches, limit, splits) for rank, limit in enumerate(limits)]
-    ended: dict[Result, float] = {}
-    time = 0
-    while any(rank.remaining for rank in ranks):
-        for rank in ranks:
-            if rank.free_at <= time:
-                rank.start_next(time, ended)
-        time += 1
-    return [rank.order for rank in ranks]
 
+    def __init__(self, placement: Placement, micro_batches: int, limits: Sequence[int], *, splits: bool) -> None:
+        ranks, self._splits = placement.ranks, splits
+        self._chunks = np.array([placement.chunks_of(rank) for rank in range(ranks)])  # [ranks, chunks of each]
+        places = self._chunks.shape[1]
+        self._count, self._micro_batches, self._group = placement.chunks, micro_batches, ranks
+        self._is_loop = placement == Placement.loop(ranks, places)
+        # A forward pass leaves room for one activation of each of the rank's later chunks.
+        self._room = np.array(limits)[:, None] - np.arange(places)[::-1]
+        self._next = {kind: np.zeros_like(self._chunks) for kind in (Kind.FORWARD, Kind.BACKWARD)}  # micro-batches
+        # When the input of each chunk arrived, and the gradient of its output; the ends of the network wait for none.
+        self._input_at = np.full((self._count + 1, micro_batches), _NEVER)
+        self._gradient_at = self._input_at.copy()
+        self._input_at[0] = self._gradient_at[self._count] = 0
+        self._put_off = np.zeros((ranks, places * micro_batches, 2), np.int64)  # chunk and micro-batch
+        self._began_off, self._ended_off = np.zeros((2, ranks), np.int64)
+        self._alive, self._free_at, self._peak = np.zeros((3, ranks), np.int64)
+        self._left = np.full(ranks, places * micro_batches * (3 if splits else 2))
+        self._log: list[tuple[Kind, _Integers, _Integers, _Integers]] = []
+        time = 0
+        while self._left.any():
+            self._begin_at(time)
+            time += 1
+        self.end, self.peak_alive = int(self._free_at.max()), tuple(self._peak.tolist())
 
-class _GreedyRank:
-    """A rank that chooses what it computes next."""
+    def orders(self) -> _Orders:
+        """What each rank computes, in order."""
+        kinds = [kind for kind, ranks, *_ in self._log for _ in range(len(ranks))]
+        ranks, chunks, batches = (np.concatenate([each[column] for each in self._log]) for column in (1, 2, 3))
+        orders: _Orders = [[] for _ in self._left]
+        for rank, computation in zip(
+            ranks.tolist(), zip(kinds, chunks.tolist(), batches.tolist(), strict=True), strict=True
+        ):
+            orders[rank].append(computation)
+        return orders
 
-    def __init__(self, placement: Placement, rank: int, micro_batches: int, limit: int, splits: bool) -> None:
-        self.order: list[Computation] = []
-        self.free_at = 0.0
-        self.remaining = len(placement.chunks_of(rank)) * micro_batches * (3 if splits else 2)
-        self._chunks, self._chunk_count = placement.chunks_of(rank), placement.chunks
-        self._is_loop = placement == Placement.loop(placement.ranks, len(self._chunks))
-        self._group = placement.ranks
-        self._micro_batches, self._limit, self._splits = micro_batches, limit, splits
-        self._forward = dict.fromkeys(self._chunks, 0)  # the next micro-batch of each chunk
-        self._backward = dict.fromkeys(self._chunks, 0)
-        self._put_off: deque[Computation] = deque()
-        self._alive = 0
+    def _begin_at(self, time: int) -> None:
+        """Begins what free ranks compute next, on those that have something whose inputs are there."""
+        free = np.flatnonzero((self._free_at <= time) & (self._left > 0))
+        for kind, urgency in ((Kind.BACKWARD, self._backward_urgency), (Kind.FORWARD, self._forward_urgency)):
+            if not len(free):
+                return
+            keys = urgency(free, time)
+            places = keys.argmin(1)
+            chosen = keys[np.arange(len(free)), places] < _NEVER
+            self._begin(kind, free[chosen], places[chosen], time)
+            free = free[~chosen]
+        free = free[self._began_off[free] < self._ended_off[free]]
+        if len(free):
+            chunks, batches = self._put_off[free, self._began_off[free]].T
+            self._began_off[free] += 1
+            self._alive[free] -= 1
+            self._record(Kind.WEIGHT_BACKWARD, free, chunks, batches, time)
 
-    def start_next(self, time: float, ended: dict[Result, float]) -> None:
-        """Starts a computation, if there is one whose inputs are there at this time."""
-        candidates = [*self._backward_passes(), *self._forward_passes()]
-        for computation in (*candidates, *list(self._put_off)[:1]):
-            needs = needs_of(computation, self._chunk_count)
-            if all(ended.get(need, time + 1) <= time for need in needs):
-                break
-        else:
+    def _begin(self, kind: Kind, ranks: _Integers, places: _Integers, time: int) -> None:
+        """Begins a pass of each of these ranks through the chunk at its place."""
+        if not len(ranks):
             return
-        kind, chunk, micro_batch = computation
-        self.order.append(computation)
-        self.remaining -= 1
-        self.free_at = time + UNIT_COSTS[kind]
+        chunks, batches = self._chunks[ranks, places], self._next[kind][ranks, places]
+        self._next[kind][ranks, places] += 1
         if kind is Kind.FORWARD:
-            self._forward[chunk] += 1
-            self._alive += 1
-        elif kind is Kind.WEIGHT_BACKWARD:
-            self._put_off.popleft()
-            self._alive -= 1
+            self._alive[ranks] += 1
+            self._peak = np.maximum(self._peak, self._alive)
+            self._input_at[chunks + 1, batches] = self._record(kind, ranks, chunks, batches, time)
+        elif self._splits:
+            self._put_off[ranks, self._ended_off[ranks]] = np.stack([chunks, batches], 1)
+            self._ended_off[ranks] += 1
+            self._gradient_at[chunks, batches] = self._record(Kind.INPUT_BACKWARD, ranks, chunks, batches, time)
         else:
-            self._backward[chunk] += 1
-            if self._splits:
-                self._put_off.append((Kind.WEIGHT_BACKWARD, chunk, micro_batch))
-            else:
-                self._alive -= 1
-        if (result := result_of(computation)) is not None:
-            ended[result] = self.free_at
+            self._alive[ranks] -= 1
+            self._gradient_at[chunks, batches] = self._record(kind, ranks, chunks, batches, time)
 
-    def _backward_passes(self) -> list[Computation]:
-        """The next of each chunk; the earliest micro-batch first, and of its chunks the last."""
-        kind = Kind.INPUT_BACKWARD if self._splits else Kind.BACKWARD
-        upcoming = [(batch, -chunk) for chunk, batch in self._backward.items() if batch < self._micro_batches]
-        return [(kind, -chunk, batch) for batch, chunk in sorted(upcoming)]
+    def _record(self, kind: Kind, ranks: _Integers, chunks: _Integers, batches: _Integers, time: int) -> int:
+        """Notes what ranks begin; returns when it ends."""
+        self._log.append((kind, ranks, chunks, batches))
+        self._left[ranks] -= 1
+        self._free_at[ranks] = time + int(UNIT_COSTS[kind])
+        return time + int(UNIT_COSTS[kind])
 
-    def _forward_passes(self) -> list[Computation]:
-        """The next of each chunk for which there is room beside one activation for each of the rank's later chunks.
+    def _backward_urgency(self, free: _Integers, time: int) -> _Integers:
+        """Of the next micro-batch of each chunk: the earliest first, and of its chunks the last; else `_NEVER`."""
+        chunks, batches = self._chunks[free], self._next[Kind.BACKWARD][free]
+        known = np.minimum(batches, self._micro_batches - 1)
+        is_there = (self._input_at[chunks + 1, known] <= time) & (self._gradient_at[chunks + 1, known] <= time)
+        return np.where(is_there & (batches == known), batches * self._count - chunks, _NEVER)
+
+    def _forward_urgency(self, free: _Integers, time: int) -> _Integers:
+        """Of the next micro-batch of each chunk; `_NEVER` where it has not arrived, or there is no room for it.
 
         In a loop micro-batches pass in groups, as in `fixed_orders`; in a V the chunk nearer to the loss comes first.
         """
-        later = len(self._chunks) - 1
-        upcoming = [
-            (place, chunk, batch)
-            for place, (chunk, batch) in enumerate(self._forward.items())
-            if batch < self._micro_batches and self._alive < self._limit - (later - place)
-        ]
-        if self._is_loop:
-            upcoming.sort(key=lambda item: (item[2] // self._group, item[0], item[2]))
-        else:
-            upcoming.reverse()
-        return [(Kind.FORWARD, chunk, batch) for _, chunk, batch in upcoming]
+        chunks, batches = self._chunks[free], self._next[Kind.FORWARD][free]
+        known = np.minimum(batches, self._micro_batches - 1)
+        is_there = (self._input_at[chunks, known] <= time) & (self._alive[free, None] < self._room[free])
+        places = np.arange(chunks.shape[1])
+        order = batches // self._group * chunks.shape[1] + places if self._is_loop else -places
+        return np.where(is_there & (batches == known), order, _NEVER)

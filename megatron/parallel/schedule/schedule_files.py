@@ -72,7 +72,10 @@ def _problems(orders: Sequence[Sequence[Computation]]) -> Iterator[str]:
     counts = Counter(owners.values())
     for rank in range(len(orders)):
         if counts[rank] != counts[0]:
-            yield f"rank {rank} has {counts[rank]} chunks and rank 0 has {counts[0]}. Each rank has equally many."
+            yield (
+                f"rank {rank} has {counts[rank]} chunk{'s' * (counts[rank] != 1)} and rank 0 has {counts[0]}. Each "
+                "rank has equally many."
+            )
             return
     yield from _ends_inside(owners, len(orders)) or _missing(orders, len(owners))
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.products import input_gradient, linear, weight_gradient
+from megatron.kernels.float8.linear import input_gradient, linear, weight_gradient
+from megatron.kernels.float8.scaling import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.collectives import (
     PendingTokens,
@@ -30,6 +31,7 @@ def gathered_linear(
     bias: torch.Tensor | None,
     axis: Axis,
     queue: WeightGradientQueue | None = None,
+    float8: Float8 | None = None,
 ) -> torch.Tensor:
     """`x W^T + b` for the tokens of all ranks.
 
@@ -39,20 +41,22 @@ def gathered_linear(
 
     Args:
         queue: see `deferrable_linear`; weight and bias are parameters if there is one.
+        float8: whether and how the products are in eight bits; tokens are gathered in the dtype they have.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return linear(gather_sequence(x, axis), weight, bias)
-    return _GatheredLinear.apply(x, weight, bias, axis, queue)  # type: ignore[no-any-return]
+        return linear(gather_sequence(x, axis), weight, bias, float8)
+    return _GatheredLinear.apply(x, weight, bias, axis, queue, float8)  # type: ignore[no-any-return]
 
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis, queue):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, axis, queue, float8):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.queue, ctx.bias_dtype = axis, queue, None if bias is None else bias.dtype
+        ctx.axis, ctx.queue, ctx.float8 = axis, queue, float8
+        ctx.bias_dtype = None if bias is None else bias.dtype
         # Recomputation replaces saved tensors by detached ones, which take no gradient.
         ctx.parameters = (None, None) if queue is None else (weight, bias)
-        return linear(gathered_tokens(x, axis), weight, bias)
+        return linear(gathered_tokens(x, axis), weight, bias, float8)
 
     @staticmethod
     @once_differentiable
@@ -61,7 +65,7 @@ class _GatheredLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         is_later = queue is not None and queue.is_open
         gathering: PendingTokens | None = start_gathering(x, axis) if needs_weight and not is_later else None
-        of_whole = input_gradient(gradient, weight) if needs_x else None
+        of_whole = input_gradient(gradient, weight, ctx.float8) if needs_x else None
         whole = None if gathering is None else gathering.wait()
         summing = None if of_whole is None else start_summing(of_whole, axis)
 
@@ -69,10 +73,10 @@ class _GatheredLinear(torch.autograd.Function):
             of_weight = of_bias = None
             if needs_weight:
                 tokens = gathered_tokens(x, axis) if whole is None else whole
-                of_weight = weight_gradient(tokens, gradient, weight.dtype)
+                of_weight = weight_gradient(tokens, gradient, weight.dtype, ctx.float8)
             if needs_bias:
                 of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
             return of_weight, of_bias
 
         gradients = now_or_later(queue, ctx.parameters, of_parameters)
-        return None if summing is None else summing.wait(), *gradients, None, None
+        return None if summing is None else summing.wait(), *gradients, None, None, None

@@ -17,6 +17,7 @@ from torch import nn
 from megatron.errors import DataError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.embedding import lookup
+from megatron.kernels.float8.scaling import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from, scatter_sequence
@@ -40,6 +41,7 @@ class ColumnParallelLinear(nn.Module):
     Attributes:
         queue: takes the weight gradients that a pipeline schedule computes later; None where none does.
         divides_weight: whether rows of the weight are also used by themselves, so that it must keep its order.
+        float8: how the products are computed in eight bits; None where they are not.
 
     Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
         output dimensions merged.
@@ -61,6 +63,7 @@ class ColumnParallelLinear(nn.Module):
         self.axis = axis
         self.queue: WeightGradientQueue | None = None
         self.divides_weight = False
+        self.float8: Float8 | None = None
         weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
         self.bias: nn.Parameter | None = None
@@ -81,8 +84,8 @@ class ColumnParallelLinear(nn.Module):
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, splits_sequence: bool) -> torch.Tensor:
         """The layer without what follows, with this bias."""
         if splits_sequence:
-            return gathered_linear(x, self.weight, bias, self.axis, self.queue)
-        return deferrable_linear(copy_to(x, self.axis), self.weight, bias, self.queue)
+            return gathered_linear(x, self.weight, bias, self.axis, self.queue, self.float8)
+        return deferrable_linear(copy_to(x, self.axis), self.weight, bias, self.queue, self.float8)
 
 
 class RowParallelLinear(nn.Module):
@@ -92,7 +95,7 @@ class RowParallelLinear(nn.Module):
         partial: an axis whose ranks add the bias to different tokens, so that its gradient is a sum over it.
 
     Attributes:
-        queue: as in `ColumnParallelLinear`.
+        queue, float8: as in `ColumnParallelLinear`.
 
     Shapes: x `[..., input/t]`; result `[..., output]` replicated; weight `[output, input/t]`, bias `[output]`.
 
@@ -113,6 +116,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis = axis
         self.queue: WeightGradientQueue | None = None
+        self.float8: Float8 | None = None
         dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
         weight = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
@@ -128,8 +132,8 @@ class RowParallelLinear(nn.Module):
             splits_sequence: whether each rank is to have its own tokens of the result, `[b, s/t, output]`.
         """
         if self.axis.size == 1 and finish is None:
-            return deferrable_linear(x, self.weight, self.bias, self.queue)
-        product = deferrable_linear(x, self.weight, None, self.queue)
+            return deferrable_linear(x, self.weight, self.bias, self.queue, self.float8)
+        product = deferrable_linear(x, self.weight, None, self.queue, self.float8)
         y = scatter_sequence(product, self.axis) if splits_sequence else reduce_from(product, self.axis)
         if finish is not None:
             return finish(y, self.bias)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.products import input_gradient, linear, weight_gradient
+from megatron.kernels.float8.linear import input_gradient, linear, weight_gradient
+from megatron.kernels.float8.scaling import Float8
 
 Work = Callable[[], None]
 Gradients = tuple[torch.Tensor | None, ...]
@@ -49,15 +50,19 @@ class WeightGradientQueue:
 
 
 def deferrable_linear(
-    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradientQueue | None
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: torch.Tensor | None,
+    queue: WeightGradientQueue | None,
+    float8: Float8 | None = None,
 ) -> torch.Tensor:
     """`x W^T + b`, whose backward pass leaves the gradients of weight and bias to the queue while that is open.
 
-    Shapes: as `megatron.kernels.products.linear`.
+    Shapes: as `megatron.kernels.float8.linear.linear`.
     """
     if queue is None or not torch.is_grad_enabled():
-        return linear(x, weight, bias)
-    return _DeferrableLinear.apply(x, weight, bias, queue)  # type: ignore[no-any-return]
+        return linear(x, weight, bias, float8)
+    return _DeferrableLinear.apply(x, weight, bias, queue, float8)  # type: ignore[no-any-return]
 
 
 def now_or_later(
@@ -79,22 +84,22 @@ def now_or_later(
 
 class _DeferrableLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, queue):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, queue, float8):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x)
         # Recomputation replaces saved tensors by detached ones, which take no gradient.
-        ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return linear(x, weight, bias)
+        ctx.weight, ctx.bias, ctx.queue, ctx.float8 = weight, bias, queue, float8
+        return linear(x, weight, bias, float8)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
 
         def of_parameters() -> Gradients:
-            of_weight = weight_gradient(x, gradient, weight.dtype) if needs_weight else None
+            of_weight = weight_gradient(x, gradient, weight.dtype, ctx.float8) if needs_weight else None
             of_bias = gradient.flatten(0, -2).sum(0).to(bias.dtype) if needs_bias else None
             return of_weight, of_bias
 
-        of_x = input_gradient(gradient, weight) if needs_x else None
-        return of_x, *now_or_later(ctx.queue, (weight, bias), of_parameters), None
+        of_x = input_gradient(gradient, weight, ctx.float8) if needs_x else None
+        return of_x, *now_or_later(ctx.queue, (weight, bias), of_parameters), None, None

@@ -41,7 +41,7 @@ def launch_failures(
     """
     reason = why_no_cuda()
     device = "cpu" if reason else "cuda"  # without a reason torch will report it
-    machine = Machine(device, 1, supports_fp16=not reason, supports_bf16=True, device_reason=reason)
+    machine = Machine(device, 1, not reason, supports_bf16=True, device_reason=reason, supports_fp8=not reason)
     problems = list(dtype_problems(request.precision, machine))
     try:
         ranks = launched_ranks(request.parallel.local_rank)

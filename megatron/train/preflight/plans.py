@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.config import Machine, Program, RunConfig, TokenizerFacts, resolve
-from megatron.config.sections.optimizers import MUON
-from megatron.config.sections.pipelines import SCHEDULE_FILE
 from megatron.errors import ConfigError, ExitCode
 from megatron.parallel.rank_start import launched_ranks
 from megatron.planning.requests import (
     USUAL_VOCABULARY,
     cluster_of,
+    file_problems,
     job_of,
     layout_of,
     own_lines,
@@ -44,11 +43,12 @@ def checked_rehearsal(argv: Sequence[str], program: Program) -> tuple[RunConfig,
     size = request.planning.dry_run_ranks or 1
     vocabulary = request.model.vocab_size or USUAL_VOCABULARY
     facts = TokenizerFacts(vocabulary, vocabulary - 1, "")
-    config = resolve(request, Machine("cuda", size, supports_fp16=True, supports_bf16=True), facts)
-    problems = list(rehearsal_problems(config))
+    config = resolve(request, Machine("cuda", size, supports_fp16=True, supports_bf16=True, supports_fp8=True), facts)
+    layout = layout_of(request, size)
+    problems = [*rehearsal_problems(config), *file_problems(layout)]
     if problems:
         raise ConfigError(problems)
-    return config, size, estimate(job_of(request, cluster_of(request, size)), layout_of(request, size))
+    return config, size, estimate(job_of(request, cluster_of(request, size)), layout)
 
 
 def rehearsal_problems(config: RunConfig) -> Iterator[str]:
@@ -56,22 +56,11 @@ def rehearsal_problems(config: RunConfig) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     if parallel.effective_zero_stage == 3:
         yield (
-            "--dry-run-ranks walks --zero-stage 0 to 2, and this run has 3, whose messages DeepSpeed begins where it "
-            "first needs a weight. Use --zero-stage 2."
+            "--dry-run-ranks walks --zero-stage 0 to 2, and this run has 3, of which DeepSpeed decides during a step "
+            "what it gathers in which message. Use --zero-stage 2."
         )
     if parallel.pipeline_engine != "own":
         yield "--dry-run-ranks walks --pipeline-engine own. Drop --pipeline-engine."
-    schedule = parallel.pipeline_schedule or ""
-    if schedule.endswith(SCHEDULE_FILE):
-        yield (
-            f"--dry-run-ranks walks schedules with a name, which can have one micro-batch, and {schedule} is for a "
-            "number of them. Use --pipeline-schedule NAME."
-        )
-    if config.optim.optimizer == MUON:
-        yield (
-            "--dry-run-ranks does not walk --optimizer muon, which exchanges matrices of which each has an owner. "
-            "Rehearse the run with --optimizer adam: its other messages are the same."
-        )
     rows = config.optim.micro_batch_size * config.data.seq_length // (parallel.ring_size * parallel.ulysses_size)
     if parallel.splits_sequence and not parallel.splits_each_expert:
         rows //= parallel.tensor_model_parallel_size

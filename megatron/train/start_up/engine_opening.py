@@ -22,7 +22,10 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_nam
 from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
+from megatron.kernels.float8.linear import MULTIPLE
+from megatron.kernels.float8.scaling import Float8
 from megatron.model.costs import token_work
+from megatron.model.float8 import use_float8
 from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
 from megatron.model.networks import network_layers
 from megatron.observe.console import size_line, trained_line
@@ -64,11 +67,25 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         freezing,
         pipeline_settings(config),
     )
+    _choose_products(config, engine)
     if config.kernels.compile:
         engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
     if config.kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None:
         engine.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch))
     return engine
+
+
+def _choose_products(config: RunConfig, engine: Engine) -> None:
+    """Has the products of --fp8-format computed so."""
+    blocks = config.precision.float8_blocks(config.model.num_layers)
+    if not blocks:
+        return
+    count, fitting = use_float8(engine.stack, Float8.of(config.precision), blocks)
+    if fitting < count:
+        log.warning(
+            f"--fp8-format {config.precision.fp8_format}: {count - fitting} of {count} matrices on a rank have sizes "
+            f"that are not multiples of {MULTIPLE}, and stay in bf16."
+        )
 
 
 def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:

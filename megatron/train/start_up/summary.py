@@ -64,7 +64,7 @@ def show_start(
     shares = [] if plan.train is None or train is None else taken_sources(plan.train, train, plan.sequence_length)
     ignored = ", ".join(sentence.partition(f" {IGNORING}")[0] for sentence in config.ignored)
     rows = [
-        ("model", f"{size_text(*sizes, active)}: {_shape(config.model, config.precision.dtype_name)}"),
+        ("model", f"{size_text(*sizes, active)}: {_shape(config.model, config.precision.shown_name)}"),
         *layout_rows(
             {"pp": mesh.pp.size, "dp": mesh.batch.size, "cp": mesh.cp.size, "sp": mesh.sp.size, "tp": mesh.tp.size},
             engine.zero_stage,

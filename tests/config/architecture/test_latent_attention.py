@@ -51,6 +51,7 @@ def test_with_mup_the_scores_are_stretched_as_well() -> None:
         ("--rotary-percent 0.5", "--rotary-percent 0.5 does not go with .* Use --qk-pos-emb-head-dim"),
         ("--rope-layer-pattern 1 0", "--rope-layer-pattern does not go with --multi-latent-attention. Drop it"),
         ("--bidirectional", "--bidirectional does not go with --multi-latent-attention"),
+        ("--attention-output-gate", "--attention-output-gate does not go with --multi-latent-attention"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(flags: str, sentence: str) -> None:

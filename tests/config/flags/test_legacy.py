@@ -109,7 +109,8 @@ DONE_IN_CONFIG = {
     "mos", "kd_iters", "cpu_optimizer", "elastic", "profile_steps", "profile_step_start", "profile_step_end",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "checkpoint_num_layers", "context_parallel_size",
     "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size",
-    "distribute_saved_activations", "sequence_parallel",
+    "distribute_saved_activations", "sequence_parallel", "fp8_e4m3", "fp8_hybrid", "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
     *(f"{size}_teacher"
       for size in ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "moe_expert_counts")),
     *(f"{split}_{kind}" for split in ("train", "valid", "test")

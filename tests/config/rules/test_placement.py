@@ -40,7 +40,7 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
         ),
         (
             EXPERTS + "--moe-train-capacity-factor 0",
-            "--moe-expert-capacity-factor 0.0 is out of range.* Use 1.0 for as many as an even load needs",
+            "--moe-train-capacity-factor 0.0 is out of range.* Use 1.0 for as many as an even load needs",
         ),
         (EXPERTS + "--moe-expert-capacity-factor -1", "--moe-expert-capacity-factor -1.0 is out.* or drop the flag"),
         (EXPERTS + "--moe-token-drop-policy random", "--moe-token-drop-policy random is unknown. Use one of: probs"),
@@ -64,6 +64,10 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
             "--accumulate-allreduce-grads-in-fp32 is refused with --fp16 and --zero-stage 3",
         ),
         ("--checkpoint-in-cpu", "--checkpoint-in-cpu is refused: what recompute keeps stays on the device"),
+        (
+            "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
+            "--num-layers-at-start-in-bf16 1 and --num-layers-at-end-in-bf16 3 leave none of --num-layers 4 to --fp8",
+        ),
     ],
 )
 def test_what_is_not_done_is_refused(text: str, sentence: str) -> None:

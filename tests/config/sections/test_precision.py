@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron.config import PrecisionConfig
@@ -26,3 +28,38 @@ def test_a_run_has_one_dtype() -> None:
 def test_bounds_of_the_loss_scale(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} {value} is out of range"):
         PrecisionConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"fp8_format": "e4m3"}, "--fp8-format e4m3 needs --bf16, for all that .* Add it"),
+        ({"fp8_hybrid": True, "fp16": True}, "--fp8-format hybrid needs --bf16"),
+        ({"fp8_format": "e5m2", "bf16": True}, "--fp8-format e5m2 is unknown. Use one of: e4m3, hybrid"),
+        ({"fp8_e4m3": True, "fp8_hybrid": True}, "--fp8-e4m3 and --fp8-hybrid contradict --fp8-format None. Give one"),
+        ({"fp8_e4m3": True, "fp8_format": "hybrid", "bf16": True}, "--fp8-e4m3 contradict --fp8-format hybrid"),
+        (
+            {"fp8_recipe": "delayed"},
+            "--fp8-recipe delayed is not supported: .* Use --fp8-recipe tensorwise, or rowwise",
+        ),
+        ({"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise is not supported"),
+        ({"fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8 is not supported"),
+        ({"fp8_recipe": "rows"}, "--fp8-recipe rows is unknown. Use tensorwise or rowwise"),
+        ({"fp8_emulation": True}, "--fp8-emulation needs --fp8-format.* Add --fp8-format hybrid"),
+        ({"first_last_layers_bf16": True}, "--first-last-layers-bf16 needs --fp8-format.* Drop it"),
+        ({"num_layers_at_end_in_bf16": -1}, "--num-layers-at-end-in-bf16 -1 is out of range"),
+    ],
+)
+def test_what_eight_bits_cannot_have(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        PrecisionConfig(**flags)
+
+
+def test_the_blocks_in_eight_bits() -> None:
+    assert not PrecisionConfig(bf16=True).float8_blocks(4)
+    assert PrecisionConfig(bf16=True).shown_name == "bfloat16"
+    hybrid = PrecisionConfig(bf16=True, fp8_hybrid=True)
+    assert hybrid.fp8_format == "hybrid" and hybrid.float8_blocks(4) == range(4)
+    assert hybrid.shown_name == "bfloat16 with fp8 products (hybrid, tensorwise)"
+    ends = PrecisionConfig(bf16=True, fp8_e4m3=True, first_last_layers_bf16=True, num_layers_at_end_in_bf16=2)
+    assert ends.fp8_format == "e4m3" and ends.float8_blocks(6) == range(1, 4)

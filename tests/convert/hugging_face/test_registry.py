@@ -21,6 +21,8 @@ def test_another_model_type_is_refused(config: dict[str, object]) -> None:
         ConversionError, match=r'"model_type": .*cannot be converted. Known are gpt2, llama, .*bloom, .*bert\.'
     ):
         family_of(config)
+    with pytest.raises(ConversionError, match='"qwen3_next", which cannot be converted: .*linear attention .*Known'):
+        family_of({"model_type": "qwen3_next"})
 
 
 def test_the_first_family_that_can_express_a_network_is_taken() -> None:

@@ -32,6 +32,7 @@ def settings_of(arguments: dict[str, Any], tensor: int, pipeline: int) -> dict[s
         "gradient_accumulation_fusion": False, "persist_layer_norm": False, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "masked_softmax_fusion": False, "add_bias_linear": arguments["add_bias_linear"],
     }  # fmt: skip
+    found |= {name: arguments[name] for name in ("attention_output_gate", "num_query_groups") if name in arguments}
     if arguments["swiglu"]:
         return {**found, "activation_func": F.silu, "gated_linear_unit": True, "ffn_hidden_size": 64}
     return {**found, "bias_activation_fusion": arguments["bias_gelu_fusion"]}

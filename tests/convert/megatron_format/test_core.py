@@ -23,24 +23,24 @@ GPT2: dict[str, Any] = {
     "swiglu": False, "add_bias_linear": True, "bias_gelu_fusion": True, "position_embedding_type": "learned_absolute",
     "untie_embeddings_and_output_weights": False, "openai_gelu": False, "onnx_safe": None,
 }  # fmt: skip
+LLAMA: dict[str, Any] = {
+    **GPT2, "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False, "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 NETWORKS: dict[str, tuple[dict[str, Any], str]] = {
     "fused": (GPT2, "gelu_tanh"),
     "exact": ({**GPT2, "bias_gelu_fusion": False}, "gelu"),
     "openai": ({**GPT2, "bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
     "no-bias": ({**GPT2, "bias_gelu_fusion": False, "add_bias_linear": False}, "gelu"),
-    "llama": (
-        {
-            **GPT2, "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False,
-            "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
-        },
-        "silu",
-    ),
+    "llama": (LLAMA, "silu"),
+    "gated": ({**LLAMA, "attention_output_gate": True, "group_query_attention": True, "num_query_groups": 2}, "silu"),
 }  # fmt: skip
 CASES = [
     (network, form, tensor, pipeline)
     for network in NETWORKS
     for form in ("torch", "torch_dist")
     for tensor, pipeline in ((1, 1), (2, 1), (1, 2))
+    if network != "gated" or (form, pipeline) == ("torch", 1)
 ]
 
 

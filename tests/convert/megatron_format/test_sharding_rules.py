@@ -20,7 +20,7 @@ NETWORKS: tuple[dict[str, Any], ...] = (
     {},
     {"embed_layernorm": True, "position_embedding_type": "alibi"},
     LLAMA,
-    {**LLAMA, "qk_layernorm": True, "norm_placement": "sandwich", "add_qkv_bias": True},
+    {**LLAMA, "qk_layernorm": True, "norm_placement": "sandwich", "add_qkv_bias": True, "attention_output_gate": True},
     {**LLAMA, "qk_layernorm": True, "qk_layernorm_scope": "all", "norm_placement": "post_branch"},
 )
 

@@ -28,6 +28,7 @@ NETWORKS: list[tuple[str, dict[str, Any]]] = [
     ("classic", {"activation_function": "gelu_tanh", "add_bias_linear": False}),
     ("core", {"activation_function": "gelu"}),
     ("classic", {"activation_function": "squared_relu", "add_bias_linear": False, "add_qkv_bias": True}),
+    ("core", {"attention_output_gate": True, "num_query_groups": 2}),
     ("core", {"attention_window": 8, "qk_layernorm": True, "apply_layernorm_1p": True}),
     ("core", {"position_embedding_type": "rope", "rope_scaling_type": "linear", "rope_scaling_factor": 4.0}),
     (
@@ -65,6 +66,7 @@ def test_the_importer_reads_the_same_network(naming: str, changes: dict[str, Any
             {"activation_function": "gelu_tanh", "add_bias_linear": False},
             "activation_function gelu_tanh would be read as gelu",
         ),
+        ("deepspeedai", {"attention_output_gate": True}, "attention_output_gate True would be read as False"),
         ("core", {"embed_layernorm": True}, "embed_layernorm True would be read as False"),
         ("core", {"position_embedding_type": "rope", "rope_scaling_type": "yarn"}, "rope_scaling_type yarn"),
         (

@@ -38,6 +38,8 @@ def test_the_formulas_are_those_of_the_simulation() -> None:
         for chunks in (2, 4):
             bubble = build_schedule("interleaved", ranks, chunks, count).bubble_ratio
             assert bubble == pytest.approx(waits / (chunks * count + waits))
+    uneven = build_schedule("interleaved", 4, 2, 6).bubble_ratio
+    assert f"idle {uneven:.1%} of the time, where the formula says {3 / 15:.1%}".replace("%", " %") in GUIDE
 
 
 # The networks of the table about dividing layers: network, sequence length, stages.

@@ -42,7 +42,7 @@ def test_ignored_and_refused_flags_say_why() -> None:
         anchor = f'<code id="{name.removeprefix("--")}">'
         part = refused if status == "refused" else fields + ignored if status == "ignored" else fields
         assert anchor in part, (name, status)
-    assert "Use --bf16." in row_of(refused, "fp8-hybrid")
+    assert "Use --bf16," in row_of(refused, "fp32-residual-connection")
 
 
 def test_a_table_has_the_same_columns_in_every_row() -> None:

@@ -46,6 +46,7 @@ def _losses(kernels: Kernels, changes: dict[str, Any], settings: StepSettings | 
         (ROTARY, DOCUMENTS),
         ({**ROTARY, "rotary_percent": 0.5, "rotary_interleaved": True, "attention_logit_softcap": 5.0}, None),
         ({**ROTARY, "qk_layernorm": True, "num_layers": 1}, StepSettings(seed=SEED, recompute=Recompute.ATTENTION)),
+        ({**ROTARY, "attention_output_gate": True, "num_layers": 1}, None),
         ({"position_embedding_type": "alibi", "num_layers": 1}, None),
     ],
 )

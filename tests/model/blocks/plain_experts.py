@@ -10,7 +10,10 @@ import torch.nn.functional as F
 
 from megatron.config import ModelConfig
 
-ACTIVATIONS = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "relu": F.relu}
+ACTIVATIONS = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "relu": F.relu,
+    "quick_gelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
+}  # fmt: skip
 
 
 def plain_experts(
@@ -24,7 +27,7 @@ def plain_experts(
     rows, all_logits, choices = [], [], []
     chosen = [0] * config.num_experts
     for token in tokens:
-        logits = weights["router.weight"] @ token
+        logits = weights["router.weight"] @ token + weights.get("router.bias", 0)
         all_logits.append(logits)
         best = sorted(range(config.num_experts), key=lambda expert: -logits[expert].item())[: config.moe_router_topk]
         choices.append(dict(zip(best, _factors(logits, best, config), strict=True)))
@@ -35,11 +38,10 @@ def plain_experts(
         for expert, factor in choices[number].items():
             if number not in _taken(expert, choices, config):
                 continue
-            first, second = weights["experts.linear_fc1.weight"][expert], weights["experts.linear_fc2.weight"][expert]
-            row = row + factor * _network(token, first, second, config)
+            own = {name: value[expert] for name, value in weights.items() if name.startswith("experts.")}
+            row = row + factor * _network(token, own, "experts", config)
         if "shared_experts.linear_fc1.weight" in weights:
-            first, second = weights["shared_experts.linear_fc1.weight"], weights["shared_experts.linear_fc2.weight"]
-            row = row + _network(token, first, second, config)
+            row = row + _network(token, weights, "shared_experts", config)
         if config.moe_residual:
             row = _mixed(weights, token, row, config)
         rows.append(row)
@@ -71,11 +73,15 @@ def _mixed(
     return (routed * first + dense * second) / (first + second)
 
 
-def _network(token: torch.Tensor, first: torch.Tensor, second: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    function = ACTIVATIONS[config.activation_function]
+def _network(token: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str, config: ModelConfig) -> torch.Tensor:
+    function, limit = ACTIVATIONS[config.activation_function], config.activation_func_clamp_value or math.inf
+    inner = weights[f"{name}.linear_fc1.weight"] @ token + weights.get(f"{name}.linear_fc1.bias", 0)
     if config.gated_linear_unit:
-        return second @ (function(first[0] @ token) * (first[1] @ token))
-    return second @ function(first @ token)
+        gate, up = inner
+        inner = function(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + config.glu_linear_offset)
+    else:
+        inner = function(inner)
+    return weights[f"{name}.linear_fc2.weight"] @ inner + weights.get(f"{name}.linear_fc2.bias", 0)
 
 
 def _factors(logits: torch.Tensor, best: list[int], config: ModelConfig) -> list[torch.Tensor]:

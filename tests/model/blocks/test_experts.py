@@ -31,10 +31,19 @@ from tests.model.blocks.plain_experts import plain_experts
 
 BATCH, LENGTH, LAYER = 3, 7, 1
 GATED = {"gated_linear_unit": True, "activation_function": "silu"}
+LIMITED = {
+    "gated_linear_unit": True, "activation_function": "quick_gelu", "activation_func_clamp_value": 0.4,
+    "glu_linear_offset": 1.0,
+}  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "softmax of the chosen": {},
     "gated": GATED,
     "softmax of all": {**GATED, "moe_router_pre_softmax": True, "moe_router_topk": 1},
+    "biases": {**LIMITED, "moe_mlp_bias": True, "moe_router_bias": True},
+    "biases and capacity": {
+        "moe_mlp_bias": True, "moe_router_bias": True, "moe_expert_capacity_factor": 1.0, "moe_min_capacity": 0,
+        "moe_shared_expert_intermediate_size": 10,
+    },
     "sigmoid": {**GATED, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     "sigmoid as it is": {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
     "shared": {**GATED, "moe_shared_expert_intermediate_size": 10, "moe_router_topk": 3},
@@ -213,6 +222,7 @@ COLLAPSED = {
     "gated": GATED,
     "shared": {**GATED, "moe_shared_expert_intermediate_size": 10},
     "recomputed": {**GATED, "moe_shared_expert_intermediate_size": 10},
+    "biases": {**LIMITED, "moe_mlp_bias": True},
 }
 
 

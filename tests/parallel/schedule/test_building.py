@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ import pytest
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Kind, Program, Schedule
-from megatron.parallel.schedule.building import SCHEDULES, build_schedule
+from megatron.parallel.schedule.building import SCHEDULES, build_schedule, schedule_costs
 from tests.helpers.pipeline_programs import Execution
 from tests.helpers.samples import sampled
 
@@ -140,3 +141,20 @@ def test_a_schedule_is_built_once() -> None:
 def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         build_schedule(*arguments)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (3, 6), (4, 7), (4, 2)])
+def test_what_a_schedule_costs_is_known_without_its_programs(
+    name: str, chunks: int, ranks: int, micro_batches: int
+) -> None:
+    built, costs = (make(name, ranks, chunks, micro_batches) for make in (build_schedule, schedule_costs))
+    assert (costs.peak_alive, costs.placement) == (built.peak_alive, built.placement)
+    assert costs.idle == pytest.approx(built.bubble_ratio)
+
+
+def test_hundreds_of_ranks_take_seconds() -> None:
+    began_at = time.process_time()
+    costs = schedule_costs("zb-h1", 300, 1, 600)
+    assert time.process_time() - began_at < 5
+    assert costs.peak_alive == (300,) * 300 and 0.17 < costs.idle < 0.19

@@ -17,7 +17,7 @@ def test_a_name_gets_the_fewest_chunks_it_takes() -> None:
 
 
 def test_what_ranks_hold_is_counted_in_whole_stages() -> None:
-    assert held_text(build_schedule("interleaved", 4, 2, 8)) == "5.5 4.5 3.5 2.5"
+    assert held_text(build_schedule("interleaved", 4, 2, 8).peak_alive, 2) == "5.5 4.5 3.5 2.5"
 
 
 def test_only_what_takes_these_chunks_is_listed() -> None:

@@ -130,7 +130,7 @@ def evenly(layers: int, chunks: int) -> list[int]:
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 2), (3, 4), (12, 16)])
 def test_fewer_blocks_than_chunks_are_rejected(layers: int, stages: int) -> None:
-    sentence = rf"{layers} layers cannot fill {stages} pipeline stages \(--num-layers {layers}, .*at most {layers} "
+    sentence = rf"{layers} layers? cannot fill {stages} pipeline stages \(--num-layers {layers}, .*at most {layers} "
     with pytest.raises(ConfigError, match=sentence):
         counts_of(layers, Placement.loop(stages, 1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.parallel.schedule.actions import Placement
-from megatron.parallel.schedule.generation import fixed_orders, greedy_orders
+from megatron.parallel.schedule.generation import GreedySchedule, fixed_orders
 from megatron.parallel.schedule.simulation import Computation, shown
 
 
@@ -29,10 +29,12 @@ def test_a_group_that_is_not_full_leaves_the_rest_as_it_is() -> None:
 
 
 def test_the_greedy_order_of_a_plain_pipeline_is_one_forward_one_backward() -> None:
-    assert greedy_orders(Placement.loop(4, 1), 8, [4, 3, 2, 1], splits=False) == fixed_orders(4, 1, 8)
+    greedy = GreedySchedule(Placement.loop(4, 1), 8, [4, 3, 2, 1], splits=False)
+    assert greedy.orders() == fixed_orders(4, 1, 8)
+    assert greedy.end == 3 * (8 + 3)
 
 
 def test_weights_fill_the_gaps() -> None:
-    first, second = greedy_orders(Placement.loop(2, 1), 3, [2, 2], splits=True)
+    first, second = GreedySchedule(Placement.loop(2, 1), 3, [2, 2], splits=True).orders()
     assert text(first) == "0F0 0F1 0I0 0W0 0I1 0F2 0W1 0I2 0W2"
     assert text(second) == "1F0 1I0 1F1 1I1 1W0 1W1 1F2 1I2 1W2"

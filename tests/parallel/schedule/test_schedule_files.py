@@ -51,7 +51,7 @@ def test_pauses_and_blanks_mean_nothing(tmp_path: Path) -> None:
         ("\n,,\n", "it holds no computations"),
         ("0F0,0B0\n0F1,0B1\n", "chunk 0 is in the rows of ranks 0 and 1"),
         ("0F0,0B0\n2F0,2B0\n", "chunk 1 of 0 to 2 is missing"),
-        ("0F0,0B0,2F0,2B0\n1F0,1B0\n", "rank 1 has 1 chunks and rank 0 has 2"),
+        ("0F0,0B0,2F0,2B0\n1F0,1B0\n", "rank 1 has 1 chunk and rank 0 has 2"),
         (
             "1F0,1B0\n0F0,0B0\n",
             "the first chunk, 0, is on rank 1 and the last, 1, on rank 0. Put chunk 0 in the first row",

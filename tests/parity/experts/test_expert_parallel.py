@@ -28,7 +28,7 @@ RANKS, SAVED_AFTER = 4, 1
 NETWORK = (
     "--num-experts 4 --moe-router-topk 2 --moe-layer-pattern 1 0 --moe-ffn-hidden-size 8 --gated-linear-unit "
     "--activation-function silu --moe-shared-expert-intermediate-size 12 --moe-aux-loss-coeff 0.5 "
-    "--moe-z-loss-coeff 0.1 --hidden-dropout 0.1 --pad-vocab-size-to 160"
+    "--moe-mlp-bias --moe-router-bias --moe-z-loss-coeff 0.1 --hidden-dropout 0.1 --pad-vocab-size-to 160"
 )
 TP, PP, CP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 ", "--context-parallel-size 2 "
 SP, WHOLE = "--sequence-parallel ", "--expert-tensor-parallel-size 1 "

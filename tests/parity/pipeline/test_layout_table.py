@@ -35,6 +35,7 @@ TEACHER_LAYERS = 3
 COMMON = ["--hidden-dropout", "0.1", "--pad-vocab-size-to", "160"]
 # More flags of a value, so that two steps show it.
 EXTRA = {
+    "bf16 with fp8 products": ["--fp8-emulation"],
     "compiled": ["--compile-backend", "aot_eager"],
     "curriculum": ["--curriculum-min-length", "8", "--curriculum-steps", "2"],
     "fp16": ["--hysteresis", "1"],
@@ -42,7 +43,7 @@ EXTRA = {
     "lion": ["--group-query-attention", "--num-query-groups", "2", "--no-add-qkv-bias"],
 }
 OVERFLOWING = 2**20  # a loss scale with which the first step overflows, the second with half of it, not the third
-CLOSE = {"bf16": 1e-3, "fp16": 1e-3}
+CLOSE = {"bf16": 1e-3, "bf16 with fp8 products": 3e-3, "fp16": 1e-3}
 # Axes whose values change nothing but the layout: one process has the first of each.
 LAYOUT_AXES = ("ZeRO", "tensor parallelism", "sequences", "recompute")
 CELLS = yes_cells(PAGE.read_text(encoding="utf-8"))

@@ -59,9 +59,10 @@ CASES = {
         0,
     ),
     "ring-sinks-documents-tp": Case(
-        f"{RING_2} --tensor-model-parallel-size 2", "--softmax-type learnable --reset-attention-mask"
+        f"{RING_2} --tensor-model-parallel-size 2",
+        "--softmax-type learnable --reset-attention-mask --attention-output-gate",
     ),
-    "mixed-sinks": Case(MIXED, "--softmax-type learnable --attention-window 5"),
+    "mixed-sinks": Case(MIXED, "--softmax-type learnable --attention-window 5 --attention-output-gate"),
     "ring-latents-sequence-parallel": Case(
         f"{RING_2} --tensor-model-parallel-size 2 --sequence-parallel", f"{LATENT} --reset-attention-mask"
     ),

@@ -208,9 +208,10 @@ def _entry(header: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def many(header: dict[str, Any]) -> None:
-    """A million tensors of no bytes."""
-    header.update({f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(10**6)})
+def many(text: bytes) -> bytes:
+    """A header with a million tensors of no bytes more, written as text: as a dictionary it takes 1.2 GB to make."""
+    more = (b'"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % number for number in range(10**6))
+    return text.rstrip()[:-1] + b"," + b",".join(more) + b"}"
 
 
 def rows(values: dict[str, Any], count: int) -> None:
@@ -390,7 +391,7 @@ PAYLOADS: dict[str, Payload] = {
     "header no object": with_header_text(lambda text: b"[]      "),
     "header no JSON": with_header_text(lambda text: b"\x80\x02}" + bytes(61)),
     "header of lists": with_header_text(lambda text: b"[" + b"[]," * 10**7 + b"[]]"),
-    "header million tensors": with_header_text(lambda text: _changed(text, many)),
+    "header million tensors": with_header_text(many),
     "header names twice": with_header_text(lambda text: text[:1] + b'"__metadata__":{},' + text[1:]),
     "header long metadata": with_header_text(lambda text: text[:1] + b'"m":"' + b"x" * (30 << 20) + b'",' + text[1:]),
     "header overlapping": with_header(lambda header: _entry(header).update(data_offsets=[0, 8])),
@@ -491,9 +492,3 @@ VERSION_1: dict[str, Payload] = {
     },
 }  # fmt: skip
 PAYLOADS |= {f"version 1: {name}": rewritten("version 1", payload) for name, payload in VERSION_1.items()}
-
-
-def _changed(text: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    header: dict[str, Any] = json.loads(text)
-    change(header)
-    return json.dumps(header).encode()

@@ -79,7 +79,7 @@ def test_what_a_payload_does_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setitem(STEPS, "find", work)
         assert what in use("nothing", place).wrong
     monkeypatch.setattr(hostile_checkpoints, "PAYLOADS", {"bad": lambda place: 1 / 0})
-    with pytest.raises(RuntimeError, match="the payload bad could not be made"):
+    with pytest.raises(RuntimeError, match="the payload bad could not be made: its process ended with 1"):
         run(["bad"])
     assert Outcome("x", "").peak_bytes == 0
 

@@ -153,7 +153,13 @@ def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[s
     if int(width * read["rotary_percent"]) % 2:
         what = f"rotates {int(width * read['rotary_percent'])} of {width} channels, not a number of pairs"
         raise entries.refused("partial_rotary_factor", read["rotary_percent"], what)
-    entries.check_only("truncate", (True,))
+    if kind == "yarn":
+        rounded = entries.take("truncate", True)
+        if type(rounded) is not bool:
+            raise entries.refused("truncate", rounded, "should be true or false")
+        if not rounded:
+            read["yarn_correction_range_round_to_int"] = False
+    entries.skip("truncate")
     entries.skip("original_max_position_embeddings", "finetuned", "type")
     if kind == "yarn" and fields.get("multi_latent_attention"):
         read |= _latent_factors(entries, read)
@@ -172,6 +178,8 @@ def write_parameters(model: ModelConfig) -> dict[str, Any]:
             value = model.max_position_embeddings
         if value is not None:
             written[theirs] = list(value) if isinstance(value, tuple) else value
+    if kind == "yarn" and not model.yarn_correction_range_round_to_int:
+        written["truncate"] = False
     if kind == "yarn" and model.multi_latent_attention and model.mscale_all_dim:
         written |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
     return written

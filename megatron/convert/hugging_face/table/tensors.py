@@ -39,6 +39,8 @@ class MappedPart:
         columns: how many of the last dimensions (in their order) make up the last dimension of theirs; all others are
             merged into its first. 0 for a vector.
         unused_rows: rows of their tensor that come before it and mean nothing; written as zeros.
+        is_stack: whether theirs has a matrix for each entry of its first dimension, whose rows the dimensions up to the
+            columns are merged into.
     """
 
     theirs: str
@@ -46,6 +48,7 @@ class MappedPart:
     order: tuple[int, ...] = ()
     columns: int = 1
     unused_rows: int = 0
+    is_stack: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,25 @@ def experts(theirs: str, gate: str, up: str, down: str) -> tuple[TensorMapping, 
     )
 
 
+def stacked_experts(theirs: str) -> tuple[TensorMapping, ...]:
+    """Experts [E, 2, f, h] and [E, h, f] with biases that they store as [E, h, 2f] and [E, f, h], of each column of the
+    first the gate beside up; and the router with its bias.
+    """
+    ours, their_experts = OUR_LAYER + "mlp.", f"{theirs}.experts."
+    gate_and_up, down = MappedPart(f"{their_experts}gate_up_proj", (), (0, 3, 2, 1), 2, is_stack=True), "down_proj"
+    return (
+        *linear(ours + "router", f"{theirs}.router"),
+        TensorMapping(ours + "experts.linear_fc1.weight", (gate_and_up,)),
+        TensorMapping(
+            ours + "experts.linear_fc1.bias", (MappedPart(f"{their_experts}gate_up_proj_bias", (), (0, 2, 1), 2),)
+        ),
+        TensorMapping(
+            ours + "experts.linear_fc2.weight", (MappedPart(their_experts + down, (), (0, 2, 1), is_stack=True),)
+        ),
+        matrix(ours + "experts.linear_fc2.bias", f"{their_experts}{down}_bias"),
+    )
+
+
 def below(prefix: str, rules: Iterable[TensorMapping]) -> tuple[TensorMapping, ...]:
     """The same rules for a model that is a part of another, whose names have a prefix."""
     return tuple(
@@ -138,7 +160,7 @@ class BoundPart:
     Attributes:
         start, stop: the box in our tensor.
         order: our dimensions in their order.
-        columns: as in `MappedPart`.
+        columns, is_stack: as in `MappedPart`.
         first_row: where it begins in their tensor's first dimension.
     """
 
@@ -148,6 +170,7 @@ class BoundPart:
     order: tuple[int, ...]
     columns: int
     first_row: int
+    is_stack: bool = False
 
     @property
     def ordered_shape(self) -> tuple[int, ...]:
@@ -156,14 +179,15 @@ class BoundPart:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row of their tensor: () for a vector."""
-        return (math.prod(self.ordered_shape[-self.columns :]),) if self.columns else ()
+        """The shape of one row of their tensor: () for a vector, a matrix in a stack."""
+        rows = (math.prod(self.ordered_shape[1 : -self.columns]),) if self.is_stack else ()
+        return (*rows, math.prod(self.ordered_shape[-self.columns :])) if self.columns else ()
 
     @property
     def rows(self) -> int:
         """How many rows of their tensor it fills."""
         ordered = self.ordered_shape
-        return math.prod(ordered[: len(ordered) - self.columns])
+        return math.prod(ordered[: 1 if self.is_stack else len(ordered) - self.columns])
 
 
 @dataclass(frozen=True)
@@ -246,7 +270,8 @@ def _bound_parts(rule: TensorMapping, shape: tuple[int, ...], numbers: Mapping[s
             for key, number in numbers.items():
                 name = name.replace("{" + key + "}", number)
             order = part.order or tuple(range(len(shape)))
-            bound = BoundPart(name, tuple(start), tuple(stop), order, part.columns, rows.get(name, part.unused_rows))
+            first_row = rows.get(name, part.unused_rows)
+            bound = BoundPart(name, tuple(start), tuple(stop), order, part.columns, first_row, part.is_stack)
             rows[name] = bound.first_row + bound.rows
             yield bound
 

@@ -62,8 +62,12 @@ def switched_window(by_layer: bool = True) -> FieldRule:
     return FieldRule(read, write)
 
 
-def layered_window(period: int) -> FieldRule:
-    """The rule for windows in all layers but every `period`-th, where the file has no list `layer_types`."""
+def layered_window(period: int, default: int = 4096) -> FieldRule:
+    """The rule for windows in all layers but every `period`-th, where the file has no list `layer_types`.
+
+    Args:
+        default: the family's window where the file does not have the field.
+    """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         layers = fields["num_layers"]
@@ -76,11 +80,11 @@ def layered_window(period: int) -> FieldRule:
             pattern = tuple(int((layer + 1) % every != 0) for layer in range(layers))
         if entries.is_null("sliding_window") and any(pattern):
             raise entries.refused("sliding_window", None, "should be a number of tokens")
-        return windows(checked_window(entries, entries.take("sliding_window", 4096)), pattern)
+        return windows(checked_window(entries, entries.take("sliding_window", default)), pattern)
 
     def write(model: ModelConfig) -> dict[str, Any]:
         pattern = pattern_of(model)
-        return {"sliding_window": model.attention_window or 4096, "layer_types": layer_types(pattern)}
+        return {"sliding_window": model.attention_window or default, "layer_types": layer_types(pattern)}
 
     return FieldRule(read, write)
 

@@ -11,6 +11,26 @@ _QWEN = {
     "use_sliding_window": False,
 }  # fmt: skip
 
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_key_value_heads": 8, "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
 _DEEPSEEK = {
     "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02,
     "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_layer_freq": 1, "qk_nope_head_dim": 128,
@@ -218,6 +238,14 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "output_router_logits": False, "rope_scaling": None, "rope_theta": 1000000.0,
         "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 151936,
     },
+    "gpt-oss 20B": {
+        **_GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 12, "num_hidden_layers": 24,
+        "num_local_experts": 32,
+    },
+    "gpt-oss 120B": {
+        **_GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 18, "num_hidden_layers": 36,
+        "num_local_experts": 128,
+    },
 }  # fmt: skip
 
 # Parameters that the publishers count.
@@ -241,6 +269,8 @@ PARAMETERS: Mapping[str, int] = {
     "BERT base": 109_514_298,  # without the head that its configuration does not name
     "RoBERTa base": 124_697_433,
     "Qwen 3 30B-A3B": 30_532_122_624,
+    "gpt-oss 20B": 20_914_757_184,  # 20.91 and 116.83 billion in the model card
+    "gpt-oss 120B": 116_829_156_672,
     "DeepSeek V2 Lite": 15_706_484_224,
     "DeepSeek V2": 235_741_434_880,
     "DeepSeek V3": 671_026_404_352,  # without the layer that predicts a second token
@@ -262,6 +292,8 @@ PRESETS: Mapping[str, str] = {
     "Mixtral 8x7B": "mixtral-8x7b",
     "RoBERTa base": "roberta-base",
     "Qwen 3 30B-A3B": "qwen3-30b-a3b",
+    "gpt-oss 20B": "gpt-oss-20b",
+    "gpt-oss 120B": "gpt-oss-120b",
     "DeepSeek V2 Lite": "deepseek-v2-lite",
     "DeepSeek V3": "deepseek-v3",
 }

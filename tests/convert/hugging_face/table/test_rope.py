@@ -111,7 +111,10 @@ def network(fields: dict[str, Any]) -> ModelConfig:
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, '"rope_scaling.factor": "2", which should be a number'),
         ({"rope_scaling": {"type": "linear", "factor": True}}, '"rope_scaling.factor": true, which should be a number'),
         ({"rope_scaling": {"type": "linear", "factor": 2, "twist": 1}}, '"rope_scaling.twist": 1, which no rule'),
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, '"rope_scaling.truncate": false'),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}},
+            '"rope_scaling.truncate": 1, which should be true',
+        ),
         ({"rope_scaling": {"type": "longrope", **LONG, "long_factor": 3}}, '"rope_scaling.long_factor": 3, .* a list'),
         (
             {"rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": 10.5}},

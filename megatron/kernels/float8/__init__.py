@@ -1,0 +1,1 @@
+"""Matrix products in eight bits: scales and rounding, and the linear layers made of them."""
