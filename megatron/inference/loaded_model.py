@@ -26,7 +26,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.host_memory import available_memory_bytes
 from megatron.kernels.products import packed
 from megatron.model.blocks.embedding import OutputHead
-from megatron.model.blocks.query_key_value import QueryKeyValue
+from megatron.model.blocks.latent_attention import LatentProjection
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
@@ -195,9 +195,9 @@ def pack_weights(model: nn.Module) -> None:
     modules = list(model.modules())
     owners = Counter(id(own) for module in modules for own in module.parameters(recurse=False))
     for module in modules:
-        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear, OutputHead)):
+        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear, LatentProjection, OutputHead)):
             continue
-        if isinstance(module, QueryKeyValue) and not module.is_split:  # it takes its weight apart
+        if isinstance(module, ColumnParallelLinear) and module.divides_weight:
             continue
         weight = module.weight
         if weight is None:

@@ -95,6 +95,7 @@ class LatentAttention(SelfAttention):
             self.linear_q_up_proj = by_heads(queries, config.kv_channels)
         self.linear_kv_down_proj = LatentProjection(config.latent_width, config, mesh)
         self.linear_kv_up_proj = by_heads(latent, config.qk_head_dim + config.v_head_dim)
+        self.linear_kv_up_proj.divides_weight = True
 
     def _heads(
         self, hidden: torch.Tensor, context: StepContext

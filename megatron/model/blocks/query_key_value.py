@@ -54,7 +54,7 @@ class QueryKeyValue(ColumnParallelLinear):
             bias=config.add_qkv_bias,
             device=mesh.device,
         )
-        self.is_split = is_split
+        self.is_split, self.divides_weight = is_split, not is_split
         self.group_dimension = outputs[0]
         self.query_dimension = Dimension("attention heads", heads, mesh.tp)
 

@@ -40,6 +40,7 @@ class ColumnParallelLinear(nn.Module):
 
     Attributes:
         queue: takes the weight gradients that a pipeline schedule computes later; None where none does.
+        divides_weight: whether rows of the weight are also used by themselves, so that it must keep its order.
         float8: how the products are computed in eight bits; None where they are not.
 
     Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
@@ -61,6 +62,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.axis = axis
         self.queue: WeightGradientQueue | None = None
+        self.divides_weight = False
         self.float8: Float8 | None = None
         weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)

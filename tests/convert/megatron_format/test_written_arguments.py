@@ -69,6 +69,11 @@ def test_the_importer_reads_the_same_network(naming: str, changes: dict[str, Any
         ("deepspeedai", {"attention_output_gate": True}, "attention_output_gate True would be read as False"),
         ("core", {"embed_layernorm": True}, "embed_layernorm True would be read as False"),
         ("core", {"position_embedding_type": "rope", "rope_scaling_type": "yarn"}, "rope_scaling_type yarn"),
+        (
+            "core",
+            {"position_embedding_type": "rope", "multi_latent_attention": True},
+            "multi_latent_attention True would be read as False",
+        ),
     ],
 )
 def test_what_would_be_lost_is_named(naming: str, changes: dict[str, Any], sentence: str) -> None:

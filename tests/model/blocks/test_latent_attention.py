@@ -12,7 +12,6 @@ from megatron.model.blocks.latent_attention import LatentAttention
 from megatron.model.interface.key_value_cache import MixedCaches, TextCache
 from megatron.model.interface.step_context import StepContext, StepSettings
 from megatron.parallel.mesh import ParallelMesh
-from tests.convert.tiny_models import randomize
 from tests.helpers.networks import tiny_config
 
 PLAIN, ROTATED, VALUES, LATENT, QUERIES, LENGTH = 8, 4, 10, 12, 20, 7
@@ -25,7 +24,10 @@ FIELDS = {
 
 def built() -> LatentAttention:
     attention = LatentAttention(tiny_config(**FIELDS), ParallelMesh.single(), 0)
-    randomize(attention, seed=3)
+    drawn = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=drawn) * 0.3)
     return attention.eval()
 
 
