@@ -31,7 +31,7 @@ def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.default_backend() == "gloo"
     assert device.device_count() == 1
     assert device.device_name() == "cpu"
-    assert device.supports_bf16() and not device.supports_fp16()
+    assert device.supports_bf16() and not device.supports_fp16() and not device.supports_fp8()
     assert device.peak_memory_allocated_bytes() == 0
     assert device.default_generator(torch.device("cpu")) is torch.default_generator
     device.synchronize()

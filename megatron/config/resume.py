@@ -36,7 +36,16 @@ SCHEDULE_FIELDS = (
 _LONGEST_SHOWN = 1000  # characters of a value
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
-    {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
+    {
+        *SCHEDULE_FIELDS,
+        "global_batch_size",
+        "rampup_batch_size",
+        "weight_decay",
+        "clip_grad",
+        "fp16",
+        "bf16",
+        "fp8_format",
+    }
     | {"start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
     | {
         "hidden_dropout",

@@ -94,6 +94,7 @@ def test_all_mismatching_fields_are_reported_in_one_error() -> None:
         ("--lr 1e-4", 1),
         ("--global-batch-size 16", 1),
         ("--bf16", 1),
+        ("--bf16 --fp8-format e4m3 --fp8-emulation --fp8-recipe rowwise", 2),
         ("--zero-stage 0 --checkpoint-activations --log-interval 1 --save x --save-interval 2 --num-workers 0", 0),
         ("--data-path elsewhere/corpus_text_document --make-vocab-size-divisible-by 64", 0),
     ],

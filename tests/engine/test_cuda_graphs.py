@@ -122,6 +122,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "bf16 zero 1, recomputed, frozen": (1, ["--bf16", "--checkpoint-activations", "--freeze", "embedding.*"]),
     "fp32 zero 2, smoothing and z-loss": (2, ["--z-loss-coeff", "0.01", "--label-smoothing", "0.1"]),
     "llama": (1, ["--bf16", *LLAMA]),
+    "products in 8 bits": (1, ["--bf16", "--fp8-hybrid", "--fp8-recipe", "rowwise", "--fp8-emulation"]),
     "windows": (0, ["--attention-window", "4", "--position-embedding-type", "rope"]),
     "experts with a capacity": (0, ["--num-experts", "4", "--moe-expert-capacity-factor", "1.0"]),
 }
@@ -143,7 +144,7 @@ def courses(rank: int, cases: dict[str, tuple[int, list[str]]]) -> dict[str, tup
 def course(zero_stage: int, flags: list[str], capturer: GraphCapturer | None = None, recipe: Recipe = RECIPE) -> Course:
     """Five steps; in the fourth all micro-batches have half the length."""
     ranks = 2 if (zero_stage, flags) in CASES_OF_TWO.values() else 1
-    machine = Machine(device_type=device.device_type(), world_size=ranks, supports_fp16=False, supports_bf16=True)
+    machine = Machine(device.device_type(), ranks, False, supports_bf16=True, supports_fp8=device.supports_fp8())
     tokenizer = TokenizerFacts(vocab_size=recipe.vocab_size, eod_id=0, fingerprint="none")
     config = resolve(parse(layout_flags(recipe, (1, 1, 1), zero_stage, flags)), machine, tokenizer)
     mesh = open_mesh(config.parallel)
@@ -308,7 +309,8 @@ def measured_courses(rank: int, recipe: Recipe) -> list[tuple[list[float], list[
     """
     torch.set_num_threads(1)
     courses = []
-    for flags in (["--bf16", "--hidden-dropout", "0.1"], ["--bf16", *LLAMA]):
+    eight_bits = ["--bf16", "--fp8-hybrid", *([] if device.supports_fp8() else ["--fp8-emulation"])]
+    for flags in (["--bf16", "--hidden-dropout", "0.1"], ["--bf16", *LLAMA], eight_bits):
         capturer = _Measuring(device.current_device()) if device.device_type() == "cuda" else _MeasuringTapes()
         runs = (course(1, flags, each, recipe) for each in (None, capturer))
         eager, graphed = ([loss for loss, _ in run.figures] for run in runs)

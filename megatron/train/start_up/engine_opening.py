@@ -67,7 +67,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         freezing,
         pipeline_settings(config),
     )
-    _choose_products(config, engine)
+    choose_products(config, engine)
     if config.kernels.compile:
         engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
     if config.kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None:
@@ -75,7 +75,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
     return engine
 
 
-def _choose_products(config: RunConfig, engine: Engine) -> None:
+def choose_products(config: RunConfig, engine: Engine) -> None:
     """Has the products of --fp8-format computed so."""
     blocks = config.precision.float8_blocks(config.model.num_layers)
     if not blocks:

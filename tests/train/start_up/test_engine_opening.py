@@ -9,13 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+from megatron import log
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.start_up import engine_opening
-from megatron.train.start_up.engine_opening import check_compiler, check_layers
+from megatron.train.start_up.engine_opening import check_compiler, check_layers, choose_products
+from tests.helpers.networks import build_gpt, tiny_config
+from tests.parity.layouts import layout_config
+from tests.parity.reference import Recipe
 
 
 def engine_with(blocks: int) -> Engine:
@@ -35,6 +39,17 @@ def test_all_layers_are_built() -> None:
 def test_a_missing_layer_is_an_error() -> None:
     with pytest.raises(LaunchError, match="hold 28 transformer layers, not the 30"):
         check_layers(engine_with(28), 30)
+
+
+def test_matrices_that_do_not_fit_8_bits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warning", warnings.append)
+    config = layout_config(Recipe(num_layers=2), (1, 1, 1), 1, ["--bf16", "--fp8-hybrid", "--fp8-emulation"])
+    for width in (48, 40):
+        stack = build_gpt(tiny_config(ffn_hidden_size=width))
+        choose_products(config, cast(Engine, SimpleNamespace(stack=stack)))
+    (warning,) = warnings
+    assert "--fp8-format hybrid: 4 of 8 matrices on a rank have sizes that are not multiples of 16" in warning
 
 
 def test_what_inductor_needs_is_looked_for_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
