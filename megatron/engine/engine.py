@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.config import OptimConfig, PrecisionConfig
 from megatron.device import GraphCapturer
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
-from megatron.engine.deepspeed_internals.parameters import whole_numel
+from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.deepspeed_setup import (
     initialize,
     join_deepspeed,
@@ -25,11 +25,12 @@ from megatron.engine.deepspeed_setup import (
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.optimizers.averages import AveragedWeights
-from megatron.engine.optimizers.muon import Muon, held_matrices
+from megatron.engine.optimizers.muon import Muon, held_matrices, is_orthogonalized
 from megatron.engine.optimizers.schedule_free import IterateMeans, ScheduleFree
 from megatron.engine.passes.plain import Passes, PlainPasses
 from megatron.engine.passes.step_loss import StepLoss
@@ -63,6 +64,7 @@ class Engine:
         skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
         freezing: which parameters are not trained, or not since the beginning.
         pipeline: how the layers are divided over the ranks of a pipeline.
+        measures: what is measured of gradients, see `GradientFigures`; nothing can be with ZeRO 3.
 
     Attributes:
         stack: this rank's layers, of all its chunks.
@@ -88,6 +90,7 @@ class Engine:
         skip_spikes: float | None = None,
         freezing: Freezing = EVERYTHING_IS_TRAINED,
         pipeline: PipelineSettings = ONE_FORWARD_ONE_BACKWARD,
+        measures: Collection[str] = (),
     ) -> None:
         self.objective = objective
         self.optim = optim
@@ -122,6 +125,21 @@ class Engine:
         on_device = mesh.device.type == "cuda" and self.view.can_skip
         self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16, on_device=on_device)
         self.view.guard(self.gate)
+        self._gradient_figures = self._build_figures(measures)
+
+    def _build_figures(self, measures: Collection[str]) -> GradientFigures | None:
+        if not measures or not isinstance(self.view, GradientOwner):
+            return None
+        partial = {id(parameter) for _, parameters in partial_parameters(self.stack) for parameter in parameters}
+        matrices = [
+            parameter
+            for parameter in self.parameters()
+            if is_orthogonalized(parameter)
+            and is_measured(parameter)
+            and id(parameter) not in partial
+            and ".experts." not in parameter.global_name  # type: ignore[attr-defined]
+        ]
+        return GradientFigures(self.layer_names, measures, self.view, matrices, self.mesh)
 
     def _build_averages(self, decay: float | None) -> AveragedWeights | IterateMeans | None:
         if isinstance(self.optimizer, ScheduleFree):
@@ -268,8 +286,10 @@ class Engine:
             self._step_figures,
             self.objective.metric_sizes,
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
+            micro_batch_size=self.optim.micro_batch_size,
             verdict=verdict,
             loss_scale=self._loss_scale(),
+            gradients=self._gradient_figures,
         )
 
     def _update_states(self) -> None:
@@ -345,7 +365,10 @@ class Engine:
     def _figures(self) -> torch.Tensor:
         """What the step is judged by, when its gradients are complete: see `UpdateGate.expect`."""
         norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
-        self._step_figures = torch.cat([norm.reshape(1), self._losses.totals.over_ranks(self.mesh)])
+        figures = [norm.reshape(1), self._losses.totals.over_ranks(self.mesh)]
+        if self._gradient_figures is not None:
+            figures.append(self._gradient_figures.measure(self._losses.micro_batches, self._loss_scale()))
+        self._step_figures = torch.cat(figures)
         return self._step_figures[:3]
 
     def _loss_scale(self) -> float | torch.Tensor:
