@@ -82,7 +82,8 @@ TESTED_BY: Mapping[str, str] = {
     "not compiled": _PARITY,
     "adam": _PARITY,
     **dict.fromkeys(
-        ("muon", "lion", "sgd"), "tests/parity/optimizers/test_optimizers.py::test_every_layout_trains_like_one_process"
+        ("muon", "lion", "sgd", "schedule-free"),
+        "tests/parity/optimizers/test_optimizers.py::test_every_layout_trains_like_one_process",
     ),
     "compiled": "tests/parity/test_compile.py::test_layouts",
     "on the device": _PARITY,

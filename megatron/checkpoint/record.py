@@ -101,6 +101,7 @@ class Record:
         began_at: of parameters that were frozen before, by global name, how many updates the optimizer had made when
             their training began.
         family: the family of Hugging Face models that the weights were imported from; empty in the records of runs.
+        averaging_weight: what the iterates of a schedule-free optimizer count in its mean; 0 for others.
         parts: what other parts of the run keep, by name.
     """
 
@@ -119,6 +120,7 @@ class Record:
     passed_batches: Sequence[Mapping[str, int]] = ()
     began_at: Mapping[str, int] = field(default_factory=dict)
     family: str = ""
+    averaging_weight: float = 0.0
     parts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -134,7 +136,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The record as it appears in a manifest; optional entries that say nothing are left out."""
-        optional = {
+        optional: dict[str, Any] = {
             "run_id": self.run_id,
             "finetuned_from": dict(self.finetuned_from),
             "validation_loss": self.validation_loss,
@@ -142,6 +144,7 @@ class Record:
             "passed_batches": [dict(batch) for batch in self.passed_batches],
             "began_at": dict(self.began_at),
             "family": self.family,
+            "averaging_weight": self.averaging_weight or None,
             "parts": dict(self.parts),
         }
         return {
@@ -195,6 +198,7 @@ class Record:
             passed_batches=_batches(stored),
             began_at=stored.object("began_at", _is_count, _A_COUNT, {}),
             family=stored.entry("family", _is_text, "a text", ""),
+            averaging_weight=float(stored.entry("averaging_weight", _is_number, "a number", 0.0)),
             parts=stored.object("parts", usual={}),
         )
         planned, consumed = record.data_plan.train, record.progress.consumed_samples

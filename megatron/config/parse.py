@@ -37,6 +37,7 @@ from megatron.config.request_rules import (
     masking_notices,
     placement_problems,
 )
+from megatron.config.rules.gradient_rules import gradient_figure_problems
 from megatron.config.rules.multi_token_rules import multi_token_problems
 from megatron.config.run_config import (
     DEFAULT,
@@ -347,6 +348,7 @@ def _build_sections(
         *data_problems(sections["data"], merged.provenance),
         *checkpoint_problems(*(sections[name] for name in ("loading", "saving", "evaluation", "distillation"))),
         *compile_problems(*(sections[name] for name in ("kernels", "model", "parallel", "optim"))),
+        *gradient_figure_problems(sections["report"], sections["parallel"]),
         *sequence_problems(*(sections[name] for name in ("model", "parallel", "optim", "loss", "kernels", "data"))),
         *placement_problems(values, *(sections[name] for name in ("model", "parallel", "recompute", "precision"))),
         *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
 from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
+from megatron.config.rules.gradient_rules import noise_problems
 from megatron.config.run_config import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
 from megatron.config.schedule import annealing_samples, planned_iterations, ranges_at_the_end, schedule
 from megatron.config.sections.computation import PrecisionConfig
@@ -59,6 +60,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     micro, batch, _ = batch_sizes(request.optim, replicas)
     optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
     problems.extend(_length_problems(request.optim, optim))
+    problems.extend(noise_problems(request.report, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
     offloads, offload_notices = _offloading(request, machine)

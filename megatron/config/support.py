@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.config.parse import RequestDraft, read_flags
 from megatron.config.pipeline_rules import schedule_name
 from megatron.config.program_flags import flags_with_fields
-from megatron.config.sections.optimizers import OPTIMIZERS
+from megatron.config.sections.optimizers import OPTIMIZERS, SCHEDULE_FREE
 from megatron.config.sections.pipelines import DEEPSPEED, ENGINES, OWN, SCHEDULE_CHUNKS
 
 # Of each axis the values by name, each with its flags, which overrule those before them. The first value of an axis can
@@ -79,7 +79,10 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             ),
         },
         "compiled blocks": {"not compiled": "--no-compile", "compiled": "--compile"},
-        "optimizer": {name: f"--optimizer {name}" for name in OPTIMIZERS},
+        "optimizer": {
+            **{name: f"--optimizer {name}" for name in OPTIMIZERS if name != SCHEDULE_FREE},
+            SCHEDULE_FREE: f"--optimizer {SCHEDULE_FREE} --lr-decay-style constant",
+        },
         "optimizer state": {"on the device": "--no-cpu-optimizer", "on the host": "--cpu-optimizer"},
     }
 )
@@ -101,7 +104,7 @@ _ALSO: Mapping[str, frozenset[str]] = types.MappingProxyType(
         "recompute": frozenset({"recompute.recompute_activations", "recompute.activations_checkpoint_method"}),
     }
 )
-_OF_NETWORKS = frozenset({"model.attention_dropout"})  # which some values set, and others leave as they are
+_LEFT_BY_OTHERS = frozenset({"model.attention_dropout", "optim.lr_decay_style"})  # which some values of an axis set
 _AXIS_OF = {value: axis for axis, values in AXES.items() for value in values}
 
 
@@ -190,7 +193,7 @@ def survey(words: Sequence[str]) -> LayoutSurvey:
     drafts = {}
     for axis, values in AXES.items():
         replaced = {field for value in values for _, fields in flags_with_fields(words_of([value])) for field in fields}
-        others = _without(flags, replaced.union(_ALSO.get(axis, ())) - _OF_NETWORKS)
+        others = _without(flags, replaced.union(_ALSO.get(axis, ())) - _LEFT_BY_OTHERS)
         for value in values:
             size = [_STAGES, str(stages)] if axis == "pipeline" and stages > 1 and value != _NO_PIPELINE else []
             drafts[axis, value] = read_flags([*others, *words_of([value]), *size])

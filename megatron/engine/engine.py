@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.config import OptimConfig, PrecisionConfig
 from megatron.device import GraphCapturer
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
-from megatron.engine.deepspeed_internals.parameters import whole_numel
+from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.deepspeed_setup import (
     initialize,
     join_deepspeed,
@@ -25,11 +25,13 @@ from megatron.engine.deepspeed_setup import (
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.optimizers.averages import AveragedWeights
-from megatron.engine.optimizers.muon import Muon, held_matrices
+from megatron.engine.optimizers.muon import Muon, held_matrices, is_orthogonalized
+from megatron.engine.optimizers.schedule_free import IterateMeans, ScheduleFree
 from megatron.engine.passes.plain import Passes, PlainPasses
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
@@ -62,6 +64,7 @@ class Engine:
         skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
         freezing: which parameters are not trained, or not since the beginning.
         pipeline: how the layers are divided over the ranks of a pipeline.
+        measures: what is measured of gradients, see `GradientFigures`; nothing can be with ZeRO 3.
 
     Attributes:
         stack: this rank's layers, of all its chunks.
@@ -69,7 +72,7 @@ class Engine:
         placement: of the chunks that a schedule of our own runs; None if there is none.
         deepspeed: DeepSpeed's engine.
         view: the optimizer inside it.
-        averages: means of the weights that are trained; None if none are kept.
+        averages: means of the weights that are trained; None if there are none.
         layer_names: global names of the layers of the whole network, in order.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
@@ -87,6 +90,7 @@ class Engine:
         skip_spikes: float | None = None,
         freezing: Freezing = EVERYTHING_IS_TRAINED,
         pipeline: PipelineSettings = ONE_FORWARD_ONE_BACKWARD,
+        measures: Collection[str] = (),
     ) -> None:
         self.objective = objective
         self.optim = optim
@@ -95,7 +99,8 @@ class Engine:
         self.steps = dataclasses.replace(steps, sequence_parallel=mesh.sequence_parallel)
         self.freezing = freezing
         self._update_count = 0
-        self._uncounted: deque[StepVerdict] = deque()
+        self._averaging_weight = 0.0
+        self._uncounted: deque[tuple[StepVerdict, float]] = deque()
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
@@ -113,14 +118,33 @@ class Engine:
         if isinstance(self.optimizer, Muon):
             trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]
             self.optimizer.connect(held_matrices(trained, self.view.slice_of, mesh))
-        decay = optim.ema_decay
-        self.averages = None if decay is None else AveragedWeights(self.view.masters(), decay)
+        self.averages = self._build_averages(optim.ema_decay)
         self._losses = StepLoss(objective, self.steps, mesh, 1.0, 1)
         self._passes = self._build_passes(pipeline)
         self.placement = pipeline.placement(mesh.pp.size) if isinstance(self._passes, PipelinePasses) else None
         on_device = mesh.device.type == "cuda" and self.view.can_skip
         self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16, on_device=on_device)
         self.view.guard(self.gate)
+        self._gradient_figures = self._build_figures(measures)
+
+    def _build_figures(self, measures: Collection[str]) -> GradientFigures | None:
+        if not measures or not isinstance(self.view, GradientOwner):
+            return None
+        partial = {id(parameter) for _, parameters in partial_parameters(self.stack) for parameter in parameters}
+        matrices = [
+            parameter
+            for parameter in self.parameters()
+            if is_orthogonalized(parameter)
+            and is_measured(parameter)
+            and id(parameter) not in partial
+            and ".experts." not in parameter.global_name  # type: ignore[attr-defined]
+        ]
+        return GradientFigures(self.layer_names, measures, self.view, matrices, self.mesh)
+
+    def _build_averages(self, decay: float | None) -> AveragedWeights | IterateMeans | None:
+        if isinstance(self.optimizer, ScheduleFree):
+            return IterateMeans(self.optimizer, self.view.masters())
+        return None if decay is None else AveragedWeights(self.view.masters(), decay)
 
     def _build_passes(self, pipeline: PipelineSettings) -> Passes:
         gradients, partial = self.view if isinstance(self.view, GradientOwner) else None, partial_parameters(self.stack)
@@ -155,10 +179,27 @@ class Engine:
         self._count_updates(0)
         self._update_count = count
 
+    @property
+    def averaging_weight(self) -> float:
+        """What the iterates of a schedule-free optimizer count in its mean so far; 0 for others; may wait as well."""
+        self._count_updates(0)
+        return self._averaging_weight
+
+    @averaging_weight.setter
+    def averaging_weight(self, weight: float) -> None:
+        """Sets it, as a checkpoint says."""
+        self._count_updates(0)
+        self._averaging_weight = weight
+        if isinstance(self.optimizer, ScheduleFree):
+            self.optimizer.go_on_from(weight)
+
     def _count_updates(self, keep: int) -> None:
         """Counts the steps whose update was applied, but for the latest ones."""
         while len(self._uncounted) > keep:
-            self._update_count += int(not self._uncounted.popleft().is_dropped)
+            verdict, weight = self._uncounted.popleft()
+            if not verdict.is_dropped:
+                self._update_count += 1
+                self._averaging_weight += weight
 
     def before_update(self, work: Callable[[], None]) -> RemovableHandle:
         """Registers work to be done before each optimizer update; `remove()` of the result ends that.
@@ -238,14 +279,17 @@ class Engine:
         self._update_states()
         if self.averages is not None:
             self.averages.update(self.gate.is_applied())
-        self._uncounted.append(verdict)
+        weight = self.optimizer.weight_of(learning_rate) if isinstance(self.optimizer, ScheduleFree) else 0.0
+        self._uncounted.append((verdict, weight))
         self._count_updates(self.gate.steps_in_flight)
         return StepResult(
             self._step_figures,
             self.objective.metric_sizes,
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
+            micro_batch_size=self.optim.micro_batch_size,
             verdict=verdict,
             loss_scale=self._loss_scale(),
+            gradients=self._gradient_figures,
         )
 
     def _update_states(self) -> None:
@@ -321,7 +365,10 @@ class Engine:
     def _figures(self) -> torch.Tensor:
         """What the step is judged by, when its gradients are complete: see `UpdateGate.expect`."""
         norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
-        self._step_figures = torch.cat([norm.reshape(1), self._losses.totals.over_ranks(self.mesh)])
+        figures = [norm.reshape(1), self._losses.totals.over_ranks(self.mesh)]
+        if self._gradient_figures is not None:
+            figures.append(self._gradient_figures.measure(self._losses.micro_batches, self._loss_scale()))
+        self._step_figures = torch.cat(figures)
         return self._step_figures[:3]
 
     def _loss_scale(self) -> float | torch.Tensor:

@@ -146,7 +146,7 @@ def _divided_replicas(engine: Engine, parameter: nn.Parameter, divided_over: Axi
         yield from (Replica(name, kind, values, part.first, divided_over) for kind, values in moments(engine, part))
     else:
         nothing = torch.empty(0, device=engine.mesh.device)
-        averages: tuple[Kind, ...] = () if engine.averages is None else ("average",)
+        averages: tuple[Kind, ...] = ("average",) if engine.averages is not None and engine.averages.is_kept else ()
         kinds: tuple[Kind, ...] = ("master", *moment_names(engine, parameter), *averages)
         yield from (Replica(name, kind, nothing, 0, divided_over) for kind in kinds)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megatron.config.sections.optimizers import ADAM, LION, MUON, SGD
+from megatron.config.sections.optimizers import ADAM, LION, MUON, SCHEDULE_FREE, SGD
 from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
@@ -28,7 +28,10 @@ from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 # Name of each stored moment in the state of the torch optimizer.
 _ADAM: dict[Kind, str] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _MOMENTUM: dict[Kind, str] = {"exp_avg": "momentum_buffer"}
-_MOMENTS: dict[str, dict[Kind, str]] = {ADAM: _ADAM, MUON: _ADAM, LION: {"exp_avg": "exp_avg"}, SGD: _MOMENTUM}
+_MOMENTS: dict[str, dict[Kind, str]] = {
+    **{ADAM: _ADAM, MUON: _ADAM, LION: {"exp_avg": "exp_avg"}, SGD: _MOMENTUM},
+    SCHEDULE_FREE: {"exp_avg": "distance", "exp_avg_sq": "exp_avg_sq"},
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tup
         key = part.key("weight").narrowed(first, last)
         for kind, tensor in _tensors(engine, part, with_optimizer):
             yield key.of_kind(kind), tensor[first:last].detach()
+        averages = engine.averages
+        if averages is not None and not averages.is_kept and part.master is not None:
+            yield key.of_kind("average"), averages.of(part.master.flat, part.master.offset + first, last - first)
 
 
 def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:
@@ -113,10 +119,12 @@ def wanted_pieces(
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
     """Yields the pieces that this rank must read, each with a function that copies the loaded tensor into place.
 
-    Call `refresh_weights` after the last one.
+    Without the optimizer's state, means that are made of it are read as the weights that they begin with. Call
+    `refresh_weights` after the last one.
     """
+    begins_with_means = not with_optimizer and engine.averages is not None and not engine.averages.is_kept
     return filling(
-        (part.key(kind), tensor[: part.numel])
+        (part.key("average" if begins_with_means and part.master is not None else kind), tensor[: part.numel])
         for part in held_parts(engine)
         if part.numel
         for kind, tensor in _tensors(engine, part, with_optimizer and part.name not in engine.freezing.thawed)
@@ -124,17 +132,21 @@ def wanted_pieces(
 
 
 @torch.no_grad()
-def refresh_weights(engine: Engine, update_count: int | None, *, restarts_averages: bool = False) -> None:
+def refresh_weights(
+    engine: Engine, update_count: int | None, *, averaging_weight: float = 0.0, restarts_averages: bool = False
+) -> None:
     """Copies the loaded master weights to the model's weights and sets the optimizer's update counter.
 
     Args:
         engine: the engine whose `wanted_pieces` were loaded.
         update_count: number of optimizer updates behind the loaded moments (bias correction depends on it); None if
             only weights were loaded, which resets the optimizer.
+        averaging_weight: see `Engine.averaging_weight`.
         restarts_averages: begin the means of weights with the weights, whatever was loaded. A checkpoint without means
             has given its weights for them.
     """
     engine.update_count = update_count or 0
+    engine.averaging_weight = averaging_weight
     engine.freezing = engine.freezing.as_of(engine.update_count)
     for part in held_parts(engine):
         if part.master is not None:
@@ -184,8 +196,8 @@ def moment_names(engine: Engine, parameter: nn.Parameter) -> Mapping[Kind, str]:
 
 
 def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The moments of a part and the mean of its weights, none for a frozen parameter; missing moments are created as
-    zeros.
+    """The moments of a part and the mean of its weights if it is kept, none for a frozen parameter; missing moments are
+    created as zeros.
     """
     if part.master is None:
         return
@@ -195,8 +207,8 @@ def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor
         state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
     for kind, name in part.moment_names.items():
         yield kind, moment(engine.optimizer, flat, name).view(-1).narrow(0, offset, part.values.numel())
-    if engine.averages is not None:
-        yield "average", engine.averages.of(flat).view(-1).narrow(0, offset, part.values.numel())
+    if engine.averages is not None and engine.averages.is_kept:
+        yield "average", engine.averages.of(flat, offset, part.values.numel())
 
 
 def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron import device
+from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS, GradientFigures, NoiseEstimate
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateDecision
 from megatron.objective.base import ObjectiveResult
 from megatron.parallel.mesh import ParallelMesh
@@ -81,10 +82,12 @@ class StepResult:
 
         Args:
             figures: the global 2-norm of the gradient before clipping, then the sums as `StepTotals.over_ranks` returns
-                them. `[3 + metrics]` float64.
+                them, and those of `GradientFigures.measure`. `[3 + metrics + gradients]` float64.
             sample_count: samples of the global batch.
+            micro_batch_size: samples of a micro-batch.
             loss_scale: the loss scale (1 outside fp16).
             verdict: what became of its update; None for a step that was applied.
+            gradients: what was measured of the gradients; None for their norm alone.
     """
 
     def __init__(
@@ -93,10 +96,13 @@ class StepResult:
         metric_sizes: Mapping[str, int],
         *,
         sample_count: int,
+        micro_batch_size: int = 1,
         loss_scale: float | torch.Tensor = 1.0,
         verdict: StepVerdict | None = None,
+        gradients: GradientFigures | None = None,
     ) -> None:
         self.sample_count = sample_count
+        self._micro_batch_size, self._gradients = micro_batch_size, gradients
         self._verdict = verdict
         self._sizes = dict(metric_sizes)
         self._scale = loss_scale
@@ -147,6 +153,35 @@ class StepResult:
     def metrics(self) -> dict[str, Sequence[float]]:
         """The objective's metrics, by name."""
         return named_metrics(self._figures.read()[3 : 3 + sum(self._sizes.values())], self._sizes)
+
+    @property
+    def gradient_norms(self) -> Mapping[str, float] | None:
+        """The 2-norm of the gradient of each layer before clipping, by global name; None unless measured."""
+        norms = self._gradient_figures.get(NORMS)
+        return (
+            None if norms is None or self._gradients is None else dict(zip(self._gradients.layers, norms, strict=True))
+        )
+
+    @property
+    def zero_gradients(self) -> int | None:
+        """Elements of the gradient that are 0; None unless measured."""
+        zeros = self._gradient_figures.get(ZEROS)
+        return None if zeros is None or not math.isfinite(zeros[0]) else round(zeros[0])
+
+    @property
+    def noise(self) -> NoiseEstimate | None:
+        """Of the gradient; None unless measured, or if the global batch is one micro-batch."""
+        squares = self._gradient_figures.get(NOISE)
+        if squares is None:
+            return None
+        return NoiseEstimate.of(squares[0], squares[1], self._micro_batch_size, self.sample_count)
+
+    @property
+    def _gradient_figures(self) -> Mapping[str, Sequence[float]]:
+        if self._gradients is None:
+            return {}
+        first, sizes = 3 + sum(self._sizes.values()), self._gradients.sizes
+        return named_metrics(self._figures.read()[first : first + sum(sizes.values())], sizes)
 
 
 def named_metrics(values: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, Sequence[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.engine.engine import Engine
+from megatron.engine.gradients.gradient_figures import layer_of
 from megatron.engine.state import owned_pieces
 from megatron.parallel.messages import all_reduce_sum
 
@@ -23,15 +24,9 @@ def weight_norms(engine: Engine) -> torch.Tensor:
     layers: list[int] = []
     for key, tensor in owned_pieces(engine, with_optimizer=False):
         if key.kind in ("weight", "master") and not key.is_optional:
-            layers.append(next(places[name] for name in _prefixes(key.name) if name in places))
+            layers.append(layer_of(key.name, places))
             norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float64).to(engine.mesh.device))
     squares = torch.zeros(len(places), dtype=torch.float64, device=engine.mesh.device)
     if norms:
         squares.index_add_(0, torch.tensor(layers, device=squares.device), torch.stack(norms).square())
     return all_reduce_sum(squares, engine.mesh.world).sqrt()
-
-
-def _prefixes(name: str) -> list[str]:
-    """`a.b.c` gives `a.b.c`, `a.b` and `a`: the longest first, of which one is the layer of a parameter."""
-    words = name.split(".")
-    return [".".join(words[:count]) for count in range(len(words), 0, -1)]

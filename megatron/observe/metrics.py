@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.checkpoint.record import Progress
 from megatron.engine.totals import StepResult
@@ -93,6 +93,12 @@ class StepMetrics:
         gradient_norm: gradient norm of the last step before clipping; None if unknown, or if no token of it counts.
         weight_norm: L2 norm of all weights after the last step; None unless measured in it.
         weight_norms: the same of each layer, by its global name.
+        gradient_norms: the norm of the gradient of each layer before clipping; None unless measured.
+        gradient_zeros: elements of the gradient that are 0; None unless counted.
+        gradient_noise: estimate of the trace of the covariance of the gradient of a sample, over the same steps as
+            `lm_loss`; None unless measured.
+        gradient_signal: the same of the squared norm of the gradient of all data.
+        noise_scale: their quotient, in samples; None where it says nothing because one of them is not above 0.
         skipped_iterations: number of covered steps whose update was skipped.
         nan_iterations: number of covered steps whose loss or, outside fp16, gradient norm was NaN or infinite.
         samples_per_second: over all replicas.
@@ -138,6 +144,11 @@ class StepMetrics:
     gigaflops_without_embeddings: float
     weight_norm: float | None = None
     weight_norms: Mapping[str, float] | None = None
+    gradient_norms: Mapping[str, float] | None = None
+    gradient_zeros: int | None = None
+    gradient_noise: float | None = None
+    gradient_signal: float | None = None
+    noise_scale: float | None = None
     source_losses: Mapping[str, SourceLoss] | None = None
     empty_iterations: int | None = None
     z_loss: float | None = None
@@ -192,13 +203,13 @@ def measure(
         global_batch_size=outcome.sample_count,
         lm_loss=outcome.loss,
         loss_scale=loss_scale,
-        gradient_norm=None if outcome.loss is None else outcome.gradient_norm,
         skipped_iterations=int(outcome.skipped or outcome.bad_in_a_row > 0),
         nan_iterations=int(_is_not_finite(outcome)),
         samples_per_second=samples_per_second,
         tokens_per_second=samples_per_second * workload.tokens_per_sample,
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
+        **_gradient_fields(outcome),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
         empty_iterations=1 if outcome.loss is None else None,
         z_loss=_per_token(outcome, Z_LOSS),
@@ -249,8 +260,12 @@ def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
             return 0.0
         return math.fsum((getattr(step, name) or 0.0) * step.seconds_per_iteration for step in steps) / seconds
 
+    noise, signal = mean("gradient_noise"), mean("gradient_signal")
     return dataclasses.replace(
         last,
+        gradient_noise=noise,
+        gradient_signal=signal,
+        noise_scale=_noise_scale(noise, signal),
         seconds_per_iteration=seconds / len(steps),
         lm_loss=sum(losses) / len(losses) if losses else None if kept else math.nan,
         source_losses=_source_losses_of(kept),
@@ -289,6 +304,25 @@ def _is_not_finite(outcome: StepResult) -> bool:
     """Whether loss or, outside fp16, gradient norm were NaN or infinite."""
     is_loss_finite = outcome.loss is None or math.isfinite(outcome.loss)
     return not is_loss_finite or (outcome.bad_in_a_row > 0 and not outcome.is_spike)
+
+
+def _gradient_fields(outcome: StepResult) -> dict[str, Any]:
+    """What was measured of the gradients of a step."""
+    estimate = outcome.noise
+    noise, signal = (None, None) if estimate is None else estimate
+    return {
+        "gradient_norm": None if outcome.loss is None else outcome.gradient_norm,
+        "gradient_norms": outcome.gradient_norms,
+        "gradient_zeros": outcome.zero_gradients,
+        "gradient_noise": noise,
+        "gradient_signal": signal,
+        "noise_scale": _noise_scale(noise, signal),
+    }
+
+
+def _noise_scale(noise: float | None, signal: float | None) -> float | None:
+    """The batch size at which the noise of a gradient is as large as what it has in common with others."""
+    return noise / signal if noise is not None and signal is not None and noise > 0.0 and signal > 0.0 else None
 
 
 def _per_token(outcome: StepResult, name: str) -> float | None:

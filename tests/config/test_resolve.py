@@ -39,6 +39,14 @@ def test_without_a_micro_batch_a_replica_takes_its_share_at_once() -> None:
         resolved(drop="--micro-batch-size", world=3)
 
 
+def test_a_noise_scale_needs_more_than_one_micro_batch() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--log-gradient-noise-scale needs two batch sizes, and --global-batch-size 8 is"
+    ):
+        resolved("--log-gradient-noise-scale --micro-batch-size 8")
+    assert resolved("--log-gradient-noise-scale", world=2).report.log_gradient_noise_scale
+
+
 @pytest.mark.parametrize(
     ("text", "vocabulary", "padded"),
     [

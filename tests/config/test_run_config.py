@@ -143,6 +143,45 @@ def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
         small("--use-mup --optimizer sgd")
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "",
+            "--optimizer schedule-free cannot be combined with --lr-decay-style linear: .*Use --lr-decay-style const",
+        ),
+        ("--lr-decay-style constant --ema-decay 0.9", r"cannot be combined with --ema-decay 0\.9.*Drop --ema-decay"),
+        ("--lr-decay-style constant --adam-beta1 0", r"cannot be combined with --adam-beta1 0.*Use the default, 0\.9"),
+        ("--lr-decay-style constant --use-mup", "--use-mup cannot be combined with --optimizer schedule-free"),
+    ],
+)
+def test_what_does_not_go_with_schedule_free(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        small(f"--optimizer schedule-free {flags}")
+    assert small("--optimizer schedule_free --lr-decay-style constant").optim.schedule_free_weight_lr_power == 2.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--log-grad-norm --zero-stage 3",
+            "--log-grad-norm cannot be combined with --zero-stage 3.*or drop --log-grad",
+        ),
+        ("--log-num-zeros-in-grad --zero-stage 3", "--log-num-zeros-in-grad cannot be combined with --zero-stage 3"),
+        ("--log-gradient-noise-scale --zero-stage 3", "--log-gradient-noise-scale cannot be combined with --zero-st"),
+        ("--log-gradient-noise-scale --context-parallel-size 2", "ranks that share samples .*Drop one of the two"),
+        (
+            "--log-gradient-noise-scale --pipeline-model-parallel-size 2 --pipeline-engine deepspeed",
+            "--log-gradient-noise-scale cannot be combined with --pipeline-engine deepspeed.*Use --pipeline-engine own",
+        ),
+    ],
+)
+def test_what_figures_of_gradients_need(flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        small(flags)
+
+
 def test_other_names_of_optimizers() -> None:
     """As other trainers write them: AdamW by its own name, and Megatron-LM's Muon over its data-parallel ranks."""
     assert [small(f"--optimizer {name}").optim.optimizer for name in ("adamw", "dist_muon")] == ["adam", "muon"]

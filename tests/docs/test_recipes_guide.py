@@ -74,7 +74,7 @@ def test_the_benchmark_measures_and_draws(folder: Path) -> None:
     found = [(record["figure"], record["optimizer"], record["lr"]) for record in records]
     assert found == [
         (figure, optimizer, 0.01)
-        for optimizer in ("adam", "muon")
+        for optimizer in ("adam", "muon", "schedule-free")
         for figure in ("loss of a rate", "loss with the best rate")
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")

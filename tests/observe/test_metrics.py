@@ -8,6 +8,7 @@ import math
 import pytest
 
 from megatron.checkpoint.record import Progress
+from megatron.engine.gradients.gradient_figures import NoiseEstimate
 from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
@@ -90,6 +91,22 @@ def test_the_loss_of_a_source_is_the_mean_over_its_tokens_in_the_interval() -> N
     assert steps[0].source_losses == {"web": SourceLoss(3.0, 2)}
     assert mean_of(steps).source_losses == {"web": SourceLoss(5.0, 3), "books": SourceLoss(1.0, 4)}
     assert mean_of([metrics()]).source_losses is None
+
+
+def test_the_noise_scale_is_the_quotient_of_two_means() -> None:
+    """A mean of quotients would be biased, and of a single step either may be below 0."""
+    estimates = [NoiseEstimate(12.0, 3.0), NoiseEstimate(6.0, -1.0), NoiseEstimate(-3.0, 1.0), None]
+    steps = [
+        measure(
+            Progress(number, 8, 128), Outcome(noise=noise, zero_gradients=number, gradient_norms={"a": 1.0}), WORKLOAD,
+            train_iterations=9, learning_rate=0.1, seconds=1.0,
+        )
+        for number, noise in enumerate(estimates)
+    ]  # fmt: skip
+    assert [step.noise_scale for step in steps] == [4.0, None, None, None]
+    mean = mean_of(steps)
+    assert (mean.gradient_noise, mean.gradient_signal, mean.noise_scale) == (5.0, 1.0, 5.0)
+    assert (mean.gradient_zeros, mean.gradient_norms) == (3, {"a": 1.0})
 
 
 def test_the_z_loss_is_the_mean_over_counted_tokens() -> None:

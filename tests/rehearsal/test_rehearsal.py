@@ -300,7 +300,13 @@ def test_the_flag_walks_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "kinds"), [((), 3), (("--optimizer", "lion"), 2), (("--optimizer", "lion", "--ema-decay", "0.9"), 3)]
+    ("flags", "kinds"),
+    [
+        ((), 3),
+        (("--optimizer", "lion"), 2),
+        (("--optimizer", "lion", "--ema-decay", "0.9"), 3),
+        (("--optimizer", "schedule-free", "--lr-decay-style", "constant"), 4),
+    ],
 )
 def test_a_checkpoint_has_a_piece_for_everything_that_is_kept(flags: tuple[str, ...], kinds: int) -> None:
     rehearsal = rehearsed(flags, 2)

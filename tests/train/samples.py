@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
+from megatron.engine.gradients.gradient_figures import NoiseEstimate
 from megatron.observe.metrics import StepMetrics
 from megatron.observe.speed import Workload
 
@@ -61,6 +62,9 @@ class Outcome:
     bad_in_a_row: int = 0
     loss_scale: float = 1.0
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    gradient_norms: Mapping[str, float] | None = None
+    zero_gradients: int | None = None
+    noise: NoiseEstimate | None = None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ class ExportFlags(ConfigSection):
         path=PathUse.PLACE,
     )
     averaged_weights: bool = flag(
-        False, "export the means of the weights, which a run with --ema-decay keeps, instead of the weights"
+        False,
+        "export the means of the weights, which a run with --ema-decay or --optimizer schedule-free saves, instead of "
+        "the weights",
     )
     proof_layers: int | None = flag(
         None, "layers whose logits are compared, the first ones with embedding and head; all if unset", at_least=1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flags.fields import RUN_MUST_MATCH, SMALLEST_FLOAT32, flag
 from megatron.config.flags.section import ConfigSection
 
-OPTIMIZERS = (ADAM, MUON, LION, SGD) = ("adam", "muon", "lion", "sgd")
+OPTIMIZERS = (ADAM, MUON, LION, SGD, SCHEDULE_FREE) = ("adam", "muon", "lion", "sgd", "schedule-free")
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,10 @@ class OptimizerFields(ConfigSection):
 
     optimizer: str = flag(
         ADAM,
-        "optimizer family: adam is AdamW; muon orthogonalises the matrices of blocks and leaves the rest to AdamW",
+        "optimizer family: adam is AdamW; muon orthogonalises the matrices of blocks and leaves the rest to AdamW; "
+        "schedule-free is AdamW with a mean of its iterates in place of a decay",
         choices=OPTIMIZERS,
-        synonyms={"adamw": ADAM, "dist_muon": MUON},
+        synonyms={"adamw": ADAM, "dist_muon": MUON, "schedule_free": SCHEDULE_FREE},
         resume=RUN_MUST_MATCH,
     )
     use_bnb_optimizer: bool = flag(
@@ -33,6 +34,9 @@ class OptimizerFields(ConfigSection):
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
     adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=SMALLEST_FLOAT32)
+    schedule_free_weight_lr_power: float = flag(
+        2.0, "an iterate counts in the mean of schedule-free as its learning rate to this power", at_least=0
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", at_least=0, below=1)
     lion_beta1: float = flag(0.9, "share of the momentum in an update of Lion", at_least=0, below=1)
     lion_beta2: float = flag(0.99, "decay of Lion's momentum", at_least=0, below=1)

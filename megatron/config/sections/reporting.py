@@ -58,8 +58,14 @@ class ReportConfig(ConfigSection):
     log_params_norm: bool = flag(
         False, "log the L2 norm of the weights every --log-interval steps; metrics.jsonl also has that of each layer"
     )
-    log_num_zeros_in_grad: bool = flag(
-        False, "log the number of zeros in the gradient", ignored="zeros in the gradient are not counted yet"
+    log_grad_norm: bool = flag(
+        False, "record the L2 norm of the gradient of each layer, before clipping; that of the network always is"
+    )
+    log_num_zeros_in_grad: bool = flag(False, "log the number of elements of the gradient that are 0")
+    log_gradient_noise_scale: bool = flag(
+        False,
+        "log the simple noise scale in samples (McCandlish et al. 2018), from the gradients of micro-batches and of "
+        "the global batch",
     )
     log_per_source_loss: bool = flag(False, "log the loss of each source of the training blend as well")
     log_timers_to_tensorboard: bool = flag(False, "write timers to TensorBoard")

@@ -98,7 +98,7 @@ def export_model(request: ExportRequest) -> Path:
     if request.kind == "average" and not any("average" in catalogue.kinds(name) for name in catalogue.names()):
         raise CheckpointError(
             f"{request.checkpoint} holds no means of weights (--averaged-weights): its run was trained without "
-            "--ema-decay. Drop --averaged-weights."
+            "--ema-decay or --optimizer schedule-free. Drop --averaged-weights."
         )
     source = CheckpointSource(request.checkpoint, manifest, request.kind)
     shapes = network_shapes(model)

@@ -21,6 +21,7 @@ from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.config import ModelConfig
 from megatron.config.layout import heads_problems, widths_problems
+from megatron.config.sections.optimizers import SCHEDULE_FREE
 from megatron.convert.megatron_format.names import BIGSCIENCE
 from megatron.convert.megatron_format.sharding_rules import ShardingRule, StoredRowOrder, tensor_rules
 from megatron.errors import ConversionError, StorageError
@@ -85,7 +86,9 @@ class OurTensors:
                 f"{request.checkpoint.folder} does not hold the tensors of its own network: {', '.join(left[:5])}. Use "
                 "another checkpoint."
             )
-        has_moments = all(kind in tensor.kinds for tensor in stored.values() for kind in MOMENTS)
+        has_moments = request.run.get("optimizer") != SCHEDULE_FREE and all(
+            kind in tensor.kinds for tensor in stored.values() for kind in MOMENTS
+        )
         return cls(request.checkpoint, rules, stored, has_moments and request.with_moments)
 
     def part(

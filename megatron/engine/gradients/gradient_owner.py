@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_sum import GradientSum, Partial, Tied
 from megatron.engine.gradients.loss_scale import LossScale
 from megatron.engine.gradients.update_gate import UpdateGate
+from megatron.parallel.mesh import Axis
 
 
 class GradientOwner:
@@ -100,6 +101,23 @@ class GradientOwner:
         if loss_scale is not None:
             factor = loss_scale.value.reciprocal() if factor is None else factor / loss_scale.value
         return gate.update(optimizer, None if factor is None else factor.to(masters[0].device), copies, loss_scale)
+
+    def watch_micro_batches(self, watcher: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        """Has a watcher see the parameters whose gradients of a backward pass are complete, before they are added up;
+        before the first step.
+        """
+        self._sum.watcher = watcher
+
+    def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters of which this rank counts something in the norm, each with that part of its gradient between
+        `reduce` and the update, without the padding of the vocabulary; always the same ones.
+        """
+        return self._sum.by_parameter()
+
+    @property
+    def divided_over(self) -> Axis | None:
+        """The data-parallel ranks, if each counts a part of the gradients."""
+        return self._sum.divided_over
 
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
         """What this rank updates with, averaged over the data-parallel ranks, between `reduce` and the update."""

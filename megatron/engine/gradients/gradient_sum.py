@@ -15,6 +15,7 @@ from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.flat_bucket import FlatBucket
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_sum
+from megatron.parallel.shard_spec import shard_spec_of
 
 Tied = Sequence[tuple[nn.Parameter, Axis]]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
@@ -64,9 +65,11 @@ class GradientSum(ABC):
 
     Attributes:
         divided_over: the ranks that hold different parts of the sum after `reduce`; None if each has all of it.
+        watcher: called with parameters whose gradients of a backward pass are complete, before they are taken.
     """
 
     divided_over: Axis | None = None
+    watcher: Callable[[Iterable[nn.Parameter]], None] | None = None
 
     def __init__(self, averaging: Averaging) -> None:
         self._averaging = averaging
@@ -132,6 +135,10 @@ class GradientSum(ABC):
         """What this rank counts in the gradient norm."""
 
     @abstractmethod
+    def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The same by parameter, without the padding of the vocabulary."""
+
+    @abstractmethod
     def clear(self) -> None:
         """Begins the sum of the next step."""
 
@@ -144,6 +151,8 @@ class GradientSum(ABC):
 class GradientsInPlace(GradientSum):
     """Autograd's own sums, for a network in fp32 whose weights are updated in place.
 
+    For a watcher, who is to see the gradients of a single pass, they are added up here, which takes their memory twice.
+
     Args:
         parameters: all that are trained.
         is_counted: whether this rank counts a parameter in the gradient norm.
@@ -154,17 +163,31 @@ class GradientsInPlace(GradientSum):
     ) -> None:
         super().__init__(averaging)
         self._parameters = list(parameters)
+        self._taken: dict[int, torch.Tensor] = {}  # by the parameter's id
         self._buckets: list[tuple[Averaging, list[nn.Parameter], FlatBucket]] = []
         self._counted = [parameter for parameter in parameters if is_counted(parameter)]
         if averaging.experts is not None:  # of which ranks hold different ones: the first that holds a copy counts it
             self.divided_over = averaging.axis
             self._counted = [each for each in self._counted if averaging.of(each).axis.rank == 0]
 
+    @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing: autograd adds to what is there."""
+        """Nothing, unless there is a watcher: autograd adds to what is there."""
+        if self.watcher is None:
+            return
+        fresh = [parameter for parameter in parameters if parameter.grad is not None]
+        self.watcher(fresh)
+        for parameter in fresh:
+            if id(parameter) in self._taken:
+                self._taken[id(parameter)].add_(parameter.grad)  # type: ignore[arg-type]
+            else:
+                self._taken[id(parameter)] = parameter.grad  # type: ignore[assignment]
+            parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Its `.grad`."""
+        if id(parameter) in self._taken:
+            parameter.grad = self._taken.pop(id(parameter))
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
@@ -196,6 +219,10 @@ class GradientsInPlace(GradientSum):
     def counted(self) -> Sequence[torch.Tensor]:
         """The gradient of each counted parameter."""
         return [self.of(parameter) for parameter in self._counted]
+
+    def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The gradient of each counted parameter."""
+        return [(each, self.of(each).view(-1)[: shard_spec_of(each).box_numel]) for each in self._counted]
 
     def clear(self) -> None:
         """Frees the gradients."""
@@ -254,10 +281,16 @@ class FlatGradients(GradientSum):
         self._parts = list(parts)
         self._alone = {id(group.parameters[0]): part for group, part in zip(groups, parts, strict=True)}
         self._counted: list[torch.Tensor] = []
+        self._by_parameter: list[tuple[nn.Parameter, torch.Tensor]] = []
         for part, group, own in zip(parts, groups, self._averagings, strict=True):
             begin = own.axis.rank * len(part)
             ranges = group.counted(is_counted, begin, begin + len(part))
             self._counted += [part[first - begin : end - begin] for first, end in ranges]
+            for parameter, start in zip(group.parameters, group.starts, strict=True):
+                end = start + shard_spec_of(parameter).box_numel if is_counted(parameter) else start
+                first, end = max(start - begin, 0), min(end - begin, len(part))
+                if first < end:
+                    self._by_parameter.append((parameter, part[first:end]))
 
     def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
         return self._alone[id(parameter)]
@@ -271,3 +304,7 @@ class FlatGradients(GradientSum):
     def counted(self) -> Sequence[torch.Tensor]:
         """What it counts of its parts."""
         return self._counted
+
+    def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """What it counts of each parameter."""
+        return self._by_parameter

@@ -53,6 +53,9 @@ class MainGradients(FlatGradients):
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes the gradients of a backward pass; a parameter without one has contributed nothing."""
+        if self.watcher is not None:
+            parameters = list(parameters)
+            self.watcher(parameters)
         sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         gradients: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for parameter in parameters:

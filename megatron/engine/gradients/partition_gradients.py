@@ -199,6 +199,8 @@ class PartitionGradients(FlatGradients):
         """
         if all(each.grad is None for each in run.parameters):
             return
+        if self.watcher is not None:
+            self.watcher(run.parameters)
         flat = run.bucket.fill([torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters])
         for each in run.parameters:
             each.grad = None

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config.sections.optimizers import ADAM, LION, MUON, SGD, OptimizerFields
+from megatron.config.sections.optimizers import ADAM, LION, MUON, SCHEDULE_FREE, SGD, OptimizerFields
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def state_bytes(optim: OptimizerFields, *, of_blocks: bool) -> int:
     Args:
         of_blocks: whether the element is one of a matrix of a block, of which Muon has one moment.
     """
-    moments = {ADAM: 2, LION: 1, MUON: 1 if of_blocks else 2, SGD: int(optim.sgd_momentum > 0)}
+    moments = {ADAM: 2, SCHEDULE_FREE: 2, LION: 1, MUON: 1 if of_blocks else 2, SGD: int(optim.sgd_momentum > 0)}
     return _FP32 * (moments[optim.optimizer] + (optim.ema_decay is not None))
 
 

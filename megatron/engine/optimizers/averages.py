@@ -19,7 +19,12 @@ class AveragedWeights:
     Args:
         masters: the tensors, flat or not.
         decay: the share of the mean that an update leaves.
+
+    Attributes:
+        is_kept: whether they are tensors of their own, which a checkpoint fills.
     """
+
+    is_kept = True
 
     def __init__(self, masters: Sequence[torch.Tensor], decay: float) -> None:
         self._masters = list(masters)
@@ -32,9 +37,9 @@ class AveragedWeights:
         """All of them, in the order of the tensors."""
         return self._means
 
-    def of(self, master: torch.Tensor) -> torch.Tensor:
-        """The mean of a tensor that the optimizer updates, in its shape."""
-        return self._means[self._numbers[id(master)]]
+    def of(self, master: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """The mean of a range of a tensor that the optimizer updates. Shapes: `[count]`, a view."""
+        return self._means[self._numbers[id(master)]].view(-1).narrow(0, first, count)
 
     @torch.no_grad()
     def restart(self) -> None:

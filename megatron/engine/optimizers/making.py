@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from megatron.config import OptimConfig
-from megatron.config.sections.optimizers import ADAM, LION, MUON, OPTIMIZERS, SGD
+from megatron.config.sections.optimizers import ADAM, LION, MUON, OPTIMIZERS, SCHEDULE_FREE, SGD
 from megatron.engine.optimizers.lion import Lion
 from megatron.engine.optimizers.muon import IS_ORTHOGONAL, Muon, MuonSettings
+from megatron.engine.optimizers.schedule_free import ScheduleFree
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw, eager
@@ -36,6 +37,10 @@ def make_optimizer(
         return eager(torch.optim.SGD)(groups, lr=rate, momentum=optim.sgd_momentum)
     if optim.optimizer == LION:
         return Lion(groups, rate, (optim.lion_beta1, optim.lion_beta2))
+    if optim.optimizer == SCHEDULE_FREE:
+        _set_epsilon(optim, groups)
+        betas = (optim.adam_beta1, optim.adam_beta2)
+        return ScheduleFree(groups, rate, betas, optim.schedule_free_weight_lr_power)
     if optim.optimizer == MUON:
         others = [group for group in groups if not group.get(IS_ORTHOGONAL)]
         settings = MuonSettings(
@@ -53,8 +58,12 @@ def make_optimizer(
 
 def _adamw(optim: OptimConfig, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
     rate, betas = optim.lr or 0.0, (optim.adam_beta1, optim.adam_beta2)
-    for group in groups:
-        group["eps"] = optim.adam_eps * group["lr_multiplier"]
+    _set_epsilon(optim, groups)
     if optim.use_bnb_optimizer:
         return build_eight_bit_adamw(groups, lr=rate, betas=betas)
     return build_adamw(groups, lr=rate, betas=betas, implementation=implementation)
+
+
+def _set_epsilon(optim: OptimConfig, groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        group["eps"] = optim.adam_eps * group["lr_multiplier"]

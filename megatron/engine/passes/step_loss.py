@@ -35,6 +35,7 @@ class StepLoss:
 
     Attributes:
         totals: the sums so far.
+        micro_batches: as given, at least 1.
     """
 
     def __init__(
@@ -46,14 +47,14 @@ class StepLoss:
         micro_batches: int,
     ) -> None:
         self.objective, self.settings, self._mesh = objective, settings, mesh
-        self._loss_scale, self._micro_batches = loss_scale, max(1, micro_batches)
+        self._loss_scale, self.micro_batches = loss_scale, max(1, micro_batches)
         self.totals = StepTotals(objective.metric_sizes, mesh.device)
         self._target_names: tuple[str, ...] = ()
 
     @property
     def backward_scale(self) -> float | torch.Tensor:
         """What the loss of a micro-batch is multiplied by before backward. Shapes: `[]`."""
-        return self._loss_scale / self._micro_batches
+        return self._loss_scale / self.micro_batches
 
     def seed(self) -> torch.Tensor:
         """The same as a tensor, from which a backward pass begins. Shapes: `[]` float32."""

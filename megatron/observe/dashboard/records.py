@@ -14,7 +14,7 @@ LARGEST_WHOLE = 2**53 - 1
 LONGEST_SECONDS = 1e9
 # The numbers of a step that more is computed from than a curve, and the largest of each.
 _LIMITS = (("consumed_tokens", float(LARGEST_WHOLE)), ("seconds_per_iteration", LONGEST_SECONDS))
-_NESTED = ("source_losses", "routing", "weight_norms", "mtp_losses")
+_NESTED = ("source_losses", "routing", "weight_norms", "gradient_norms", "mtp_losses")
 _LATEST_AT = 1e11
 _MOST_RANKS = 65_536
 _DEEPEST = 32

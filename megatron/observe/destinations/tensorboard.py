@@ -138,7 +138,9 @@ def step_scalars(
         "lm-loss-training/z loss": metrics.z_loss,
         "loss-scale/loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
         "grad-norm/grad-norm": metrics.gradient_norm,
+        "num-zeros/num-zeros": metrics.gradient_zeros,
         "params-norm/params-norm": metrics.weight_norm,
+        "gradient-noise-scale/gradient-noise-scale": metrics.noise_scale,
         "iteration-time/iteration-time": metrics.seconds_per_iteration if config.log_timers_to_tensorboard else None,
     }
     for tag, value in families.items():
@@ -148,8 +150,9 @@ def step_scalars(
         scalars |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
     for name, value in (metrics.mtp_losses or {}).items():
         scalars |= _on_axes(f"lm-loss-training/{name} loss", value, progress, workload)
-    for name, value in (metrics.weight_norms or {}).items():
-        scalars |= _on_axes(f"params-norm-by-layer/{name}", value, progress, workload)
+    for family, values in {"params-norm": metrics.weight_norms, "grad-norm": metrics.gradient_norms}.items():
+        for name, value in (values or {}).items():
+            scalars |= _on_axes(f"{family}-by-layer/{name}", value, progress, workload)
     for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():
         scalars |= _on_axes(f"routing/{name}", value, progress, workload)
     if config.log_timers_to_tensorboard:

@@ -3,7 +3,8 @@
 Users' scripts parse them, so fields, order and number formats are upstream's, BERT's sentence-order loss (`sop loss`)
 included. There are additions: tokens per second, the losses of --log-per-source-loss, the mean over samples of
 --loss-mean samples, the z-loss of --z-loss-coeff, the losses of --mtp-num-layers as Megatron-LM names them, the routing
-of a network with experts, and at the end the utilization of devices whose peak is known and the remaining time. The
+of a network with experts, the noise scale of --log-gradient-noise-scale, and at the end the utilization of devices
+whose peak is known and the remaining time. The
 loss is always shown; upstream omits it if it is NaN or not above 0. TFLOPs have more digits where upstream's two would
 all be 0.
 
@@ -50,8 +51,12 @@ def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
         fields.append(f"loss scale: {metrics.loss_scale:.1f}")
     if metrics.gradient_norm is not None:
         fields.append(f"grad norm: {metrics.gradient_norm:.3f}")
+    if metrics.gradient_zeros is not None:
+        fields.append(f"num zeros: {metrics.gradient_zeros:.1f}")
     if metrics.weight_norm is not None:
         fields.append(f"params norm: {metrics.weight_norm:.3f}")
+    if metrics.noise_scale is not None:
+        fields.append(f"noise scale: {metrics.noise_scale:.1f}")
     fields += [
         f"number of skipped iterations: {metrics.skipped_iterations:3d}",
         f"number of nan iterations: {metrics.nan_iterations:3d}",

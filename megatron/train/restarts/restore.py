@@ -235,8 +235,9 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
     if loaded is None:
         raise CheckpointError(f"the checkpoint in {loading.load} disappeared while it was being loaded. Start again.")
     record = Record.from_json(loaded.record, loaded.path)
-    updates = record.optimizer_updates if with_optimizer else None
-    refresh_weights(engine, updates, restarts_averages=loading.finetune and not with_optimizer)
+    updates, weight = (record.optimizer_updates, record.averaging_weight) if with_optimizer else (None, 0.0)
+    restarts = loading.finetune and not with_optimizer
+    refresh_weights(engine, updates, averaging_weight=weight, restarts_averages=restarts)
     if with_optimizer:
         engine.restore_loss_scale(record.loss_scale)
     if loading.finetune:
@@ -248,7 +249,19 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
         f"resumed {loaded.path}: iteration {progress.step}, {progress.consumed_samples} samples, "
         f"{progress.consumed_tokens} tokens consumed"
     )
+    _say_what_is_left_behind(engine, record)
     return record, progress
+
+
+def _say_what_is_left_behind(engine: Engine, record: Record) -> None:
+    """Warns of a mean of weights in a checkpoint that the run does not go on with."""
+    optim = record.config.get("optim")
+    decay = optim.get("ema_decay") if isinstance(optim, Mapping) else None
+    if decay is not None and engine.averages is None and engine.mesh.world.rank == 0:
+        log.warning(
+            f"the checkpoint holds a mean of the weights (--ema-decay {decay}), with which this run does not go on: "
+            f"neither evaluations nor checkpoints have it from here. To keep it, give --ema-decay {decay}."
+        )
 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:

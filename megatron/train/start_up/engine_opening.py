@@ -14,11 +14,12 @@ from megatron import device, log
 from megatron.checkpoint.record import Record
 from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
 from megatron.config.sections.computation import INDUCTOR
-from megatron.config.sections.reporting import UPSTREAMS_STYLE
+from megatron.config.sections.reporting import UPSTREAMS_STYLE, ReportConfig
 from megatron.engine.cuda_graphs import AUTO, graph_refusal
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
+from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS
 from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
@@ -66,6 +67,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         config.safety.skip_spikes,
         freezing,
         pipeline_settings(config),
+        measured_of_gradients(config.report),
     )
     choose_products(config, engine)
     if config.kernels.compile:
@@ -73,6 +75,16 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
     if config.kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None:
         engine.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch))
     return engine
+
+
+def measured_of_gradients(report: ReportConfig) -> list[str]:
+    """What a report asks of gradients besides their norm."""
+    wanted = {
+        NORMS: report.log_grad_norm,
+        ZEROS: report.log_num_zeros_in_grad,
+        NOISE: report.log_gradient_noise_scale,
+    }
+    return [kind for kind, is_wanted in wanted.items() if is_wanted]
 
 
 def choose_products(config: RunConfig, engine: Engine) -> None:

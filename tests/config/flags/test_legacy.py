@@ -94,9 +94,9 @@ def test_words_and_switches_of_old_flags() -> None:
 
 
 def test_a_changed_field_without_effect_gives_a_notice() -> None:
-    (sentence,) = small("--log-num-zeros-in-grad").ignored
-    assert sentence.startswith("--log-num-zeros-in-grad is accepted and ignored: zeros in the gradient")
-    config = small("--no-log-num-zeros-in-grad --no-masked-softmax-fusion")
+    (sentence,) = small("--log-level-replica debug").ignored
+    assert sentence.startswith("--log-level-replica is accepted and ignored: the other ranks show only")
+    config = small("--no-masked-softmax-fusion")
     assert config.notices == config.ignored == ()
 
 

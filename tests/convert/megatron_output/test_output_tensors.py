@@ -25,6 +25,13 @@ def test_ranks_of_padding_only(tmp_path: Path) -> None:
     assert all(part.shape == (600, 32) and not part.any() for part in parts[1:])
 
 
+def test_the_state_of_a_schedule_free_optimizer_is_not_taken_for_moments(tmp_path: Path) -> None:
+    for flags, has_moments in ((GPT2, True), (f"{GPT2} --optimizer schedule-free --lr-decay-style constant", False)):
+        (folder := tmp_path / str(has_moments)).mkdir()
+        request = write_network(folder, flags).request(folder / "out", "classic")
+        assert OurTensors.of(request).has_moments is has_moments
+
+
 def test_a_network_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     written = write_network(tmp_path, GPT2)
     request = written.request(tmp_path / "out", "classic", ranks=2)

@@ -46,4 +46,4 @@ def test_the_guide_names_fields_that_records_have() -> None:
     table = GUIDE.read_text().partition("## What is recorded")[2].partition("## Profiles")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert len(named) == 14 and named <= {field.name for field in dataclasses.fields(StepMetrics)}
+    assert len(named) == 19 and named <= {field.name for field in dataclasses.fields(StepMetrics)}

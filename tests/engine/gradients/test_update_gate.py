@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], Runs]] = {
         [
             *((0, [], False), (0, [], True), (1, [], False), (1, BF16, True)),
             *((1, ["--optimizer", "muon", *BF16], True), (0, ["--optimizer", "lion"], True)),
+            (1, ["--optimizer", "schedule-free", *BF16], True),
             *((2, BF16, False), (3, [], False), (3, BF16, False)),
         ],
     ),

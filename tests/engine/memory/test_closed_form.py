@@ -40,6 +40,7 @@ def test_the_closed_form_gives_these_bytes(how: Partitioning, expected: Amounts)
         ((), True, 8),
         (("--optimizer", "lion"), True, 4),
         (("--optimizer", "muon"), True, 4),
+        (("--optimizer", "schedule-free"), True, 8),
         (("--optimizer", "muon", "--ema-decay", "0.9"), False, 12),
         (("--optimizer", "sgd", "--sgd-momentum", "0"), True, 0),
     ],

@@ -81,6 +81,8 @@ def test_norms_of_weights_are_curves_where_they_were_measured() -> None:
     found = step_scalars(metrics(weight_norm=5.0, weight_norms={"a": 3.0, "b": 4.0}), report_config(), WORKLOAD)
     assert found["params-norm/params-norm"] == (5.0, 7) and found["params-norm-by-layer/b"] == (4.0, 7)
     assert not [tag for tag in step_scalars(metrics(), report_config(), WORKLOAD) if tag.startswith("params-norm")]
+    found = step_scalars(metrics(gradient_norms={"a": 3.0}, gradient_zeros=5), report_config(), WORKLOAD)
+    assert found["grad-norm-by-layer/a"] == (3.0, 7) and found["num-zeros/num-zeros"] == (5, 7)
 
 
 def test_values_and_axes() -> None:

@@ -88,6 +88,13 @@ def test_the_norm_of_the_weights_follows_that_of_the_gradient() -> None:
     assert re.search(r"\| grad norm: [\d.]+ \| params norm: 12\.346 \| number of skipped", line)
 
 
+def test_zeros_are_where_upstream_puts_them_and_the_noise_scale_is_new() -> None:
+    line = line_of(metrics(gradient_zeros=1234, weight_norm=12.3456, noise_scale=98.76))
+    assert (
+        "| grad norm: 1.235 | num zeros: 1234.0 | params norm: 12.346 | noise scale: 98.8 | number of skipped" in line
+    )
+
+
 def test_the_routing_follows_the_losses() -> None:
     line = line_of(metrics(routing=RoutingFigures(1.25, 3.5, 0.75, 2.0, 1.5, 3.0)))
     assert (

@@ -115,3 +115,47 @@ def run(rank: int, stage: int, dtype: str, folder: str) -> None:
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "--no-bf16"), (1, "--bf16"), (3, "--bf16")])
 def test_means_of_weights(stage: int, dtype: str, tmp_path: Path) -> None:
     run_ranks(run, 1, stage, dtype, str(tmp_path))
+
+
+def run_schedule_free(rank: int, runs: list[tuple[int, str]], folder: str) -> None:
+    for stage, dtype in runs:
+        place = Path(folder) / f"{stage}{dtype}"
+        flags = ["--optimizer", "schedule-free", "--lr-decay-style", "constant", dtype]
+        engine, config = engine_of(stage, *flags)
+        main: Kind = "master" if dtype == "--bf16" else "weight"
+        begun = pieces(engine)
+        assert begins_with_weights(engine, main) and owned_bytes(engine) == sum(each.nbytes for each in begun.values())
+        train(engine, config, 0)
+        train(engine, config, 1)
+        record = {"weight": engine.averaging_weight}
+        save(place, 2, owned_pieces(engine), record, engine.mesh)
+        assert record["weight"] == 2 * RECIPE.learning_rate**2
+        train(engine, config, 2)
+        after = pieces(engine)
+
+        # a resume
+        resumed, _ = engine_of(stage, *flags)
+        assert load(place / "iter_0000002", wanted_pieces(resumed), resumed.mesh) == record
+        refresh_weights(resumed, 2, averaging_weight=record["weight"])
+        train(resumed, config, 2)
+        assert all(torch.equal(values, after[key]) for key, values in pieces(resumed).items())
+        assert resumed.averaging_weight == engine.averaging_weight
+
+        # an evaluation of the mean, which leaves everything as it was
+        trained = loss_of(engine, config)
+        with engine.using_averages():
+            averaged = loss_of(engine, config)
+        assert averaged != trained == loss_of(engine, config)
+        assert all(torch.equal(values, after[key]) for key, values in pieces(engine).items())
+
+        # without the optimizer: the mean is what training begins with
+        save(place, 3, owned_pieces(engine, with_optimizer=False), {}, engine.mesh)
+        assert owned_bytes(engine, with_optimizer=False) == 2 * owned_bytes(engine) // 4
+        restarted, _ = engine_of(stage, *flags)
+        load(place / "iter_0000003", wanted_pieces(restarted, with_optimizer=False), restarted.mesh)
+        refresh_weights(restarted, None)
+        assert begins_with_weights(restarted, main) and loss_of(restarted, config) == averaged
+
+
+def test_the_mean_of_a_schedule_free_optimizer(tmp_path: Path) -> None:
+    run_ranks(run_schedule_free, 1, [(0, "--no-bf16"), (1, "--bf16"), (3, "--bf16")], str(tmp_path))

@@ -144,6 +144,8 @@ class FakeEngine:
         self.mesh = MESH
         self.asked: list[bool] = []
         self.updates: list[int | None] = []
+        self.weights: list[float] = []
+        self.averages: object = None
         self.restarted: list[bool] = []
         self.loss_scales: list[Mapping[str, float]] = []
         self.gate = UpdateGate(MESH, spike_deviations=6.0, allows_overflow=False)
@@ -162,8 +164,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
     monkeypatch.setattr(restore, "wanted_pieces", wanted)
 
-    def refresh(engine: FakeEngine, updates: int | None, *, restarts_averages: bool) -> None:
+    def refresh(engine: FakeEngine, updates: int | None, *, averaging_weight: float, restarts_averages: bool) -> None:
         engine.updates.append(updates)
+        engine.weights.append(averaging_weight)
         engine.restarted.append(restarts_averages)
 
     monkeypatch.setattr(restore, "refresh_weights", refresh)
@@ -181,6 +184,27 @@ def test_a_resume_restores_everything(engine: FakeEngine, tmp_path: Path, capsys
     assert progress == Progress(4, 32, 320)
     assert (engine.asked, engine.updates, engine.loss_scales) == ([True], [4], [{"cur_scale": 8.0}])
     assert "iteration 4, 32 samples, 320 tokens consumed" in capsys.readouterr().err
+
+
+def test_a_mean_of_iterates_goes_on_with_the_optimizer_only(engine: FakeEngine, tmp_path: Path) -> None:
+    record = make_record(averaging_weight=0.25)
+    folder = saved(tmp_path / "c", averaging_weight=record.averaging_weight)
+    for flags in ({}, {"no_load_optim": True}):
+        assert load_tensors(run_config(load=str(folder), **flags), engine, saved_run(record))[0] == record
+    assert engine.weights == [0.25, 0.0]
+
+
+def test_a_mean_of_weights_is_not_left_behind_in_silence(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = make_record(config={"optim": {"ema_decay": 0.99}})
+    config = run_config(load=str(saved(tmp_path / "c", config=record.config)))
+    load_tensors(config, engine, saved_run(record))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "mean of the weights" in line]
+    assert "(--ema-decay 0.99), with which this run does not go on" in line and line.endswith("give --ema-decay 0.99.")
+    engine.averages = object()
+    load_tensors(config, engine, saved_run(record))
+    assert "mean of the weights" not in capsys.readouterr().err
 
 
 def test_finetuning_takes_only_the_weights(

@@ -1,0 +1,168 @@
+"""Schedule-free AdamW: a mean of the iterates takes the place of a decaying learning rate.
+
+There are three sequences. Gradients are taken at y, the weights that are trained; z takes the steps of AdamW; x, the
+mean of z that is evaluated, weighs each z by a power of its learning rate, and y lies between: y = (1 - β₁) z + β₁ x.
+With g the gradient over the root of its second moment, plus λ y, and c the share of the newest z in the mean,
+
+    z ← z - γ g        x ← (1 - c) x + c z
+
+The optimizer's tensors hold y, and its state z - y, the distance that momentum would be: both are 0 before the first
+update, and after weights alone were loaded. In these terms a step is
+
+    d ← d - β₁ γ g        y ← y - (1 - β₁) γ g + c d        d ← (1 - c) d
+
+and x = y - (1 - β₁) / β₁ d, so that the mean takes no memory.
+
+Source: Defazio et al., "The road less scheduled", 2024 (arXiv 2405.15682), algorithm 1. As in the authors' program, γ
+is the rate without bias correction, and the second moment is corrected as in AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.kernels.optimizer import unless_skipped
+
+_LEAST = 1e-300  # where no rate was above 0, no iterate counts yet
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free AdamW; it goes element by element, so that its tensors may be parts of parameters.
+
+    A step changes nothing if `found_inf` is set and not 0, as `torch.amp.GradScaler` sets it; otherwise it changes the
+    gradients too.
+
+    Args:
+        groups: each with its `params`, `weight_decay` and `eps`.
+        betas: the share of the mean in the weights that are trained, and the decay of the second moment.
+        power: an iterate counts in the mean as its learning rate to this power.
+    """
+
+    can_skip = True
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], power: float = 2.0) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
+        self._power = power
+        self._weight = 0.0
+
+    def weight_of(self, rate: float) -> float:
+        """What an iterate with this learning rate counts in the mean."""
+        return float(rate**self._power)
+
+    def go_on_from(self, weight: float) -> None:
+        """Says what all iterates until now count in the mean together."""
+        self._weight = weight
+        for state in self.state.values():
+            if "weight" in state:
+                state["weight"].fill_(weight)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates the parameters that have a gradient."""
+        skip: torch.Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            if weights := [weight for weight in group["params"] if weight.grad is not None]:
+                self._update(group, weights, skip)
+
+    def _update(self, group: dict[str, Any], weights: Sequence[torch.Tensor], skip: torch.Tensor | None) -> None:
+        states = [self._state_of(weight) for weight in weights]
+        distances, squares = ([state[name] for state in states] for name in ("distance", "exp_avg_sq"))
+        share, correction = self._count(group, states, skip)
+        mean, kept = group["betas"]
+        gradients = [weight.grad.to(weight.dtype) for weight in weights]  # type: ignore[union-attr]
+        if skip is not None:
+            for gradient in gradients:
+                gradient.masked_fill_(skip != 0, 0.0)
+        torch._foreach_mul_(squares, unless_skipped(skip, kept, 1.0))
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - kept)
+        roots = torch._foreach_div(squares, correction)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_div_(gradients, roots)
+        del roots  # a tensor as large as the weights
+        torch._foreach_add_(gradients, list(weights), alpha=group["weight_decay"])
+        torch._foreach_mul_(gradients, unless_skipped(skip, -group["lr"], 0.0))
+        torch._foreach_add_(distances, gradients, alpha=mean)
+        torch._foreach_add_(list(weights), gradients, alpha=1.0 - mean)
+        moved = torch._foreach_mul(distances, share)
+        torch._foreach_add_(list(weights), moved)
+        torch._foreach_sub_(distances, moved)
+
+    def _count(
+        self, group: dict[str, Any], states: Sequence[dict[str, Any]], skip: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Counts an update of parameters that have been updated together: the share of the newest iterate in the mean,
+        0 if it is dropped, and the bias correction of the second moment.
+
+        Shapes: both `[]` float32.
+        """
+        steps, totals = ([state[name] for state in states] for name in ("step", "weight"))
+        weight = torch.full_like(totals[0], self.weight_of(group["lr"]))
+        if skip is not None:
+            weight.masked_fill_(skip != 0, 0.0)
+        torch._foreach_add_(totals, weight)
+        torch._foreach_add_(steps, unless_skipped(skip, 1.0, 0.0))
+        correction = 1.0 - group["betas"][1] ** steps[0].double()
+        share = weight / totals[0].clamp(min=_LEAST)
+        return share.float(), correction.masked_fill(steps[0] == 0, 1.0).float()
+
+    def _state_of(self, weight: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter; what is missing begins."""
+        state: dict[str, Any] = self.state[weight]
+        for name in ("distance", "exp_avg_sq"):
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(weight)
+        if state.get("step") is None:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+        if state.get("weight") is None:
+            state["weight"] = torch.full((), self._weight, dtype=torch.float64, device=weight.device)
+        return state
+
+
+class IterateMeans:
+    """The means x of an optimizer, computed where they are asked for; see `AveragedWeights`, whose place they take.
+
+    Args:
+        masters: the tensors that the optimizer updates, flat or not.
+    """
+
+    is_kept = False
+
+    def __init__(self, optimizer: ScheduleFree, masters: Sequence[torch.Tensor]) -> None:
+        self._optimizer, self._masters = optimizer, list(masters)
+        self._trained: list[torch.Tensor] = []
+
+    @property
+    def means(self) -> Sequence[torch.Tensor]:
+        """What is held of them: nothing, but the weights while they are exchanged."""
+        return self._trained
+
+    @torch.no_grad()
+    def of(self, master: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """The mean of a range of a tensor. Shapes: `[count]`."""
+        weights = master.detach().view(-1).narrow(0, first, count)
+        distance = self._optimizer.state.get(master, {}).get("distance")
+        if distance is None:
+            return weights
+        mean = self._optimizer.defaults["betas"][0]
+        return torch.sub(weights, distance.view(-1).narrow(0, first, count), alpha=(1.0 - mean) / mean)
+
+    def restart(self) -> None:
+        """Nothing: they begin with the weights while the optimizer has no state."""
+
+    def update(self, is_applied: torch.Tensor) -> None:
+        """Nothing: the optimizer has."""
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Has the optimizer's tensors hold the means, or the weights again, bit by bit; takes as much memory again."""
+        if self._trained:
+            torch._foreach_copy_(self._masters, self._trained)
+            self._trained = []
+            return
+        self._trained = [master.detach().clone() for master in self._masters]
+        for master in self._masters:
+            master.view(-1).copy_(self.of(master, 0, master.numel()))
