@@ -64,7 +64,7 @@ SWITCHES: dict[str, list[str]] = {
     "latents": [*ROPE, *RMS, "--multi-latent-attention", "--q-lora-rank", "20", "--kv-lora-rank", "12",
                 "--qk-head-dim", "8", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "10", "--qk-layernorm",
                 "--rope-scaling-type", "yarn", "--rotary-scaling-factor", "4", "--rope-original-max-positions", "8",
-                "--mscale", "0.7", "--mscale-all-dim", "1.3", "--rotary-interleaved"],
+                "--mscale", "0.7", "--mscale-all-dim", "1.3", "--rotary-interleaved", "--mtp-num-layers", "1"],
 }  # fmt: skip
 # What test_bert.py and experts/test_balancing.py train.
 ELSEWHERE = {

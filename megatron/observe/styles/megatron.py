@@ -4,9 +4,8 @@ Users' scripts parse them, so fields, order and number formats are upstream's, B
 included. There are additions: tokens per second, the losses of --log-per-source-loss, the mean over samples of
 --loss-mean samples, the z-loss of --z-loss-coeff, the losses of --mtp-num-layers as Megatron-LM names them, the routing
 of a network with experts, the noise scale of --log-gradient-noise-scale, and at the end the utilization of devices
-whose peak is known and the remaining time. The
-loss is always shown; upstream omits it if it is NaN or not above 0. TFLOPs have more digits where upstream's two would
-all be 0.
+whose peak is known and the remaining time. The loss is always shown; upstream omits it if it is NaN or not above 0.
+TFLOPs have more digits where upstream's two would all be 0.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/checkpointing.py.
 """
