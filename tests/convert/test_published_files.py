@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GptOssConfig, Olmo3Config, SmolLM3Config
 
 from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from megatron.errors import ConversionError
 from tests.convert.comparison import equal_weights, export, load_network, load_reference, logits_of, relative
+from tests.convert.hugging_face.families.published import PUBLISHED
 from tests.convert.tiny_models import END, TINY_MODELS, TOKENS, randomize, sample_tokens, write_tokenizer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -51,6 +52,26 @@ def rewritten(source: Path, target: Path, change: Callable[[Tensors], dict[str, 
     shutil.copytree(source, target)
     save_file(change(load_file(source / "model.safetensors")), target / "model.safetensors", {"format": "pt"})
     return target
+
+
+@pytest.mark.parametrize(
+    ("name", "configuration", "others"),
+    [
+        ("gpt-oss 120B", GptOssConfig, {"router_aux_loss_coef", "pad_token_id", "eos_token_id"}),
+        ("SmolLM3 3B", SmolLM3Config, {"max_position_embeddings"}),
+        (
+            "OLMo 3 7B",
+            Olmo3Config,
+            {"vocab_size", "max_position_embeddings", "rms_norm_eps", "pad_token_id", "eos_token_id"},
+        ),
+    ],
+)
+def test_published_sizes_are_the_defaults_of_transformers(name: str, configuration: type, others: set[str]) -> None:
+    """Of the classes whose defaults are a published model; what each publication says otherwise is listed."""
+    usual = configuration().to_dict()
+    published = {key: value for key, value in PUBLISHED[name].items() if key in usual and not key.startswith("rope_")}
+    different = {key for key, value in published.items() if usual[key] != value}
+    assert different == {"architectures", *others} and len(published) >= 20
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ FORMS: dict[str, dict[str, Any]] = {
         "num_experts": 4, "moe_expert_capacity_factor": 0.7, "moe_min_capacity": 0, "gated_linear_unit": True,
         "activation_function": "silu", "hidden_dropout": 0.0, "attention_dropout": 0.0,
     },
+    "gpt-oss with gates": {
+        "position_embedding_type": "rope", "softmax_type": "learnable", "attention_output_gate": True,
+        "num_query_groups": 2, "num_experts": 4, "moe_expert_capacity_factor": 0.7, "moe_mlp_bias": True,
+        "moe_router_bias": True, "gated_linear_unit": True, "activation_function": "quick_gelu",
+        "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    },
 }  # fmt: skip
 # On a CPU the host may look at values, which costs nothing, in lines that a GPU does not reach: the smallest and the
 # largest id, the places of the labels that count, and whether the loss was multiplied.

@@ -79,13 +79,14 @@ _BIGSCIENCE_POSITIONS = {"rotary": ROPE, "absolute": LEARNED, "alibi": ALIBI}
 _NUMBERED_POSITIONS = {1: ROPE, 2: LEARNED, 3: ALIBI}
 _NVIDIA_POSITIONS = {"learned_absolute": LEARNED, "rope": ROPE, "none": NO_POSITIONS}
 _GLU = {"geglu": "gelu", "reglu": "relu", "liglu": "linear", "swiglu": "silu"}
+_GATED = {"swiglu": "silu", "quick_geglu": "quick_gelu"}
+_GATE_BOUNDS = ("glu_linear_offset", "activation_func_clamp_value")
 # Options of networks that ours is not, with the value that means "off".
 _REFUSED: Mapping[str, Any] = {
     "multi_latent_attention": False,
     "hybrid_override_pattern": None,
     "mtp_num_layers": None,
     "qk_l2_norm": False,
-    "quick_geglu": False,
     "heterogeneous_layers_config_path": None,
     "no_rope_freq": None,
     "bert_binary_head_only": False,
@@ -345,8 +346,10 @@ def _feed_forward(stored: Stored, fork: Fork, is_core: bool) -> dict[str, Any]:
         if glu not in _GLU:
             raise ConversionError(f"the checkpoint has glu_activation = {_shown(glu)}; known are {', '.join(_GLU)}.")
         return fields | {"gated_linear_unit": True, "activation_function": _GLU[glu]}
-    if stored.get("swiglu"):
-        return fields | {"gated_linear_unit": True, "activation_function": "silu"}
+    gated = next((function for name, function in _GATED.items() if stored.get(name)), None)
+    if gated:
+        bounds = {name: float(stored[name]) for name in _GATE_BOUNDS if stored.get(name)}
+        return fields | {"gated_linear_unit": True, "activation_function": gated, **bounds}
     if stored.get("squared_relu"):
         return fields | {"activation_function": "squared_relu"}
     return fields | {"activation_function": "gelu_tanh" if _gelu_is_tanh(stored, fork, is_core) else "gelu"}
@@ -446,6 +449,8 @@ def _nvidia(model: ModelConfig) -> dict[str, Any]:
         "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear,
         "qk_layernorm": model.qk_layernorm,
         "attention_output_gate": model.attention_output_gate,
+        "quick_geglu": model.gated_linear_unit and model.activation_function == "quick_gelu",
+        **{name: getattr(model, name) for name in _GATE_BOUNDS},
         **_newer_feed_forward(model),
     }
     if model.attention_window is not None:

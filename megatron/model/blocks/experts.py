@@ -200,8 +200,8 @@ class ExpertNetworks(nn.Module):
         """
         inner = self.linear_fc1(x, ends)
         if self.is_gated:
-            pair, bounds = inner.unflatten(1, (2, -1)), {"limit": self.limit, "offset": self.offset}
-            inner = gated(pair, self.function, **bounds, implementation=self.implementation)
+            pair = inner.unflatten(1, (2, -1))
+            inner = gated(pair, self.function, limit=self.limit, offset=self.offset, implementation=self.implementation)
         else:
             inner = activation(inner, self.function, implementation=self.implementation)
         return self.linear_fc2(inner, ends)  # type: ignore[no-any-return]

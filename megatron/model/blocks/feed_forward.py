@@ -60,6 +60,13 @@ class FeedForward(nn.Module):
 
     def _activate(self, inner: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_gated:
-            pair, bounds = inner.unflatten(-1, (2, -1)), {"limit": self.limit, "offset": self.offset}
-            return gated(pair, self.activation, bias=bias, **bounds, implementation=self.implementation)
+            pair = inner.unflatten(-1, (2, -1))
+            return gated(
+                pair,
+                self.activation,
+                bias=bias,
+                limit=self.limit,
+                offset=self.offset,
+                implementation=self.implementation,
+            )
         return activation(inner, self.activation, bias=bias, implementation=self.implementation)

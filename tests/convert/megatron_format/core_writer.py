@@ -33,6 +33,11 @@ def settings_of(arguments: dict[str, Any], tensor: int, pipeline: int) -> dict[s
         "attention_dropout": 0.0, "masked_softmax_fusion": False, "add_bias_linear": arguments["add_bias_linear"],
     }  # fmt: skip
     found |= {name: arguments[name] for name in ("attention_output_gate", "num_query_groups") if name in arguments}
+    if arguments.get("quick_geglu"):
+        from megatron.core.activations import quick_gelu
+
+        bounds = {name: arguments[name] for name in ("glu_linear_offset", "activation_func_clamp_value")}
+        return {**found, "activation_func": quick_gelu, "gated_linear_unit": True, "ffn_hidden_size": 128, **bounds}
     if arguments["swiglu"]:
         return {**found, "activation_func": F.silu, "gated_linear_unit": True, "ffn_hidden_size": 64}
     return {**found, "bias_activation_fusion": arguments["bias_gelu_fusion"]}

@@ -33,6 +33,13 @@ NETWORKS: dict[str, tuple[dict[str, Any], str]] = {
     "openai": ({**GPT2, "bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
     "no-bias": ({**GPT2, "bias_gelu_fusion": False, "add_bias_linear": False}, "gelu"),
     "llama": (LLAMA, "silu"),
+    "limited": (
+        {
+            **LLAMA, "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 0.5,
+        },
+        "quick_gelu",
+    ),
     "gated": ({**LLAMA, "attention_output_gate": True, "group_query_attention": True, "num_query_groups": 2}, "silu"),
 }  # fmt: skip
 CASES = [
@@ -40,7 +47,7 @@ CASES = [
     for network in NETWORKS
     for form in ("torch", "torch_dist")
     for tensor, pipeline in ((1, 1), (2, 1), (1, 2))
-    if network != "gated" or (form, pipeline) == ("torch", 1)
+    if network not in ("gated", "limited") or (form, pipeline) == ("torch", 1)
 ]
 
 

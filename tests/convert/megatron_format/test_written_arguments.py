@@ -28,6 +28,13 @@ NETWORKS: list[tuple[str, dict[str, Any]]] = [
     ("classic", {"activation_function": "gelu_tanh", "add_bias_linear": False}),
     ("core", {"activation_function": "gelu"}),
     ("classic", {"activation_function": "squared_relu", "add_bias_linear": False, "add_qkv_bias": True}),
+    (
+        "core",
+        {
+            "gated_linear_unit": True, "activation_function": "quick_gelu", "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0, "add_bias_linear": False,
+        },
+    ),
     ("core", {"attention_output_gate": True, "num_query_groups": 2}),
     ("core", {"attention_window": 8, "qk_layernorm": True, "apply_layernorm_1p": True}),
     ("core", {"position_embedding_type": "rope", "rope_scaling_type": "linear", "rope_scaling_factor": 4.0}),
@@ -65,6 +72,11 @@ def test_the_importer_reads_the_same_network(naming: str, changes: dict[str, Any
             "core",
             {"activation_function": "gelu_tanh", "add_bias_linear": False},
             "activation_function gelu_tanh would be read as gelu",
+        ),
+        (
+            "deepspeedai",
+            {"activation_function": "silu", "gated_linear_unit": True, "glu_linear_offset": 1.0},
+            "glu_linear_offset 1.0 would be read as 0.0",
         ),
         ("deepspeedai", {"attention_output_gate": True}, "attention_output_gate True would be read as False"),
         ("core", {"embed_layernorm": True}, "embed_layernorm True would be read as False"),
