@@ -44,6 +44,7 @@ LAYOUTS = {
     "pp2dp2": ((1, 2, 2), [2, 1]),
     "tp2pp2": ((2, 2, 1), [0, 1]),
     "dp4": ((1, 1, 4), [0, 1, 2]),
+    "dp2": ((1, 1, 2), [3]),
 }
 
 
@@ -111,9 +112,9 @@ CASES = [
     f"{optimizer} {layout}"
     for optimizer in OPTIMIZERS
     for layout in LAYOUTS
-    if "experts" not in optimizer or "dp" in layout
+    if (layout != "dp2" or "muon" not in optimizer) and ("experts" not in optimizer or "dp" in layout)
 ]
-KEPT = ["muon tp2dp2", "muon pp2dp2", "muon-experts tp2dp2", "lion pp2dp2", "schedule-free tp2dp2"]
+KEPT = ["muon tp2dp2", "muon pp2dp2", "muon-experts tp2dp2", "lion pp2dp2", "schedule-free tp2dp2", "schedule-free dp2"]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=str)
