@@ -146,7 +146,8 @@ def show_layouts(words: Sequence[str], *, as_json: bool) -> None:
             if one.axis == axis:
                 status = "REFUSED" if one.problems else "given  " if one.is_given else "works  "
                 test = None if one.problems else tests[one.value]
-                log.text(f"  {status} {one.value}" + (f"  ({test})" if test else ""))
+                without = f", without {', '.join(one.dropped)}" if one.dropped and not one.is_given else ""
+                log.text(f"  {status} {one.value}{without}" + (f"  ({test})" if test else ""))
                 for problem in one.problems:
                     log.text(f"          {problem}")
 

@@ -44,7 +44,7 @@ def expert_problems(model: ModelRequest, parallel: ParallelRequest) -> Iterator[
         fitting = [each for each in divisors(counts[0]) if not any(count % each for count in counts)]
         yield (
             f"{_asked(size, parallel)} does not divide --num-experts {uneven[0]}: every rank must hold equally many. "
-            f"Use {_any_of(fitting)}."
+            f"Use {_any_of(fitting)}{', whichever divides the ranks of a stage too' * (len(fitting) > 1)}."
         )
     within = parallel.expert_tensor_parallel_size
     if within is not None and within not in (1, ranks):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.layout import divisors, stages_problems
 from megatron.config.sections.parallel import ParallelRequest
-from megatron.config.sections.pipelines import ENGINES, SCHEDULE_CHUNKS, SCHEDULE_FILE
+from megatron.config.sections.pipelines import ENGINES, SCHEDULE_CHUNKS, is_schedule_file
 
 _VIRTUAL = "--virtual-pipeline-model-parallel-size"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
@@ -64,8 +64,8 @@ def _named(parallel: ParallelRequest) -> str | None:
 
 def _name_problems(parallel: ParallelRequest) -> Iterator[str]:
     name = parallel.pipeline_schedule
-    if name is not None and name not in SCHEDULE_CHUNKS and not name.endswith(SCHEDULE_FILE):
-        yield f"{_SCHEDULE} {name} is not known. Use one of {', '.join(SCHEDULE_CHUNKS)}, or a file that ends in .csv."
+    if name is not None and name not in SCHEDULE_CHUNKS and not is_schedule_file(name):
+        yield f"{_SCHEDULE} {name} is not known. Use one of {', '.join(SCHEDULE_CHUNKS)}, or FILE.csv."
     elif parallel.enable_zbh1_pipeline and name not in (None, "zb-h1"):
         yield f"--enable-zbh1-pipeline means {_SCHEDULE} zb-h1, and {_SCHEDULE} {name} is given. Drop one of them."
 
@@ -146,12 +146,13 @@ def _end_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
         yield f"{' and '.join(asked)} both say how many blocks a stage holds. Drop one of them."
         return
     stages, chunks = parallel.pipeline_model_parallel_size, chunks_per_rank(parallel, num_layers)
+    if stages == 1 and asked and method is None:
+        yield f"{asked[0]} needs stages, and --pipeline-model-parallel-size is 1. Drop it."
+        return
     if not pinned or num_layers <= 0:
         return
     others, rest = stages - len(pinned), num_layers - sum(pinned.values())
-    if stages == 1:
-        yield f"{asked[0]} needs stages, and --pipeline-model-parallel-size is 1. Drop it."
-    elif min(pinned.values()) < chunks or rest < others * chunks or (rest and not others):
+    if min(pinned.values()) < chunks or rest < others * chunks or (rest and not others):
         most = num_layers - others * chunks
         yield (
             f"{asked[0]} leaves {rest} of {num_layers} layer{'s' * (num_layers != 1)} to {others} other pipeline "

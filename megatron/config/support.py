@@ -15,6 +15,7 @@ from megatron.config.pipeline_rules import schedule_name
 from megatron.config.program_flags import flags_with_fields
 from megatron.config.sections.optimizers import OPTIMIZERS, SCHEDULE_FREE
 from megatron.config.sections.pipelines import DEEPSPEED, ENGINES, OWN, SCHEDULE_CHUNKS
+from megatron.errors import ConfigError
 
 # Of each axis the values by name, each with its flags, which overrule those before them. The first value of an axis can
 # be combined with every value of the others.
@@ -128,12 +129,14 @@ class Alternative:
     Attributes:
         problems: what is wrong with it; nothing if it works.
         is_given: whether the command has this value already.
+        dropped: flags of the command that this value takes the place of, without setting them itself.
     """
 
     axis: str
     value: str
     problems: tuple[str, ...]
     is_given: bool
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,18 +188,23 @@ def survey(words: Sequence[str]) -> LayoutSurvey:
     """A command with each value of each axis in turn, in place of what it says of this axis.
 
     Raises:
-        ConfigError: a file of flags cannot be read.
+        ConfigError: a file of flags cannot be read, or a flag is not known.
     """
     flags = flags_with_fields(words)
     given = read_flags(_without(flags, frozenset()))
+    if unknown := _others(problems_of(words), {*given.problems}):
+        raise ConfigError(unknown)
     stages, pipeline = given.sections["parallel"].pipeline_model_parallel_size, _pipeline_of(given)
-    drafts = {}
+    drafts, dropped = {}, {}
     for axis, values in AXES.items():
         replaced = {field for value in values for _, fields in flags_with_fields(words_of([value])) for field in fields}
         others = _without(flags, replaced.union(_ALSO.get(axis, ())) - _LEFT_BY_OTHERS)
         for value in values:
             size = [_STAGES, str(stages)] if axis == "pipeline" and stages > 1 and value != _NO_PIPELINE else []
             drafts[axis, value] = read_flags([*others, *words_of([value]), *size])
+            kept = frozenset[str]().union(*(fields for _, fields in flags_with_fields([*words_of([value]), *size])))
+            gone = replaced.union(_ALSO.get(axis, ())) - _OF_NETWORKS - kept
+            dropped[axis, value] = tuple(written[0] for written, fields in flags if fields & gone)
     everywhere = set(given.problems).intersection(*(draft.problems for draft in drafts.values()))
     alternatives = [
         Alternative(
@@ -204,6 +212,7 @@ def survey(words: Sequence[str]) -> LayoutSurvey:
             value,
             _others(draft.problems, everywhere),
             value == pipeline if axis == "pipeline" else draft.sections == given.sections,
+            dropped[axis, value],
         )
         for (axis, value), draft in drafts.items()
     ]

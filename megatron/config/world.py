@@ -12,7 +12,7 @@ from megatron.config.pipeline_rules import chunks_per_rank, most_stages, schedul
 from megatron.config.run_config import RunRequest
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import RING, ParallelRequest
-from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.sections.pipelines import is_schedule_file
 from megatron.errors import ConfigError
 
 
@@ -158,7 +158,7 @@ def _with_stages(parallel: ParallelRequest, num_layers: int, pp_size: int) -> Pa
     return dataclasses.replace(
         parallel,
         pipeline_model_parallel_size=pp_size,
-        pipeline_schedule=None if pp_size == 1 or (name or "").endswith(SCHEDULE_FILE) else name,
+        pipeline_schedule=None if pp_size == 1 or is_schedule_file(name) else name,
         enable_zbh1_pipeline=parallel.enable_zbh1_pipeline and pp_size > 1,
         virtual_pipeline_model_parallel_size=chunks if pp_size > 1 and chunks > 1 else None,
         num_layers_per_virtual_pipeline_stage=None,

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.sections.pipelines import is_schedule_file
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.building import ScheduleCosts, schedule_costs
 from megatron.parallel.schedule.division import Division
@@ -111,7 +111,7 @@ def costs_of_schedule(name: str, ranks: int, chunks: int, micro_batches: int) ->
     if ranks == 1 and chunks == 1:
         return ScheduleCosts(0.0, (1,), Placement.loop(1, 1))
     rounds, last = divmod(micro_batches, ranks)
-    if rounds < _SIMULATED_ROUNDS or name.endswith(SCHEDULE_FILE):
+    if rounds < _SIMULATED_ROUNDS or is_schedule_file(name):
         return schedule_costs(name, ranks, chunks, micro_batches)
     counts = [_SIMULATED_ROUNDS // 2 * ranks + last, _SIMULATED_ROUNDS * ranks + last]
     few, many = (schedule_costs(name, ranks, chunks, count) for count in counts)

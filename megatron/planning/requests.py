@@ -15,7 +15,7 @@ from megatron.config.program_flags import flags_with_fields
 from megatron.config.run_config import GIVEN
 from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.parallel import RING
-from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.sections.pipelines import is_schedule_file
 from megatron.config.world import batch_sizes, world_problems
 from megatron.engine.memory.closed_form import state_bytes
 from megatron.errors import ConfigError
@@ -122,7 +122,7 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
     batch = request.optim.global_batch_size
     if batch is None:
         batch = (request.optim.micro_batch_size or 1) * cluster.devices
-        if is_file(request.parallel.pipeline_schedule):
+        if is_schedule_file(request.parallel.pipeline_schedule):
             placement, passes, _ = read_orders(request.parallel.pipeline_schedule or "")
             batch = max(1, batch // placement.ranks) * passes
     # Resolved as one process would: the sizes of the network do not depend on the layout but for padding.
@@ -139,6 +139,8 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
         num_layers_per_virtual_pipeline_stage=None,
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
     )
@@ -188,11 +190,6 @@ def layout_of(request: RunRequest, devices: int) -> Layout:
     )
 
 
-def is_file(schedule: str | None) -> bool:
-    """Whether a schedule is one of a file, which is for so many ranks, chunks and micro-batches."""
-    return schedule is not None and schedule.endswith(SCHEDULE_FILE)
-
-
 def rules_of(words: Sequence[str], devices: int, program: Program) -> Callable[[Layout], Sequence[str]]:
     """What the rules of flags say of a layout, for a command line."""
 
@@ -200,14 +197,14 @@ def rules_of(words: Sequence[str], devices: int, program: Program) -> Callable[[
     def problems(layout: Layout) -> Sequence[str]:
         # A single chunk as well: the command line may ask for others.
         draft = read_flags([*words, *layout.words(), _VIRTUAL, str(layout.chunks)], program=program)
-        return draft.problems or world_problems(draft.request(), devices) or file_problems(layout)
+        return draft.problems or world_problems(draft.request(), devices) or _file_problems(layout)
 
     return problems
 
 
-def file_problems(layout: Layout) -> Sequence[str]:
+def _file_problems(layout: Layout) -> Sequence[str]:
     """Why a schedule of a file is not one of this layout."""
-    if is_file(layout.schedule):
+    if is_schedule_file(layout.schedule):
         try:
             build_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
         except ConfigError as failure:
@@ -265,7 +262,7 @@ def _fixed_elsewhere(request: RunRequest, own: Layout, fixed: Mapping[str, Any])
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         layers = request.model.num_layers + sum(parallel.counted_ends)
         more["all_chunks"] = layers // parallel.num_layers_per_virtual_pipeline_stage
-    if is_file(own.schedule):
+    if is_schedule_file(own.schedule):
         placement, passes, _ = read_orders(own.schedule)
         of_file = {"pp": placement.ranks, "chunks": len(placement.chunks_of(0)), "micro_batches": passes}
         build_schedule(own.schedule, *({**of_file, **fixed}[name] for name in of_file))
@@ -312,7 +309,7 @@ def own_lines(argv: Sequence[str], program: Program, devices: int, command: Sequ
     words, request = read_planned(argv, program)
     cluster = cluster_of(request, devices)
     layout = layout_of(request, cluster.devices)
-    misfits = world_problems(request, cluster.devices) or file_problems(layout)
+    misfits = world_problems(request, cluster.devices) or _file_problems(layout)
     if misfits:
         raise ConfigError(misfits)
     job = dataclasses.replace(job_of(request, cluster), global_batch=layout.global_batch)

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.config import RunConfig
 from megatron.config.sections.optimizers import MUON
-from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.sections.pipelines import is_schedule_file
 from megatron.data.loader import Batch
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
@@ -155,7 +155,7 @@ class _Walk:
     def _few_micro_batches(self) -> tuple[Program, int]:
         """The program that is run, and its micro-batches."""
         pipeline, axis, chosen = pipeline_settings(self._config), self._mesh.pp, [0]
-        if not pipeline.schedule.endswith(SCHEDULE_FILE):
+        if not is_schedule_file(pipeline.schedule):
             return build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, 1).actions[axis.rank], 1
         _, count, _ = read_orders(pipeline.schedule)
         actions = build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count).actions[axis.rank]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import ExitCode
+from megatron.errors import ConfigError, ExitCode
 from megatron.parallel import joining
 from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.schedule_files import schedule_text
@@ -201,6 +201,14 @@ def test_the_layouts_that_a_command_could_have(capsys: pytest.CaptureFixture[str
     assert report["problems"] == [] and found["ZeRO 3"]["problems"] and not found["ZeRO 2"]["problems"]
 
 
+def test_flags_that_have_to_go_are_named_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = ["--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"]
+    assert doctor.main(["--layouts", "--", *SMALL, *chunks]) == ExitCode.DONE
+    assert "  works   1f1b, without --virtual-pipeline-model-parallel-size  (" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--frobnicate"):
+        doctor.main(["--layouts", "--", *SMALL, "--frobnicate", "3"])
+
+
 def test_of_a_refused_command_the_changes_that_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
     pipeline = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv"]
     assert doctor.main(["--layouts", "--", *SMALL, *pipeline, "--zero-stage", "3"]) == ExitCode.DONE
@@ -208,7 +216,7 @@ def test_of_a_refused_command_the_changes_that_are_enough(capsys: pytest.Capture
     assert lines[0] == "REFUSED" and lines[1].startswith("  --zero-stage 3 cannot be used with --pipeline-model-par")
     assert lines[2] == "One of these changes is enough."
     assert [line.split("  (")[0].strip() for line in lines[3:]] == [
-        *("pipeline", "works   no pipeline"),
+        *("pipeline", "works   no pipeline, without --pipeline-schedule"),
         *("ZeRO", "works   ZeRO 1", "works   ZeRO 0", "works   ZeRO 2"),
     ]
     assert doctor.main(["--layouts", "--", *SMALL, *pipeline, "--zero-stage", "3", "--compile"]) == ExitCode.DONE
@@ -225,4 +233,6 @@ def test_a_pipeline_that_is_not_in_the_table_has_no_tests(
     engine = [] if schedule == "mine.csv" else ["--pipeline-engine", "deepspeed"]
     assert doctor.main(["--layouts", "--", *SMALL, *pipeline, *engine]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
-    assert "  works   no pipeline  (tests/parity/test_parity.py::test_fp32_layout_equals_reference)" in lines
+    without = "--pipeline-schedule, --pipeline-engine" if engine else "--pipeline-schedule"
+    test = "tests/parity/test_parity.py::test_fp32_layout_equals_reference"
+    assert f"  works   no pipeline, without {without}  ({test})" in lines

@@ -158,6 +158,8 @@ class ExpertFields(FeedForwardFields):
             self.set_derived("num_experts", max(counts))
         if not self.moe_layer_pattern and len(counts) == self.num_layers // 2 != self.num_layers:
             self.set_derived("moe_layer_pattern", (0, 1))
+        if set(counts) == {self.num_experts} and len(counts) == self._expert_layers:
+            self.set_derived("moe_expert_counts", ())  # what one number for all layers means
 
     def experts_of(self, layer: int) -> int:
         """Feed-forward networks of block `layer` that tokens are routed to; 1 for a dense layer."""
@@ -187,6 +189,11 @@ class ExpertFields(FeedForwardFields):
     def balances_global_batch(self) -> bool:
         """Whether there is a load-balancing loss for the global batch."""
         return self.moe_aux_loss_scope == GLOBAL and self.moe_aux_loss_coeff > 0
+
+    @property
+    def _expert_layers(self) -> int:
+        """Layers that may have experts."""
+        return sum(self._may_have_experts(layer) for layer in range(self.num_layers))
 
     def _may_have_experts(self, layer: int) -> bool:
         pattern = self.moe_layer_pattern
@@ -274,7 +281,7 @@ class ExpertFields(FeedForwardFields):
         if not counts:
             return
         shown = " ".join(map(str, counts))
-        layers = sum(self._may_have_experts(layer) for layer in range(self.num_layers))
+        layers = self._expert_layers
         if len(counts) != layers:
             yield (
                 f"--num-experts {shown} has {len(counts)} numbers, and {layers} of the {self.num_layers} layers "

@@ -182,8 +182,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def _single_value(flag: Flag, option: str, words: Sequence[str]) -> Any:
     if flag.facts.by_layer is not None and len(words) > 1:
-        values = tuple(_convert(flag, option, word) for word in words)
-        return values if len(set(values)) > 1 else values[0]
+        return tuple(_convert(flag, option, word) for word in words)
     if len(words) != 1:
         given = f"{len(words)} given ({' '.join(words)})" if words else "none given"
         remedy = f" {flag.facts.remedy}" if flag.facts.remedy else ""

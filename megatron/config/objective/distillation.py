@@ -68,7 +68,7 @@ class DistillationConfig(ConfigSection):
             "hidden_size": self.hidden_size_teacher,
             "num_attention_heads": self.num_attention_heads_teacher,
             "num_experts": self.num_experts_teacher,
-            "moe_expert_counts": self.moe_expert_counts_teacher or None,
+            "moe_expert_counts": self.moe_expert_counts_teacher if len({*self.moe_expert_counts_teacher}) > 1 else None,
         }
         return {name: value for name, value in given.items() if value is not None}
 

@@ -25,7 +25,11 @@ SCHEDULE_CHUNKS: Mapping[str, tuple[int, int | None]] = types.MappingProxyType(
 SPLIT_SCHEDULES: Mapping[str, str] = types.MappingProxyType(
     {"zb-h1": "1f1b", "interleaved-zb": "interleaved", "zbv": "v-1f1b", "v-half": "v-1f1b"}
 )
-SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
+
+
+def is_schedule_file(schedule: str | None) -> bool:
+    """Whether a schedule is that of a file, `FILE.csv`, and not one with a name."""
+    return schedule is not None and schedule.lower().endswith(".csv")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class PipelineAbilities:
 
     def runs(self, schedule: str) -> bool:
         """Whether a schedule, by its name or file, can be run."""
-        return self.reads_files if schedule.endswith(SCHEDULE_FILE) else schedule in self.schedules
+        return self.reads_files if is_schedule_file(schedule) else schedule in self.schedules
 
 
 OWN, DEEPSPEED = "own", "deepspeed"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.sections.pipelines import SCHEDULE_FILE, SPLIT_SCHEDULES
+from megatron.config.sections.pipelines import SPLIT_SCHEDULES, is_schedule_file
 from megatron.device import GraphCapturer
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
@@ -44,7 +44,7 @@ class PipelineSettings:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes the gradients of weights apart from those of inputs."""
-        if self.schedule.endswith(SCHEDULE_FILE):
+        if is_schedule_file(self.schedule):
             _, _, orders = read_orders(self.schedule)
             return any(kind is Kind.WEIGHT_BACKWARD for order in orders for kind, _, _ in order)
         return self.schedule in SPLIT_SCHEDULES
@@ -55,7 +55,7 @@ class PipelineSettings:
         Raises:
             ConfigError: as `build_schedule`.
         """
-        if self.schedule.endswith(SCHEDULE_FILE):
+        if is_schedule_file(self.schedule):
             return read_orders(self.schedule)[0]
         return build_schedule(self.schedule, ranks, self.chunks_per_rank, 1).placement
 

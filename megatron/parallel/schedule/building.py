@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE, SPLIT_SCHEDULES
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SPLIT_SCHEDULES, is_schedule_file
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Kind, Placement, Program, Schedule
 from megatron.parallel.schedule.generation import GreedySchedule, fixed_orders
@@ -63,11 +63,11 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
         ConfigError: there is no schedule of this name, or not with these ranks, chunks or micro-batches, or the file
             is wrong, or its computations wait for each other.
     """
-    if name.endswith(SCHEDULE_FILE):
+    if is_schedule_file(name):
         return _schedule_of_file(name, ranks, chunks_per_rank, micro_batches)
     named = SCHEDULES.get(name)
     if named is None:
-        raise ConfigError(f"There is no pipeline schedule {name!r}. Use one of {', '.join(SCHEDULES)}.")
+        raise ConfigError(f"There is no pipeline schedule {name!r}. Use one of {', '.join(SCHEDULES)}, or FILE.csv.")
     fewest, most = SCHEDULE_CHUNKS[name]
     if chunks_per_rank < fewest or (most is not None and chunks_per_rank > most):
         nearest = fewest if chunks_per_rank < fewest else most
@@ -147,7 +147,7 @@ def forward_programs(name: str, ranks: int, chunks_per_rank: int, micro_batches:
     Raises:
         ConfigError: as of `build_schedule`.
     """
-    if not name.endswith(SCHEDULE_FILE):
+    if not is_schedule_file(name):
         return build_schedule(name, ranks, chunks_per_rank, micro_batches).forward_only()
     placement, _, _ = read_orders(name)
     orders: list[list[Computation]] = [[] for _ in range(ranks)]

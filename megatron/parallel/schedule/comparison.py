@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SCHEDULE_FILE
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, is_schedule_file
 from megatron.parallel.schedule.actions import Schedule
 from megatron.parallel.schedule.building import build_schedule, schedule_costs
 from megatron.parallel.schedule.schedule_files import read_orders
@@ -19,7 +19,7 @@ def schedule_with_sizes(name: str, ranks: int, chunks_per_rank: int | None, micr
     Raises:
         ConfigError: as of `build_schedule`.
     """
-    if name.endswith(SCHEDULE_FILE):
+    if is_schedule_file(name):
         placement, count, _ = read_orders(name)
         return build_schedule(name, placement.ranks, len(placement.chunks_of(0)), count)
     fewest, _ = SCHEDULE_CHUNKS.get(name, (1, None))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
 from megatron.config.run_config import RunRequest
-from megatron.config.sections.pipelines import SCHEDULE_FILE
+from megatron.config.sections.pipelines import is_schedule_file
 from megatron.config.world import batch_sizes
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule
@@ -20,7 +20,7 @@ def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
     """
     parallel, optim, layers = request.parallel, request.optim, request.model.num_layers
     name = schedule_name(parallel, layers)
-    if not name.endswith(SCHEDULE_FILE):
+    if not is_schedule_file(name):
         return
     if optim.rampup_batch_size is not None:
         yield (

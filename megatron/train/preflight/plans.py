@@ -11,13 +11,13 @@ from megatron.parallel.rank_start import launched_ranks
 from megatron.planning.requests import (
     USUAL_VOCABULARY,
     cluster_of,
-    file_problems,
     job_of,
     layout_of,
     own_lines,
     read_planned,
 )
 from megatron.planning.search import LayoutEstimate, estimate
+from megatron.train.preflight.pipelines import schedule_problems
 
 
 def show_plan(argv: Sequence[str], program: Program) -> ExitCode:
@@ -44,11 +44,10 @@ def checked_rehearsal(argv: Sequence[str], program: Program) -> tuple[RunConfig,
     vocabulary = request.model.vocab_size or USUAL_VOCABULARY
     facts = TokenizerFacts(vocabulary, vocabulary - 1, "")
     config = resolve(request, Machine("cuda", size, supports_fp16=True, supports_bf16=True, supports_fp8=True), facts)
-    layout = layout_of(request, size)
-    problems = [*rehearsal_problems(config), *file_problems(layout)]
+    problems = [*rehearsal_problems(config), *schedule_problems(request, size)]
     if problems:
         raise ConfigError(problems)
-    return config, size, estimate(job_of(request, cluster_of(request, size)), layout)
+    return config, size, estimate(job_of(request, cluster_of(request, size)), layout_of(request, size))
 
 
 def rehearsal_problems(config: RunConfig) -> Iterator[str]:

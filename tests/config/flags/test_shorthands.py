@@ -111,6 +111,7 @@ def test_what_they_stand_for(text: str, values: dict[str, Any]) -> None:
             "--moe-router-load-balancing-type sinkhorn",
             "--moe-router-load-balancing-type sinkhorn is refused: it chooses",
         ),
+        ("--num-experts 4 4 4", "--num-experts 4 4 4 has 3 numbers, and 4 of the 4 layers have experts"),
         ("--num-experts 4 8 4", "--num-experts 4 8 4 has 3 numbers, and 4 of the 4 layers have experts"),
         ("--num-experts 4 --mlp-type wide", "--mlp-type wide is unknown. Use one of: standard, residual"),
     ],

@@ -64,7 +64,11 @@ def test_schedule_and_chunks_follow_from_the_flags(flags: dict[str, object], nam
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--pipeline-schedule gpipe", "--pipeline-schedule gpipe is not known. Use one of 1f1b, .* ends in .csv"),
+        ("--pipeline-schedule gpipe", "--pipeline-schedule gpipe is not known. Use one of 1f1b, .* or FILE.csv"),
+        (
+            "--pipeline-model-parallel-size 1 --account-for-loss-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split needs stages, and --pipeline-model-parallel-size is 1. Drop it.",
+        ),
         ("--enable-zbh1-pipeline --pipeline-schedule zbv", "means --pipeline-schedule zb-h1, .* zbv is given. Drop"),
         (
             "--enable-zbh1-exact-semantics --virtual-pipeline-model-parallel-size 2",

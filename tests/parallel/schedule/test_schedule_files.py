@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, is_schedule_file
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule, forward_programs
 from megatron.parallel.schedule.schedule_files import read_orders, schedule_text
@@ -88,3 +88,8 @@ def test_torch_reads_what_is_written() -> None:
     for row in schedule_text(build_schedule("zbv", 2, 2, 3)).splitlines():
         for cell in row.split(","):
             assert str(schedules._Action.from_str(cell)) == cell
+
+
+def test_a_file_is_known_by_how_its_name_ends() -> None:
+    assert is_schedule_file("mine.csv") and is_schedule_file("MINE.CSV")
+    assert not is_schedule_file("zbv") and not is_schedule_file(None)
