@@ -203,7 +203,7 @@ def survey(words: Sequence[str]) -> LayoutSurvey:
             size = [_STAGES, str(stages)] if axis == "pipeline" and stages > 1 and value != _NO_PIPELINE else []
             drafts[axis, value] = read_flags([*others, *words_of([value]), *size])
             kept = frozenset[str]().union(*(fields for _, fields in flags_with_fields([*words_of([value]), *size])))
-            gone = replaced.union(_ALSO.get(axis, ())) - _OF_NETWORKS - kept
+            gone = replaced.union(_ALSO.get(axis, ())) - _LEFT_BY_OTHERS - kept
             dropped[axis, value] = tuple(written[0] for written, fields in flags if fields & gone)
     everywhere = set(given.problems).intersection(*(draft.problems for draft in drafts.values()))
     alternatives = [
