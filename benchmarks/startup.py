@@ -3,7 +3,9 @@
     python benchmarks/startup.py
 
 Prints one JSON line per measurement. The data is prepared before timing starts; the index cache is cold in the first
-run and warm in the others. `import_torch_and_deepspeed` is the part that no such program can avoid.
+run and warm in the others. `import_torch_and_deepspeed` is the part that no such program can avoid. Then a process
+trains two steps and saves, and another does with the bundle of `tools/launch.py`: `python_files` counts the files that
+they open for modules (`.py`, `.pyc`), which at a large start every rank reads from one file system.
 """
 
 from __future__ import annotations
@@ -24,9 +26,24 @@ from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
+from megatron.launch.bundles.making import bundled_command, ensure_bundle
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ITERATION = " iteration        1/"
+# Runs a program, and says at its end how many files it opened for modules.
+COUNTING = """
+import runpy, sys
+opened = set()
+def note(event, details):
+    if event == "open" and isinstance(details[0], str) and details[0].endswith((".py", ".pyc")):
+        opened.add(details[0])
+sys.addaudithook(note)
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("files of modules:", len(opened), file=sys.__stderr__)
+"""
 
 
 @dataclass(frozen=True)
@@ -53,11 +70,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         warm = [start(number + 1) for number in range(flags.repeats)]
         imports = [seconds_of_imports() for _ in range(flags.repeats)]
         refused = [seconds_to_refuse() for _ in range(flags.repeats)]
+        program = [str(ROOT / "pretrain_gpt.py")]
+        ending = ["--micro-batch-size", 1, "--train-iters", 2, "--from-scratch"]
+        alone = files_opened([*program, *demo.training_flags("counted"), *ending])
+        bundle = folder / "bundle"
+        ensure_bundle(bundle, sys.executable)
+        bundled = files_opened([*bundled_command(bundle), *program, *demo.training_flags("bundled"), *ending])
     print_figure("startup", "seconds_to_first_iteration", statistics.median(warm), "s", spread=(min(warm), max(warm)))
     print_figure("startup", "seconds_to_first_iteration_cold_cache", cold, "s")
     print_figure("startup", "import_torch_and_deepspeed", statistics.median(imports), "s")
     print_figure("startup", "seconds_to_refuse_a_wrong_flag", statistics.median(refused), "s")
+    print_figure("startup", "python_files", alone, "files")
+    print_figure("startup", "python_files_with_a_bundle", bundled, "files")
     return 0
+
+
+def files_opened(command: Sequence[object]) -> int:
+    """How many files of modules a program opens until its end.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    words = [sys.executable, "-c", COUNTING, *map(str, command)]
+    ended = subprocess.run(words, capture_output=True, text=True, env=environment())
+    if ended.returncode:
+        raise RuntimeError(f"the trainer ended with {ended.returncode}:\n{ended.stderr}")
+    return int(ended.stderr.rpartition("files of modules: ")[2].split()[0])
 
 
 def seconds_to_first_iteration(flags: Sequence[object]) -> float:
