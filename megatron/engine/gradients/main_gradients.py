@@ -56,19 +56,18 @@ class MainGradients(FlatGradients):
         if self.watcher is not None:
             parameters = list(parameters)
             self.watcher(parameters)
-        sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        gradients: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            is_later = id(parameter) in self._written
-            self._written.add(id(parameter))
-            sums[is_later].append(self._views[id(parameter)])
-            gradients[is_later].append(parameter.grad.contiguous())
+        given = [parameter for parameter in parameters if parameter.grad is not None]
+        later = [parameter for parameter in given if id(parameter) in self._written] if self._written else []
+        first = [parameter for parameter in given if id(parameter) not in self._written] if later else given
+        if first:
+            torch._foreach_copy_(self._views_of(first), _gradients_of(first))
+            self._written.update(map(id, first))
+        multi_tensor.add_(self._views_of(later), _gradients_of(later), implementation=self._implementation)
+        for parameter in given:
             parameter.grad = None
-        if sums[False]:
-            torch._foreach_copy_(sums[False], gradients[False])
-        multi_tensor.add_(sums[True], gradients[True], implementation=self._implementation)
+
+    def _views_of(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        return [self._views[id(parameter)] for parameter in parameters]
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Its view into a buffer."""
@@ -95,3 +94,7 @@ class MainGradients(FlatGradients):
     def buffers(self) -> Sequence[torch.Tensor]:
         """The flat buffers."""
         return self._buffers
+
+
+def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None]

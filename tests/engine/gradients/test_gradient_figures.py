@@ -41,7 +41,8 @@ class Figures:
     def check(self, expected: Figures, largest_ratio: float) -> None:
         assert self.norms == {name: pytest.approx(norm, rel=largest_ratio) for name, norm in expected.norms.items()}
         assert self.norm == pytest.approx(math.hypot(*self.norms.values()), rel=1e-6)
-        assert expected.zeros is None or self.zeros == expected.zeros
+        # a sum in another order may round to 0, or no longer
+        assert expected.zeros is None or self.zeros == pytest.approx(expected.zeros, abs=2)
         assert (self.small, self.large) == pytest.approx((expected.small, expected.large), rel=largest_ratio)
 
 
