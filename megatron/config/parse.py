@@ -425,7 +425,9 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
         is_dense_by_choice = model.num_experts == 1 and flag.field.startswith("moe_") and "model.num_experts" in values
         if flag.field in reasons and value != flag.default and not is_dense_by_choice:
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            yield f"{flag.positive_name} {shown} has no effect without {reasons[flag.field]}."
+            reason = reasons[flag.field]
+            condition = reason if reason.startswith("with ") else f"without {reason}"
+            yield f"{flag.positive_name} {shown} has no effect {condition}."
     if model.uses_rope and model.max_position_embeddings < values.get("data.seq_length", 0):
         yield (
             f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "

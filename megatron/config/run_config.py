@@ -293,7 +293,12 @@ def cross_problems(
     if model.num_attention_heads > 0 and ranks > 0:
         yield from heads_problems(model.num_attention_heads, ranks)
     if ranks > 0:
-        yield from widths_problems(model.widths, ranks)
+        widths = dict(model.widths)
+        if not parallel.splits_each_expert:
+            widths.pop("--moe-ffn-hidden-size", None)
+            if not model.mtp_num_layers:
+                widths.pop("--hidden-size", None)
+        yield from widths_problems(widths, ranks)
     size = parallel.pad_vocab_size_to
     if size is not None and ranks > 0 and size % ranks:
         yield (

@@ -74,7 +74,7 @@ class PredictionLayer(nn.Module):
         super().__init__()
         self.tp = mesh.tp
         self.enorm, self.hnorm = build_hidden_norm(config, mesh), build_hidden_norm(config, mesh)
-        outputs = (Dimension("--hidden-size", config.hidden_size, mesh.tp),)
+        outputs = (Dimension("hidden", config.hidden_size, mesh.tp),)
         self.eh_proj = ColumnParallelLinear(2 * config.hidden_size, outputs, mesh.tp, bias=False, device=mesh.device)
         self.transformer_layer = TransformerBlock(config, mesh, index)
         self.final_layernorm = build_hidden_norm(config, mesh)

@@ -14,6 +14,7 @@ from megatron.config.layout import (
     stages_problems,
     widths_problems,
 )
+from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 
@@ -78,4 +79,8 @@ def test_heads_and_layers() -> None:
     assert "use --moe-ffn-hidden-size 12." in problem
     widths = small("--num-experts 4 --moe-mlp-bias").model.widths
     assert any("--hidden-size 64 cannot be split over" in problem for problem in widths_problems(widths, 5))
+    odd = "--num-experts 4 --moe-mlp-bias --moe-ffn-hidden-size 9 --hidden-size 30 --kv-channels 8 --sequence-parallel"
+    assert small(f"{odd} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1").model.hidden_size == 30
+    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 9 cannot be split over"):
+        small(f"{odd} --tensor-model-parallel-size 4")
     assert not list(heads_problems(12, 4)) and not list(stages_problems(4, 4))

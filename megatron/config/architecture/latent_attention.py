@@ -116,10 +116,10 @@ def latent_score_factor(model: Any) -> float:
 
 
 def idle_latent_fields(model: Any) -> dict[str, str]:
-    """The fields of this section that change nothing, each with what they would need."""
+    """The fields of this section that change nothing, each with what they would need or what they do not go with."""
     if not model.multi_latent_attention:
         return dict.fromkeys((*_WIDTHS, *_FACTORS, "latent_layernorm_epsilon"), "--multi-latent-attention")
-    idle = {"qk_layernorm_scope": "attention without --multi-latent-attention"}
+    idle = {"qk_layernorm_scope": "with --multi-latent-attention"}
     if model.rope_scaling_type != "yarn":
         idle |= dict.fromkeys(_FACTORS, "--rope-scaling-type yarn")
     if not model.qk_layernorm:

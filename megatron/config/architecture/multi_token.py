@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.positions import LEARNED, PositionFields
@@ -27,6 +28,13 @@ class MultiTokenFields(PositionFields, EncoderFields):
     mtp_loss_scaling_factor: float = flag(
         0.1, "weight of the mean of the losses of multi-token prediction beside the main loss", at_least=0
     )
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """As of the other blocks; tensor-parallel ranks divide the projection that joins states and embeddings, too."""
+        others: Any = super()
+        model: Any = self  # the whole architecture, of which this is a part
+        return {**others.widths, **({"--hidden-size": model.hidden_size} if self.mtp_num_layers else {})}
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -49,7 +49,7 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 
 
 def idle_fields(model: ModelRequest) -> dict[str, str]:
-    """The fields that change nothing in this network, each with what they would need."""
+    """The fields that change nothing in this network, each with what they would need, or "with" what is to blame."""
     names = [flag.field for flag in flags_of(ModelRequest)]
     idle: dict[str, str] = {}
     if not model.uses_rope:

@@ -117,8 +117,8 @@ def _load(
     import transformers
 
     fields = {name: value for name, value in config.items() if name != "model_type"}
-    if "quantization_config" in fields:
-        fields["quantization_config"] = {**fields["quantization_config"], "dequantize": True}
+    if quantization := fields.pop("quantization_config", None):
+        fields["quantization_config"] = {**quantization, "dequantize": True}
     try:
         model, report = getattr(transformers, auto_class).from_pretrained(
             str(folder),

@@ -18,7 +18,6 @@ from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunks import Chunks
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.schedule.actions import Program
-from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, Work
 
 
@@ -80,7 +79,7 @@ class ChunkRunner:
             self._parameters[chunk] = [parameter for parameter in own.parameters() if parameter.requires_grad]
             self._queues[chunk] = WeightGradientQueue()
             for module in own.modules() if splits_backward else ():
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                if hasattr(module, "queue"):
                     module.queue = self._queues[chunk]
                     self._deferred.update(map(id, module.parameters(recurse=False)))
 

@@ -28,6 +28,11 @@ ASKED = "--mtp-num-layers 2"
             "--tensor-model-parallel-size with --sequence-parallel",
         ),
         (
+            "--position-embedding-type rope --hidden-size 30 --ffn-hidden-size 32 --kv-channels 8 "
+            "--tensor-model-parallel-size 4",
+            "--hidden-size 30 cannot be split over --tensor-model-parallel-size 4 ranks",
+        ),
+        (
             "--position-embedding-type rope --bidirectional --objective masked",
             f"{ASKED} does not go with --bidirectional, with which a token has seen the ones after it",
         ),

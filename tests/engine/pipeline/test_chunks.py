@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks, tied_weights
 from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerSpec, LayerStack, parameter_names
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.parallel.schedule.actions import Placement
+from tests.helpers.architectures import ARCHITECTURES
+from tests.helpers.networks import build_gpt, tiny_config
 from tests.parity.layouts import layout_config
 from tests.parity.reference import Recipe
 
@@ -51,6 +54,14 @@ def test_the_first_trained_chunk_is_where_backward_passes_end() -> None:
     assert first_trained() == first_trained(*bottom[1:]) == 0
     assert first_trained(*bottom) == 1
     assert first_trained(*parameter_names(layers)) == 3
+
+
+def test_every_split_backward_pass_has_a_queue_for_its_matrices() -> None:
+    stack = build_gpt(tiny_config(**ARCHITECTURES["deepseek"]))
+    specs = tuple(spec for spec, _ in stack.named_layers())
+    ChunkRunner(stack, Chunks(1, specs, {0: range(len(specs))}), splits_backward=True)
+    queues = {name: module.queue for name, module in stack.named_modules() if hasattr(module, "queue")}
+    assert any(name.endswith("linear_kv_down_proj") for name in queues) and all(queues.values())
 
 
 def shared(placement: Placement, rank: int) -> tuple[list[tuple[str, tuple[int, ...]]], int]:

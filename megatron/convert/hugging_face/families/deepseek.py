@@ -94,19 +94,20 @@ def _expert_layers(default: int) -> FieldRule:
     return FieldRule(read, write)
 
 
-def _groups(scored: int, limited: str, unlimited: str) -> FieldRule:
+def _groups(scored: int, limited: str, unlimited: str, usual: tuple[int | None, int | None]) -> FieldRule:
     """The rule for groups of experts.
 
     Args:
         scored: how many experts of a group count for it.
         limited: the method that goes by groups.
         unlimited: the one that does not, or that of a single group.
+        usual: the groups, and those that a token may choose from, of a file that does not say.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         entries.check_only("topk_method", (limited, unlimited))
         is_limited = entries.take("topk_method", unlimited) == limited
-        groups, chosen = entries.take("n_group", None), entries.take("topk_group", None)
+        groups, chosen = entries.take("n_group", usual[0]), entries.take("topk_group", usual[1])
         if groups in (None, 1) or not is_limited:
             return {"moe_router_num_groups": None}
         return {
@@ -183,7 +184,7 @@ DEEPSEEK_V2 = Family(
         same("moe_aux_loss_coeff", "aux_loss_alpha", 0.001),
         _shared_experts(2, 1407),
         _expert_layers(0),
-        _groups(1, "group_limited_greedy", "greedy"),
+        _groups(1, "group_limited_greedy", "greedy", (None, None)),
         only("norm_topk_prob", False),  # transformers does not read it
         only("scoring_func", "softmax"),
         only("mlp_bias", False),
@@ -205,7 +206,7 @@ DEEPSEEK_V3 = Family(
         mapped("moe_router_pre_softmax", "norm_topk_prob", ((True, False), (False, True)), True),
         _shared_experts(1, 2048),
         _expert_layers(3),
-        _groups(2, "noaux_tc", "noaux_tc"),
+        _groups(2, "noaux_tc", "noaux_tc", (8, 4)),
         only("scoring_func", "sigmoid"),
         irrelevant("aux_loss_alpha", "num_mtp_layers"),
         FieldRule(_skip_further_layers, lambda model: {"num_nextn_predict_layers": 0}),
