@@ -17,7 +17,7 @@ from megatron.config.architecture.positions import LEARNED, PositionFields
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
 from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
 from megatron.config.flags.command_line import CommandLineReading, read_command_line
-from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.fields import Flag, as_written, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import (
@@ -355,7 +355,14 @@ def _build_sections(
         *foreign_problems(
             *(sections[name] for name in ("loss", "documents", "finetuning", "distillation", "evaluation")),
         ),
-        *multi_token_problems(*(sections[name] for name in ("model", "parallel", "loss", "distillation"))),
+        *multi_token_problems(
+            sections["model"],
+            sections["parallel"],
+            sections["loss"],
+            sections["distillation"],
+            sections["optim"],
+            length=sections["data"].seq_length,
+        ),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = merged.broken | {flag.field for flag in missing}
@@ -424,10 +431,9 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
         value = values.get(f"model.{flag.field}", flag.default)
         is_dense_by_choice = model.num_experts == 1 and flag.field.startswith("moe_") and "model.num_experts" in values
         if flag.field in reasons and value != flag.default and not is_dense_by_choice:
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             reason = reasons[flag.field]
             condition = reason if reason.startswith("with ") else f"without {reason}"
-            yield f"{flag.positive_name} {shown} has no effect {condition}."
+            yield f"{as_written(flag.positive_name, value)} has no effect {condition}."
     if model.uses_rope and model.max_position_embeddings < values.get("data.seq_length", 0):
         yield (
             f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "

@@ -30,7 +30,7 @@ def resolved(text: str) -> RunConfig:
         ("--position-embedding-type rope --rotary-base-windowed 9", "--rotary-base-windowed 9.0 .* --attention-window"),
         ("--qk-layernorm-scope all", "--qk-layernorm-scope all has no effect without --qk-layernorm"),
         ("--moe-router-topk 3", "--moe-router-topk 3 has no effect without --num-experts"),
-        ("--openai-gelu --swiglu", "--openai-gelu True has no effect without a GELU"),
+        ("--openai-gelu --swiglu", "--openai-gelu has no effect without a GELU"),
     ],
 )
 def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: str, sentence: str) -> None:

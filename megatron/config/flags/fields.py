@@ -145,6 +145,13 @@ class Flag:
         return () if self.is_tuple else self.element()
 
 
+def as_written(name: str, value: Any) -> str:
+    """A flag and its value as on the command line."""
+    if isinstance(value, bool):
+        return name if value else f"--no-{name.removeprefix('--')}"
+    return f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
 def flags_of(cls: type) -> tuple[Flag, ...]:
     """All flags of a dataclass, in the order of their declaration."""
     return _read_flags(cls)

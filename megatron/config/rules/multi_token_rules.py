@@ -7,16 +7,35 @@ from collections.abc import Iterator
 from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.loss import CAUSAL, LossConfig
 from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import ParallelRequest
 
 
 def multi_token_problems(
-    model: ModelRequest, parallel: ParallelRequest, loss: LossConfig, distillation: DistillationConfig
+    model: ModelRequest,
+    parallel: ParallelRequest,
+    loss: LossConfig,
+    distillation: DistillationConfig,
+    optim: OptimRequest,
+    length: int,
 ) -> Iterator[str]:
-    """One sentence for everything that multi-token prediction cannot be combined with."""
+    """One sentence for everything that multi-token prediction cannot be combined with.
+
+    Args:
+        length: tokens of a sample.
+    """
     if not model.mtp_num_layers > 0:
         return
     asked = f"--mtp-num-layers {model.mtp_num_layers}"
+    shortest = min([length, *optim.curriculum_lengths, optim.curriculum_min_length or length])
+    if model.mtp_num_layers >= shortest:
+        sample = (
+            f"--seq-length {length}" if shortest == length else f"the curriculum, whose first samples have {shortest}"
+        )
+        yield (
+            f"{asked} does not go with {sample}: the last of its blocks would have no token to predict. Use at most "
+            f"{shortest - 1}, or longer samples."
+        )
     if loss.objective != CAUSAL:
         yield (
             f"{asked} does not go with --objective {loss.objective}, where tokens may have seen the ones after the "

@@ -80,7 +80,7 @@ class ChunkRunner:
             self._queues[chunk] = WeightGradientQueue()
             for module in own.modules() if splits_backward else ():
                 if hasattr(module, "queue"):
-                    module.queue = self._queues[chunk]
+                    module.queue = self._queues[chunk]  # type: ignore[assignment]
                     self._deferred.update(map(id, module.parameters(recurse=False)))
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:

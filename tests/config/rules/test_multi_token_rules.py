@@ -33,6 +33,15 @@ ASKED = "--mtp-num-layers 2"
             "--hidden-size 30 cannot be split over --tensor-model-parallel-size 4 ranks",
         ),
         (
+            "--position-embedding-type rope --seq-length 2",
+            f"{ASKED} does not go with --seq-length 2: .* no token to predict. Use at most 1, or longer samples",
+        ),
+        (
+            "--position-embedding-type rope --curriculum-learning --curriculum-min-length 2 --curriculum-steps 4 "
+            "--curriculum-length-step 2",
+            f"{ASKED} does not go with the curriculum, whose first samples have 2: ",
+        ),
+        (
             "--position-embedding-type rope --bidirectional --objective masked",
             f"{ASKED} does not go with --bidirectional, with which a token has seen the ones after it",
         ),

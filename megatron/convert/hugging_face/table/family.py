@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.flags.fields import MUST_MATCH, resume_rule
+from megatron.config.flags.fields import MUST_MATCH, as_written, resume_rule
 from megatron.config.sections.model import idle_fields
 from megatron.convert.hugging_face.table.config_fields import Entries, FieldRule, read_fields, write_fields
 from megatron.convert.hugging_face.table.tensors import TensorMapping
@@ -114,8 +114,12 @@ class Family:
             return None
         # where the kinds of positions differ, so do the fields that only one of them has
         named = [name for name in lost if name in ours and name in theirs] or lost
-        texts = [f"--{name.replace('_', '-')} {_shown(ours.get(name))}" for name in named]
-        return Obstacle(len(lost), f"it has no equivalent of {', '.join(texts)}.")
+        wanted, own = (
+            ", ".join(as_written(f"--{name.replace('_', '-')}", fields[name]) for name in named if name in fields)
+            for fields in (ours, theirs)
+        )
+        has = f" It has {own}." if own else ""
+        return Obstacle(len(lost), f"it has no equivalent of {wanted}.{has}")
 
     def _written(self, model: ModelConfig) -> dict[str, Any]:
         return {
@@ -172,11 +176,6 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
     if model.attention_window is None or not any(fields["attention_window_pattern"]):
         meaningless |= {"attention_window", "attention_window_pattern", "rotary_base_windowed"}
     return {name: value for name, value in fields.items() if name not in meaningless}
-
-
-def _shown(value: Any) -> str:
-    """A value as on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _spread(pattern: tuple[int, ...], layers: int) -> tuple[int, ...]:
