@@ -130,13 +130,12 @@ class Engine:
     def _build_figures(self, measures: Collection[str]) -> GradientFigures | None:
         if not measures or not isinstance(self.view, GradientOwner):
             return None
-        partial = {id(parameter) for _, parameters in partial_parameters(self.stack) for parameter in parameters}
         matrices = [
             parameter
             for parameter in self.parameters()
             if is_orthogonalized(parameter)
             and is_measured(parameter)
-            and id(parameter) not in partial
+            and not shard_spec_of(parameter).summed_over
             and ".experts." not in parameter.global_name  # type: ignore[attr-defined]
         ]
         return GradientFigures(self.layer_names, measures, self.view, matrices, self.mesh)

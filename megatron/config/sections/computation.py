@@ -75,7 +75,8 @@ class PrecisionConfig(ConfigSection):
         formats = {"--fp8-e4m3": self.fp8_e4m3, "--fp8-hybrid": self.fp8_hybrid}
         named = [name for name, is_given in formats.items() if is_given]
         if len(named) == 2 or (named and named[0] != f"--fp8-{self.fp8_format}"):
-            yield f"{' and '.join(named)} contradict --fp8-format {self.fp8_format}. Give one format."
+            verb = "contradicts" if len(named) == 1 else "contradict"
+            yield f"{' and '.join(named)} {verb} --fp8-format {self.fp8_format}. Give one format."
         if self.fp8_recipe in _ABSENT_RECIPES:
             yield (
                 f"--fp8-recipe {self.fp8_recipe} is not supported: scales come from the values at hand, and are "
@@ -89,6 +90,11 @@ class PrecisionConfig(ConfigSection):
             yield f"--fp8-emulation needs --fp8-format, the format that it emulates. Add --fp8-format {HYBRID}."
         if self.fp8_format is None and self.first_last_layers_bf16:
             yield "--first-last-layers-bf16 needs --fp8-format: without it all blocks are in one dtype. Drop it."
+        counts = {"start": self.num_layers_at_start_in_bf16, "end": self.num_layers_at_end_in_bf16}
+        for side, count in counts.items() if not self.first_last_layers_bf16 else ():
+            if count != 1:
+                name = f"--num-layers-at-{side}-in-bf16"
+                yield f"{name} {count} has no effect without --first-last-layers-bf16. Add it, or drop {name}."
 
 
 @dataclass(frozen=True)

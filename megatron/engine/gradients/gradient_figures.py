@@ -1,8 +1,8 @@
 """What a report asks of the gradients of a step besides their norm, measured on the device once they are reduced.
 
 The noise scale needs the squared norm of a gradient at two batch sizes: the global batch, and the micro-batches that
-make it up. It is measured on the matrices of blocks that are no experts: of these every rank has the whole gradient of
-its own samples, whatever the layout.
+make it up. It is measured on those matrices of blocks of which every rank has the whole gradient of its own samples,
+whatever the layout: on no experts, routers and projections down to latents.
 
 Source: McCandlish et al., "An empirical model of large-batch training", 2018 (arXiv 1812.06162), appendix A.1.
 """

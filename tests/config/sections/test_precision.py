@@ -37,7 +37,11 @@ def test_bounds_of_the_loss_scale(field: str, value: float) -> None:
         ({"fp8_hybrid": True, "fp16": True}, "--fp8-format hybrid needs --bf16"),
         ({"fp8_format": "e5m2", "bf16": True}, "--fp8-format e5m2 is unknown. Use one of: e4m3, hybrid"),
         ({"fp8_e4m3": True, "fp8_hybrid": True}, "--fp8-e4m3 and --fp8-hybrid contradict --fp8-format None. Give one"),
-        ({"fp8_e4m3": True, "fp8_format": "hybrid", "bf16": True}, "--fp8-e4m3 contradict --fp8-format hybrid"),
+        ({"fp8_e4m3": True, "fp8_format": "hybrid", "bf16": True}, "--fp8-e4m3 contradicts --fp8-format hybrid"),
+        (
+            {"num_layers_at_start_in_bf16": 9},
+            "--num-layers-at-start-in-bf16 9 has no effect without --first-last-layers",
+        ),
         (
             {"fp8_recipe": "delayed"},
             "--fp8-recipe delayed is not supported: .* Use --fp8-recipe tensorwise, or rowwise",

@@ -15,6 +15,7 @@ from megatron.engine.gradients.gradient_figures import NoiseEstimate
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.optimizers.muon import is_orthogonalized
 from megatron.parallel.joining import open_mesh
+from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.engine_runs import RECIPE
 from tests.helpers.ranks import run_ranks
@@ -86,8 +87,8 @@ def computed_of(extra: list[str]) -> Figures:
         del sums[1:]
         result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), 1e-3)
     squares: dict[str, float] = defaultdict(float)
-    matrices = {each.global_name for each in engine.parameters() if is_orthogonalized(each)}  # type: ignore[attr-defined]
-    matrices = {name for name in matrices if ".experts." not in name}
+    chosen = [each for each in engine.parameters() if is_orthogonalized(each) and not shard_spec_of(each).summed_over]
+    matrices = {name for name in (each.global_name for each in chosen) if ".experts." not in name}  # type: ignore[attr-defined]
     total, small = sums[-1], 0.0
     for name, gradient in total.items():
         (layer,) = [one for one in engine.layer_names if name.startswith(f"{one}.")]
@@ -126,7 +127,7 @@ def test_every_layout_has_the_figures_of_one_process(expected: list[Figures]) ->
         (((2, 2, 1), 0, []), 0),
         (((1, 2, 2), 1, CHUNKS), 2),
         (((1, 1, 4), 2, [*EXPERTS, "--expert-model-parallel-size", "2"]), 1),
-        (((1, 1, 4), 0, [*EXPERTS, "--expert-model-parallel-size", "2"]), 1),
+        (((2, 1, 2), 0, [*EXPERTS, "--sequence-parallel"]), 1),
     ]
     for found in run_ranks(measured, 4, [layout for layout, _ in runs]):
         for figures, (layout, number) in zip(found, runs, strict=True):
