@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron import log
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import ProgramFlags, read_program, words_of
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, is_schedule_file
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show_schedules(flags: PlanFlags) -> int:
     """Prints the table of schedules, or one of them, and writes it."""
     from megatron.files.replacing import write_atomically
-    from megatron.parallel.schedule.comparison import held_text, schedule_with_sizes, table_lines
+    from megatron.parallel.schedule.comparison import held_text, schedule_of_file, schedule_with_sizes, table_lines
     from megatron.parallel.schedule.drawing import svg, text_lines
     from megatron.parallel.schedule.schedule_files import schedule_text
 
-    sizes = (flags.pipeline_model_parallel_size, flags.virtual_pipeline_model_parallel_size, flags.micro_batches)
+    names = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "micro_batches")
+    sizes = [getattr(flags, name) for name in names]
     if flags.pipeline_schedule is None:
         for line in table_lines(*sizes):
             print(line)
         return 0
-    schedule = schedule_with_sizes(flags.pipeline_schedule, *sizes)
+    if is_schedule_file(flags.pipeline_schedule):
+        given = [size if name in flags.given else None for name, size in zip(names, sizes, strict=True)]
+        schedule = schedule_of_file(flags.pipeline_schedule, *given)
+    else:
+        schedule = schedule_with_sizes(flags.pipeline_schedule, *sizes)
     for line in text_lines(schedule, shutil.get_terminal_size().columns, in_color=sys.stdout.isatty()):
         print(line)
     held = held_text(schedule.peak_alive, schedule.chunks_per_rank)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, is_schedule_file
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.parallel.schedule.actions import Schedule
 from megatron.parallel.schedule.building import build_schedule, schedule_costs
 from megatron.parallel.schedule.schedule_files import read_orders
 
 
 def schedule_with_sizes(name: str, ranks: int, chunks_per_rank: int | None, micro_batches: int) -> Schedule:
-    """The schedule of this name with these sizes, or of this file with its own.
+    """The schedule of this name with these sizes.
 
     Args:
         chunks_per_rank: as few as the schedule takes if None.
@@ -19,11 +19,22 @@ def schedule_with_sizes(name: str, ranks: int, chunks_per_rank: int | None, micr
     Raises:
         ConfigError: as of `build_schedule`.
     """
-    if is_schedule_file(name):
-        placement, count, _ = read_orders(name)
-        return build_schedule(name, placement.ranks, len(placement.chunks_of(0)), count)
     fewest, _ = SCHEDULE_CHUNKS.get(name, (1, None))
     return build_schedule(name, ranks, fewest if chunks_per_rank is None else chunks_per_rank, micro_batches)
+
+
+def schedule_of_file(
+    path: str, ranks: int | None = None, chunks_per_rank: int | None = None, micro_batches: int | None = None
+) -> Schedule:
+    """The schedule of a file, with its own sizes where none is given.
+
+    Raises:
+        ConfigError: as of `build_schedule`, which refuses other sizes than the file's.
+    """
+    placement, count, _ = read_orders(path)
+    return build_schedule(
+        path, ranks or placement.ranks, chunks_per_rank or len(placement.chunks_of(0)), micro_batches or count
+    )
 
 
 def table_lines(ranks: int, chunks_per_rank: int | None, micro_batches: int) -> Iterator[str]:

@@ -40,6 +40,8 @@ def test_a_schedule_is_drawn_and_what_is_written_is_read(tmp_path: Path, capsys:
     assert plan.main(["--pipeline-schedule", str(file)]) == 0
     second = capsys.readouterr().out.splitlines()
     assert second[1:-1] == first[1:-3]
+    with pytest.raises(ConfigError, match=r"zbv\.csv .* 3 micro-batches"):
+        plan.main(["--pipeline-schedule", str(file), "--micro-batches", "5"])
 
 
 def test_a_drawing_needs_a_schedule() -> None:
