@@ -82,7 +82,7 @@ def test_bounds_cover_every_layer_once() -> None:
 
 
 def test_bounds_of_too_many_stages_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="1 layers cannot fill 2 pipeline stages"):
+    with pytest.raises(ConfigError, match="1 layer cannot fill 2 pipeline stages"):
         stage_bounds(layers_of([LayerKind.EMBEDDING, LayerKind.BLOCK]), Placement.loop(2, 1))
 
 
