@@ -14,8 +14,8 @@ from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.building import ScheduleCosts, schedule_costs
 from megatron.parallel.schedule.division import Division
 
-# Rounds, of as many micro-batches as there are ranks, whose times say what more of them take. Between the two numbers are
-# whole periods of most schedules, whose rounds repeat after 1, 3 or 4; idle shares come out right within 0.01.
+# Rounds, of as many micro-batches as there are ranks, whose times say what more of them take. Between the two numbers
+# are whole periods of most schedules, whose rounds repeat after 1, 3 or 4; idle shares come out right within 0.01.
 _FEW_ROUNDS, _MOST_ROUNDS = 16, 64
 NOTHING, ATTENTION, BLOCKS = "none", "selective", "full"  # what is recomputed
 _RECOMPUTE_FLAGS = {
@@ -106,8 +106,8 @@ class Layout:
 
 
 def costs_of_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> ScheduleCosts:
-    """What a schedule costs, as `schedule_costs` says; of many rounds, those beyond `_MOST_ROUNDS` are not simulated: each
-    takes as long as the later ones of these.
+    """What a schedule costs, as `schedule_costs` says; rounds beyond `_MOST_ROUNDS` are not simulated: each takes as
+    long as the later ones of these.
     """
     if ranks == 1 and chunks == 1:
         return ScheduleCosts(0.0, (1,), Placement.loop(1, 1))
