@@ -128,8 +128,7 @@ def test_every_layout_has_the_figures_of_one_process(expected: list[Figures]) ->
         (((1, 1, 4), 0, [*EXPERTS, "--expert-model-parallel-size", "2"]), 1),
     ]
     for found in run_ranks(measured, 4, [layout for layout, _ in runs]):
-        for figures, (layout, number) in zip(found, runs, strict=True):
-            print(layout)
+        for figures, (_, number) in zip(found, runs, strict=True):
             figures.check(expected[number], 1e-5)
 
 
