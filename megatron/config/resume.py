@@ -14,6 +14,7 @@ from megatron.config.run_config import CHECKPOINT, RunConfig, fields_of, frozen,
 from megatron.config.sections.curriculum import CurriculumFields
 from megatron.config.sections.model import ModelConfig, ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimConfig
+from megatron.config.sections.optimizers import SCHEDULE_FREE
 from megatron.errors import ConfigError, printable
 
 # The learning-rate schedule; taken from the checkpoint with --use-checkpoint-lr-scheduler.
@@ -34,6 +35,7 @@ SCHEDULE_FIELDS = (
     "lr_wsd_decay_samples",
 )
 _LONGEST_SHOWN = 1000  # characters of a value
+_STATE_MUST_MATCH = "must match unless --no-load-optim or --finetune"
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {
@@ -92,7 +94,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     for section, field, then, now in _differences(values, current):
         rule = _rule(section, field, current)
         name = f"--{field.name.replace('_', '-')}"
-        if rule == MUST_MATCH or (rule == RUN_MUST_MATCH and not current.loading.finetune):
+        if rule in (MUST_MATCH, _STATE_MUST_MATCH) or (rule == RUN_MUST_MATCH and not current.loading.finetune):
             problems.append(_must_match_sentence(section, field, then, now, rule))
         elif (
             rule == FROM_CHECKPOINT
@@ -173,8 +175,9 @@ def _is_same(name: str, then: Any, now: Any) -> bool:
 def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
     if current.optim.use_checkpoint_lr_scheduler and section == "optim" and field.name in SCHEDULE_FIELDS:
         return FROM_CHECKPOINT
-    if field.name == "optimizer" and current.loading.no_load_optim:
-        return MAY_CHANGE
+    # The mean of a schedule-free optimizer is computed with β₁ from its state.
+    if field.name == "optimizer" or (field.name == "adam_beta1" and current.optim.optimizer == SCHEDULE_FREE):
+        return _STATE_MUST_MATCH if current.loading.takes_optimizer_state else MAY_CHANGE
     if field.name == "max_position_embeddings" and current.model.position_embedding_type != LEARNED:
         if not current.was_given("model.max_position_embeddings"):
             return FROM_CHECKPOINT
@@ -229,6 +232,7 @@ def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any,
     if field.name == "split":
         then, now = shown_split(then), shown_split(now)
     hint = " To start a new run from its weights, use --finetune." if rule == RUN_MUST_MATCH else ""
+    hint = " To take only its weights, use --no-load-optim." if rule == _STATE_MUST_MATCH else hint
     switch = isinstance(then, bool)
     fix = (name if then else f"--no-{field.name.replace('_', '-')}") if switch else f"{name} {_shown(then)}"
     saved, remedy = (f"saved with {_shown(then)}", f"give {fix}")

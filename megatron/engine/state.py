@@ -115,16 +115,18 @@ def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
 
 
 def wanted_pieces(
-    engine: Engine, *, with_optimizer: bool = True
+    engine: Engine, *, with_optimizer: bool = True, begins_with_means: bool = False
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
     """Yields the pieces that this rank must read, each with a function that copies the loaded tensor into place.
 
-    Without the optimizer's state, means that are made of it are read as the weights that they begin with. Call
-    `refresh_weights` after the last one.
+    Call `refresh_weights` after the last one.
+
+    Args:
+        begins_with_means: read the means of weights in place of the weights, where there are any; without the
+            optimizer's state.
     """
-    begins_with_means = not with_optimizer and engine.averages is not None and not engine.averages.is_kept
     return filling(
-        (part.key("average" if begins_with_means and part.master is not None else kind), tensor[: part.numel])
+        (part.key("average" if begins_with_means else kind), tensor[: part.numel])
         for part in held_parts(engine)
         if part.numel
         for kind, tensor in _tensors(engine, part, with_optimizer and part.name not in engine.freezing.thawed)

@@ -215,21 +215,20 @@ class _Walk:
         """Those by which Muon's matrices come to their owners and go back.
 
         What a rank sends depends on the matrices that it owns; each message has the elements of all matrices that are
-        under way, in which all ranks have to agree. With ZeRO, DeepSpeed updates each group by itself.
+        under way, in which all ranks have to agree.
         """
-        groups = [group for group in self._groups if is_orthogonalized(group.parameters[0])]
         matrices = [
             DividedMatrix(shard_spec_of(each), shard_spec_of(each).replicas(self._mesh), self._ranges(group, place))
-            for group in groups
+            for group in self._groups
+            if is_orthogonalized(group.parameters[0])
             for place, each in enumerate(group.parameters)
         ]
-        for _ in groups if self._config.parallel.effective_zero_stage else groups[:1]:
-            for numbers, whole in WholeMatrices.buckets(matrices):
-                chosen = [matrices[number] for number in numbers]
-                whole.transform([torch.empty(each.ranges[each.replicas.rank][1]) for each in chosen], _nothing)
-                elements = sum(each.shard_numel for each in chosen)
-                for message in self._recorded.take():
-                    yield ProgramEntry(dataclasses.replace(message, elements=elements), "matrices")
+        for numbers, whole in WholeMatrices.buckets(matrices):
+            chosen = [matrices[number] for number in numbers]
+            whole.transform([torch.empty(each.ranges[each.replicas.rank][1]) for each in chosen], _nothing)
+            elements = sum(each.shard_numel for each in chosen)
+            for message in self._recorded.take():
+                yield ProgramEntry(dataclasses.replace(message, elements=elements), "matrices")
 
     def _ranges(self, group: FlatGroup, place: int) -> tuple[tuple[int, int], ...]:
         """The first element and the number of elements that each rank updates of a parameter."""

@@ -15,11 +15,11 @@ from megatron.config import NO_PROGRAM
 from megatron.config.parse import read_flags
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Placement
-from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.building import build_schedule, schedule_costs
 from megatron.parallel.schedule.division import EVENLY
 from megatron.parallel.schedule.schedule_files import schedule_text
 from megatron.parallel.schedule.simulation import simulate
-from megatron.planning.layouts import Layout
+from megatron.planning.layouts import Layout, costs_of_schedule
 from megatron.planning.report import plan_lines
 from megatron.planning.requests import (
     cluster_of,
@@ -136,6 +136,16 @@ def test_host_time_that_is_cut_into_stages_idles_like_other_work() -> None:
     slow = dataclasses.replace(cluster.device, host_seconds_per_layer=10.0)
     job = job_of(request, dataclasses.replace(cluster, device=slow))
     assert estimate(job, layout).time.idle == pytest.approx(0.75, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "micro_batches"),
+    [("v-1f1b", 4, 125), ("v-1f1b", 8, 515), ("v-1f1b", 8, 1029), ("zbv", 4, 600), ("interleaved-zb", 8, 1029)],
+)
+def test_the_idle_share_of_many_micro_batches_is_that_of_all_of_them(name: str, ranks: int, micro_batches: int) -> None:
+    simulated = schedule_costs(name, ranks, 2, micro_batches).idle
+    assert costs_of_schedule(name, ranks, 2, micro_batches).idle == pytest.approx(simulated, rel=0.05, abs=0.002)
+    assert costs_of_schedule(name, ranks, 2, 10_000 * ranks).idle >= 0.0
 
 
 def test_the_first_is_the_fastest_of_all_that_fit() -> None:

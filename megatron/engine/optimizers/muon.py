@@ -134,11 +134,9 @@ class Muon(torch.optim.Optimizer):
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         tensors = [tensor for group in self.param_groups for tensor in _tensors_of(group)]
         directions = {id(tensor): self._direction(tensor, skip) for tensor in tensors}
-        # DeepSpeed's ZeRO updates one group after the other; those of the other optimizer need no matrices.
-        if any(group.get(IS_ORTHOGONAL) for group in self.param_groups):
-            parts = [self._part(each, directions) for each in self._held]
-            for numbers, whole in self._buckets:
-                whole.transform([parts[number] for number in numbers], self._orthogonalize)
+        parts = [self._part(each, directions) for each in self._held]
+        for numbers, whole in self._buckets:
+            whole.transform([parts[number] for number in numbers], self._orthogonalize)
         for group in self.param_groups:
             decay = unless_skipped(skip, 1.0 - group["lr"] * group["weight_decay"], 1.0)
             rate = unless_skipped(skip, group["lr"], 0.0)

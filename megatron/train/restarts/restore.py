@@ -21,6 +21,7 @@ from megatron.checkpoint.storage import DISK
 from megatron.config import LoadingConfig, OptimConfig, RunConfig
 from megatron.config.flags.paths import is_address
 from megatron.config.schedule import is_done
+from megatron.config.sections.optimizers import SCHEDULE_FREE
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
@@ -207,6 +208,8 @@ def check_tokenizer(loading: LoadingConfig, record: Record, tokenizer: Tokenizer
 def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> tuple[Record | None, Progress]:
     """Loads weights and optimizer state of the newest checkpoint that verifies; collective over the mesh.
 
+    Of a schedule-free optimizer whose state is left, the mean of its iterates is the weights.
+
     Returns:
         the record of the loaded checkpoint (an older one if `saved` is damaged) and the progress at which training
         starts; None and iteration 0 without a checkpoint.
@@ -224,9 +227,10 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
             "with --no-load-optim (the moments start from zero) or with --finetune."
         )
     source = _source(config, engine.mesh)
+    begins_with_means = not with_optimizer and _saved_optim(saved.record).get("optimizer") == SCHEDULE_FREE
     loaded = load_newest(
         source,
-        lambda: wanted_pieces(engine, with_optimizer=with_optimizer),
+        lambda: wanted_pieces(engine, with_optimizer=with_optimizer, begins_with_means=begins_with_means),
         engine.mesh,
         known=saved.found,
         check=only_of_run(saved.folder_run_id, source),
@@ -240,6 +244,8 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
     refresh_weights(engine, updates, averaging_weight=weight, restarts_averages=restarts)
     if with_optimizer:
         engine.restore_loss_scale(record.loss_scale)
+    if begins_with_means:
+        log.info(f"training begins with the mean of the iterates in {loaded.path} (--optimizer {SCHEDULE_FREE})")
     if loading.finetune:
         what = "weights and optimizer state" if with_optimizer else "weights"
         log.info(f"finetuning the {what} of {loaded.path} from iteration 0")
@@ -255,13 +261,18 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
 
 def _say_what_is_left_behind(engine: Engine, record: Record) -> None:
     """Warns of a mean of weights in a checkpoint that the run does not go on with."""
-    optim = record.config.get("optim")
-    decay = optim.get("ema_decay") if isinstance(optim, Mapping) else None
+    decay = _saved_optim(record).get("ema_decay")
     if decay is not None and engine.averages is None and engine.mesh.world.rank == 0:
         log.warning(
             f"the checkpoint holds a mean of the weights (--ema-decay {decay}), with which this run does not go on: "
             f"neither evaluations nor checkpoints have it from here. To keep it, give --ema-decay {decay}."
         )
+
+
+def _saved_optim(record: Record) -> Mapping[str, Any]:
+    """How the run that saved a checkpoint optimised."""
+    optim = record.config.get("optim")
+    return optim if isinstance(optim, Mapping) else {}
 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:

@@ -130,8 +130,7 @@ def test_every_layout_has_the_figures_of_one_process(expected: list[Figures]) ->
         (((2, 1, 2), 0, [*EXPERTS, "--sequence-parallel"]), 1),
     ]
     for found in run_ranks(measured, 4, [layout for layout, _ in runs]):
-        for figures, (layout, number) in zip(found, runs, strict=True):
-            print(layout)
+        for figures, (_, number) in zip(found, runs, strict=True):
             figures.check(expected[number], 1e-5)
 
 

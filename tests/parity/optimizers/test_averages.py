@@ -151,10 +151,13 @@ def run_schedule_free(rank: int, runs: list[tuple[int, str]], folder: str) -> No
         # without the optimizer: the mean is what training begins with
         save(place, 3, owned_pieces(engine, with_optimizer=False), {}, engine.mesh)
         assert owned_bytes(engine, with_optimizer=False) == 2 * owned_bytes(engine) // 4
-        restarted, _ = engine_of(stage, *flags)
-        load(place / "iter_0000003", wanted_pieces(restarted, with_optimizer=False), restarted.mesh)
-        refresh_weights(restarted, None)
-        assert begins_with_weights(restarted, main) and loss_of(restarted, config) == averaged
+        restarted, other = engine_of(stage, *flags)[0], engine_of(stage, dtype)[0]
+        for each in (restarted, other):
+            wanted = wanted_pieces(each, with_optimizer=False, begins_with_means=True)
+            load(place / "iter_0000003", wanted, each.mesh)
+            refresh_weights(each, None)
+            assert loss_of(each, config) == averaged
+        assert begins_with_weights(restarted, main)
 
 
 def test_the_mean_of_a_schedule_free_optimizer(tmp_path: Path) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.checkpoint import load, read_tensors, save
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
+from megatron.engine.optimizers import whole_matrices
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import Axis
+from megatron.parallel.messages import exchange_parts
 from megatron.parallel.pieces import Kind
+from megatron.rehearsal.walking import walk
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled
@@ -37,6 +43,7 @@ OPTIMIZERS = {
         *("--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
     ],
 }
+Axes = list[tuple[int, ...]]
 Curve = list[tuple[float, float]]
 # (tp, pp, dp) and the ZeRO stages; the last one saves
 LAYOUTS = {
@@ -132,3 +139,26 @@ def test_every_layout_trains_like_one_process(case: str, tmp_path: Path) -> None
         check_stored(tmp_path / layout, tmp_path / "plain", kind, is_momentum=is_momentum)
     resumed = run_ranks(load_and_train, 1, (1, 1, 1), 0, alone(optimizer), str(tmp_path / layout))[0]
     check_curve(resumed, plain[SAVED_AFTER:], largest_ratio)
+
+
+def exchanges_of_matrices(rank: int, config: RunConfig) -> Axes:
+    """The ranks of every exchange of Muon's matrices in a step."""
+    engine, found = build_engine(config, open_mesh(config.parallel)), []
+
+    def exchange(parts: Sequence[torch.Tensor], sizes: Sequence[int], axis: Axis) -> list[torch.Tensor]:
+        found.extend([axis.ranks] if axis.size > 1 else [])
+        return exchange_parts(parts, sizes, axis)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_matrices, "exchange_parts", exchange)
+        train(engine, config, 0, 1)
+    return found
+
+
+def test_a_rehearsal_exchanges_the_matrices_of_a_step() -> None:
+    """Those of experts, which are a group of the optimizer, are whole on each rank here."""
+    config = layout_config(RECIPE, (1, 1, 2), 1, [*FLAGS, *OPTIMIZERS["muon-experts"]])
+    for rank, found in enumerate(run_ranks(exchanges_of_matrices, 2, config)):
+        (program,) = walk(config, rank, 2, [RECIPE.global_batch_size])
+        rehearsed = [event.message.ranks for event in program.events if event.part == "matrices"]
+        assert found == rehearsed == [(0, 1)] * 2

@@ -143,6 +143,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.mesh = MESH
         self.asked: list[bool] = []
+        self.begun_with_means: list[bool] = []
         self.updates: list[int | None] = []
         self.weights: list[float] = []
         self.averages: object = None
@@ -158,8 +159,9 @@ class FakeEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
-    def wanted(engine: FakeEngine, *, with_optimizer: bool) -> Any:
+    def wanted(engine: FakeEngine, *, with_optimizer: bool, begins_with_means: bool) -> Any:
         engine.asked.append(with_optimizer)
+        engine.begun_with_means.append(begins_with_means)
         return whole_sink(make_state(kinds=("master",))).wanted()
 
     monkeypatch.setattr(restore, "wanted_pieces", wanted)
@@ -192,6 +194,30 @@ def test_a_mean_of_iterates_goes_on_with_the_optimizer_only(engine: FakeEngine, 
     for flags in ({}, {"no_load_optim": True}):
         assert load_tensors(run_config(load=str(folder), **flags), engine, saved_run(record))[0] == record
     assert engine.weights == [0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags", "begins"),
+    [
+        ("schedule-free", {}, False),
+        ("schedule-free", {"reset_iteration": True}, False),
+        ("schedule-free", {"no_load_optim": True}, True),
+        ("schedule-free", {"finetune": True}, True),
+        ("adam", {"finetune": True}, False),
+    ],
+)
+def test_without_the_state_of_a_schedule_free_optimizer_training_begins_with_its_mean(
+    engine: FakeEngine,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    optimizer: str,
+    flags: dict[str, bool],
+    begins: bool,
+) -> None:
+    record = make_record(config={"optim": {"optimizer": optimizer}})
+    load_tensors(run_config(load=str(saved(tmp_path / "c", config=record.config)), **flags), engine, saved_run(record))
+    assert engine.begun_with_means == [begins]
+    assert ("training begins with the mean of the iterates" in capsys.readouterr().err) == begins
 
 
 def test_a_mean_of_weights_is_not_left_behind_in_silence(
