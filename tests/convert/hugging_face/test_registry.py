@@ -35,12 +35,12 @@ def test_the_first_family_that_can_express_a_network_is_taken() -> None:
 
 def test_a_network_that_none_can_express_is_refused() -> None:
     with pytest.raises(
-        ConversionError, match=r"no family can express this network. gpt2 is closest: .*--embed-layernorm True\."
+        ConversionError, match=r"no family can express this network. gpt2 is closest: .*--embed-layernorm\."
     ):
         family_for(tiny_config(embed_layernorm=True))
     experts = {"num_experts": 8, "moe_router_topk": 2, "position_embedding_type": "rope", "normalization": "RMSNorm",
                "gated_linear_unit": True, "activation_function": "silu", "add_bias_linear": False}  # fmt: skip
-    with pytest.raises(ConversionError, match=r"mixtral is closest: .*--moe-residual True"):
+    with pytest.raises(ConversionError, match=r"mixtral is closest: .*--moe-residual\b"):
         family_for(tiny_config(**experts, moe_residual=True))
     with pytest.raises(ConversionError, match=r"mixtral is closest: .*--moe-expert-counts 4 8"):
         family_for(tiny_config(**experts, moe_expert_counts=(4, 8)))
