@@ -36,15 +36,18 @@ def found(x: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> list[torch.
     return [result.detach(), x.grad, weight.grad]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("dtype, ratio", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("kernel", [False, True], ids=["loop", "kernel"])
-@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-def test_a_bias_of_each_group(
-    ends: list[int], kernel: bool, dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kernel and not hasattr(torch, "_grouped_mm"):
+@pytest.fixture(params=[False, True], ids=["loop", "kernel"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product per group, and torch's kernel."""
+    if request.param and not hasattr(torch, "_grouped_mm"):
         pytest.skip("this torch has no such kernel")
-    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *_: kernel)
+    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *_: request.param)
+
+
+@pytest.mark.parametrize("dtype, ratio", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.usefixtures("kernel")
+def test_a_bias_of_each_group(ends: list[int], dtype: torch.dtype, ratio: float) -> None:
     x, weight = operands(len(ends), dtype)
     bias = torch.randn(len(ends), OUTPUT, generator=torch.Generator().manual_seed(9)).to(dtype).requires_grad_()
     gradient = torch.randn(ROWS, OUTPUT, generator=torch.Generator().manual_seed(8)).to(dtype)
@@ -63,14 +66,9 @@ def test_a_bias_of_each_group(
 
 
 @pytest.mark.parametrize("dtype, ratio", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("kernel", [False, True], ids=["loop", "kernel"])
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-def test_result_and_gradients(
-    ends: list[int], kernel: bool, dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kernel and not hasattr(torch, "_grouped_mm"):
-        pytest.skip("this torch has no such kernel")
-    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda *_: kernel)
+@pytest.mark.usefixtures("kernel")
+def test_result_and_gradients(ends: list[int], dtype: torch.dtype, ratio: float) -> None:
     x, weight = operands(len(ends), dtype)
     for value, known in zip(found(x, weight, ends), expected(x, weight, ends), strict=True):
         assert (value.double() - known).abs().max() <= ratio * known.abs().max()

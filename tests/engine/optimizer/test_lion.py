@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
 from megatron.engine.optimizers.lion import Lion
-from megatron.kernels.optimizer import can_skip, update
+from tests.engine.optimizer.dropped_steps import steps_with_a_twin
 
 
 def test_updates_are_those_of_the_paper() -> None:
@@ -38,14 +36,8 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 
 def test_a_flag_keeps_a_step_from_changing_anything() -> None:
-    weight, twin = (nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
-    ours, theirs = (Lion([{"params": [each], "weight_decay": 0.5}], 0.1, (0.9, 0.99)) for each in (weight, twin))
-    assert can_skip(ours)
-    for is_dropped in (True, False, True, False):
-        gradient = torch.randn(6)
-        weight.grad, twin.grad = gradient * math.nan if is_dropped else gradient.clone(), gradient
-        update(ours, skip=torch.tensor(float(is_dropped)))
-        if not is_dropped:
-            update(theirs)
-        assert torch.equal(weight, twin)
-        assert torch.equal(ours.state[weight]["exp_avg"], theirs.state.get(twin, {}).get("exp_avg", torch.zeros(6)))
+    def optimizer_of(weight: nn.Parameter) -> Lion:
+        return Lion([{"params": [weight], "weight_decay": 0.5}], 0.1, (0.9, 0.99))
+
+    for ours, theirs in steps_with_a_twin(optimizer_of):
+        assert torch.equal(ours["exp_avg"], theirs.get("exp_avg", torch.zeros(6)))

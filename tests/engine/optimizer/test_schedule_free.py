@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
 from megatron.engine.optimizers.schedule_free import IterateMeans, ScheduleFree
-from megatron.kernels.optimizer import can_skip, update
+from tests.engine.optimizer.dropped_steps import steps_with_a_twin
 
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
 
@@ -77,18 +75,9 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 
 def test_a_flag_keeps_a_step_from_changing_anything() -> None:
-    weight, twin = (nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
-    ours, theirs = optimizer_of(weight), optimizer_of(twin)
-    assert can_skip(ours)
-    for is_dropped in (True, False, True, False):
-        gradient = torch.randn(6)
-        weight.grad, twin.grad = gradient * math.nan if is_dropped else gradient.clone(), gradient
-        update(ours, skip=torch.tensor(float(is_dropped)))
-        if not is_dropped:
-            update(theirs)
-        assert torch.equal(weight, twin)
-        for name, values in theirs.state.get(twin, {}).items():
-            assert torch.equal(ours.state[weight][name], values), name
+    for ours, theirs in steps_with_a_twin(optimizer_of):
+        for name, values in theirs.items():
+            assert torch.equal(ours[name], values), name
 
 
 def test_the_mean_goes_on_from_a_weight() -> None:
