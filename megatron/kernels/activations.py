@@ -71,10 +71,9 @@ def gated(
 
 
 def register() -> None:
-    """Tells torch the shapes and the gradient of the compiled operation; once, after the library is loaded."""
+    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
     torch.library.register_fake("megatron::activation", _shape)
     torch.library.register_fake("megatron::activation_backward", _shapes_of_gradients)
-    torch.library.register_autograd("megatron::activation", _backward, setup_context=_keep)
 
 
 def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -164,14 +163,3 @@ def _shape(x, bias, function, is_gated):  # type: ignore[no-untyped-def]
 def _shapes_of_gradients(gradient, x, bias, function, is_gated):  # type: ignore[no-untyped-def]
     of_bias = x.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
     return torch.empty_like(x, memory_format=torch.contiguous_format), of_bias
-
-
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, bias, ctx.function, ctx.is_gated = inputs
-    ctx.save_for_backward(x, bias)
-
-
-def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
-    x, bias = ctx.saved_tensors
-    of_x, of_bias = torch.ops.megatron.activation_backward(gradient, x, bias, ctx.function, ctx.is_gated)
-    return of_x, None if bias is None else of_bias, None, None

@@ -116,33 +116,11 @@ def _masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Te
 
 
 def register() -> None:
-    """Tells torch the shapes and the gradient of the compiled operation; once, after the library is loaded."""
+    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
     torch.library.register_fake("megatron::dropout_add", lambda x, *others: torch.empty_like(x.contiguous()))
     torch.library.register_fake("megatron::dropout_add_backward", _shapes_of_gradients)
-    torch.library.register_autograd("megatron::dropout_add", _backward, setup_context=_keep)
 
 
 def _shapes_of_gradients(gradient, rows, threshold, column_base, multiplier, bias_dtype):  # type: ignore[no-untyped-def]
     of_bias = gradient.new_empty(0 if bias_dtype is None else gradient.shape[-1], dtype=bias_dtype)
     return torch.empty_like(gradient.contiguous()), of_bias
-
-
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, bias, residual, rows, *ctx.settings = inputs
-    ctx.save_for_backward(rows)
-    ctx.has_residual = residual is not None
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
-    (rows,) = ctx.saved_tensors
-    threshold, _, multiplier = ctx.settings
-    needs_x, needs_bias = ctx.needs_input_grad[:2]
-    of_x = of_bias = None
-    if (needs_x or needs_bias) and threshold == 0:  # torch does not copy
-        of_x = gradient if multiplier == 1 else gradient * multiplier
-        of_bias = of_x.flatten(0, -2).sum(0, dtype=ctx.bias_dtype) if needs_bias else None
-    elif needs_x or needs_bias:
-        bias_dtype = ctx.bias_dtype if needs_bias else None
-        of_x, of_bias = torch.ops.megatron.dropout_add_backward(gradient, rows, *ctx.settings, bias_dtype)
-    return of_x, of_bias if needs_bias else None, gradient if ctx.has_residual else None, None, None, None, None

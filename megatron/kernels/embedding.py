@@ -72,7 +72,7 @@ class _WideSums(torch.autograd.Function):
 
 
 def register() -> None:
-    """Tells torch the shapes and the gradient of the compiled operation; once, after the library is loaded."""
+    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
     torch.library.register_fake(
         "megatron::embedding", lambda weight, ids, first_row: weight.new_empty((*ids.shape, weight.shape[1]))
     )
@@ -80,15 +80,3 @@ def register() -> None:
         "megatron::embedding_backward",
         lambda gradient, ids, rows, first_row: gradient.new_empty((rows, gradient.shape[-1])),
     )
-    torch.library.register_autograd("megatron::embedding", _backward, setup_context=_keep)
-
-
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    weight, ids, ctx.first_row = inputs
-    ctx.save_for_backward(ids)
-    ctx.rows = weight.shape[0]
-
-
-def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
-    (ids,) = ctx.saved_tensors
-    return torch.ops.megatron.embedding_backward(gradient, ids, ctx.rows, ctx.first_row), None, None

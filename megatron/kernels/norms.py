@@ -155,13 +155,10 @@ def _apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_cente
 
 
 def register() -> None:
-    """Tells torch the shapes and the gradients of the compiled operations; once, after the library is loaded."""
+    """Tells torch the shapes of the compiled operations; once, after the library is loaded."""
     torch.library.register_fake("megatron::norm", _norm_shapes)
     torch.library.register_fake("megatron::add_norm", _add_norm_shapes)
     torch.library.register_fake("megatron::norm_backward", _backward_shapes)
-    torch.library.register_autograd("megatron::norm", _norm_gradients, setup_context=_keep_norm)
-    torch.library.register_autograd("megatron::add_norm", _add_norm_gradients, setup_context=_keep_add_norm)
-    torch.library.register_autograd("megatron::norm_backward", _second_gradients)
 
 
 def _norm_shapes(x, weight, bias, eps, subtract_mean, zero_centered):  # type: ignore[no-untyped-def]
@@ -177,47 +174,3 @@ def _add_norm_shapes(x, residual, *others):  # type: ignore[no-untyped-def]
 def _backward_shapes(dy, total_gradient, x, weight, mean, inverse, zero_centered, has_bias):  # type: ignore[no-untyped-def]
     of_bias = weight.new_empty(weight.shape if has_bias else (0,))
     return x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
-
-
-def _keep_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, weight, bias, _, _, zero_centered = inputs
-    _keep(ctx, x, weight, output[1:], zero_centered, bias)
-
-
-def _keep_add_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, _, weight, bias, _, _, zero_centered = inputs
-    _keep(ctx, output[0], weight, output[2:], zero_centered, bias)
-
-
-def _keep(ctx, x, weight, statistics, zero_centered, bias):  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(x, weight, *statistics)
-    ctx.mark_non_differentiable(*statistics)
-    ctx.set_materialize_grads(False)
-    ctx.zero_centered, ctx.bias_dtype = zero_centered, None if bias is None else bias.dtype
-
-
-def _norm_gradients(ctx, dy, *of_statistics):  # type: ignore[no-untyped-def]
-    of_x, of_weight, of_bias = _gradients(ctx, dy, None)
-    return of_x, of_weight, of_bias, None, None, None
-
-
-def _add_norm_gradients(ctx, of_total, dy, *of_statistics):  # type: ignore[no-untyped-def]
-    of_x, of_weight, of_bias = _gradients(ctx, dy, of_total)
-    return of_x, of_x, of_weight, of_bias, None, None, None
-
-
-def _gradients(ctx, dy, of_total):  # type: ignore[no-untyped-def]
-    if dy is None:  # only the sum was used
-        return of_total, None, None
-    x, weight, mean, inverse = ctx.saved_tensors
-    has_bias = ctx.bias_dtype is not None
-    of_x, of_weight, of_bias = torch.ops.megatron.norm_backward(
-        dy, of_total, x, weight, mean, inverse, ctx.zero_centered, has_bias
-    )
-    return of_x, of_weight, of_bias.to(ctx.bias_dtype) if has_bias else None
-
-
-def _second_gradients(ctx, *gradients):  # type: ignore[no-untyped-def]
-    raise NotImplementedError(
-        "The compiled norms have first derivatives only. For derivatives of gradients use --kernels norm=torch."
-    )

@@ -79,7 +79,7 @@ def split_heads(qkv: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, to
 
     Shapes: qkv `[b, s, g, a/g + 2, d]`, bias `[g * (a/g + 2) * d]`; results `[b, a, s, d]` and twice `[b, g, s, d]`.
     """
-    return _SplitHeads.apply(qkv, bias)  # type: ignore[no-any-return]
+    return torch.ops.megatron.split_heads(qkv, bias)  # type: ignore[no-any-return]
 
 
 def doubled(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,29 +144,12 @@ def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tens
     return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
 
 
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, bias):  # type: ignore[no-untyped-def]
-        ctx.bias_dtype = bias.dtype
-        query, key, value = qkv.split([qkv.shape[3] - 2, 1, 1], dim=3)
-        return tuple(part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        sums_dtype = ctx.bias_dtype if ctx.needs_input_grad[1] else None
-        of_qkv, of_bias = torch.ops.megatron.join_heads(*gradients, sums_dtype)
-        return of_qkv, None if sums_dtype is None else of_bias
-
-
 def register() -> None:
-    """Tells torch the shapes and the gradients of the compiled operations; once, after the library is loaded."""
+    """Tells torch the shapes of the compiled operations; once, after the library is loaded."""
     torch.library.register_fake("megatron::rotary", lambda query, key, *_: (_like(query), _like(key)))
     torch.library.register_fake("megatron::rotary_split", _split_shapes)
     torch.library.register_fake("megatron::rotary_join", _joined_shape)
     torch.library.register_fake("megatron::join_heads", _joined_shapes)
-    torch.library.register_autograd("megatron::rotary", _rotary_backward, setup_context=_keep_angles)
-    torch.library.register_autograd("megatron::rotary_split", _split_backward, setup_context=_keep_split_angles)
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
@@ -188,22 +171,3 @@ def _joined_shapes(query, key, value, sums_dtype):  # type: ignore[no-untyped-de
     joined = _joined_shape(query, key)
     count = 0 if sums_dtype is None else joined[0, 0].numel()
     return joined, query.new_empty(count, dtype=sums_dtype or query.dtype)
-
-
-def _keep_angles(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, _, cos, sin, ctx.interleaved, ctx.opposite = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _rotary_backward(ctx, of_query, of_key):  # type: ignore[no-untyped-def]
-    gradients = torch.ops.megatron.rotary(of_query, of_key, *ctx.saved_tensors, ctx.interleaved, not ctx.opposite)
-    return *gradients, None, None, None, None
-
-
-def _keep_split_angles(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, cos, sin, ctx.interleaved = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _split_backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-    return torch.ops.megatron.rotary_join(*gradients, *ctx.saved_tensors, ctx.interleaved), None, None, None

@@ -14,7 +14,7 @@ import torch
 
 from megatron.errors import LaunchError
 from megatron.kernels.native.builder import BuildRequest, build
-from megatron.kernels.native.library import SOURCES, Library, digest_of_sources, library
+from megatron.kernels.native.library import INTERFACE, SOURCES, Library, digest_of_sources, library
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,8 @@ def compiled() -> Library:
         installed = library()
         if installed is not None and all(installed.has(operation, "cuda") for operation in _operations()):
             return installed
-    name = hashlib.sha256(f"{digest_of_sources(SOURCES)} {torch.__version__} {torch.cuda.is_available()}".encode())
+    built_for = f"{INTERFACE} {torch.__version__} {torch.cuda.is_available()}"
+    name = hashlib.sha256(f"{digest_of_sources(SOURCES)} {built_for}".encode())
     folder = ROOT / "build" / "kernels" / name.hexdigest()[:16]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "lock", "wb") as lock:  # another process builds with all cores: waiting is as fast

@@ -58,37 +58,12 @@ def scaled_softmax(
 
 
 def register() -> None:
-    """Tells torch the shapes and the gradient of the compiled operation; once, after the library is loaded."""
+    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
     torch.library.register_fake("megatron::softmax", _shapes)
     torch.library.register_fake("megatron::softmax_backward", lambda gradient, *_: gradient.new_empty(gradient.shape))
-    torch.library.register_autograd("megatron::softmax", _backward, setup_context=_keep)
 
 
 def _shapes(
     scores: torch.Tensor, scale: float, causal: bool, mask: Any, bias: Any, rows: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.new_empty(scores.shape), scores.new_empty(0 if rows is None else scores.shape)
-
-
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, ctx.scale, ctx.causal, _, bias, rows, ctx.threshold, ctx.column_base = inputs
-    result, probabilities = output
-    ctx.mark_non_differentiable(probabilities)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(result if rows is None else probabilities, rows)
-    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-
-
-def _backward(ctx, gradient, _):  # type: ignore[no-untyped-def]
-    nothing = (None,) * 8
-    if gradient is None:
-        return nothing
-    probabilities, rows = ctx.saved_tensors
-    needs_bias = ctx.needs_input_grad[4]
-    of_scores = torch.ops.megatron.softmax_backward(
-        gradient, probabilities, 1.0 if needs_bias else ctx.scale, ctx.causal, rows, ctx.threshold, ctx.column_base
-    )
-    if not needs_bias:
-        return of_scores, *nothing[1:]
-    shape, dtype = ctx.bias
-    return of_scores * ctx.scale, None, None, None, of_scores.sum_to_size(shape).to(dtype), None, None, None

@@ -113,12 +113,17 @@ def _build_in(
     built_from = digest_of_sources(sources)  # before they are read: a file edited meanwhile makes the library outdated
     runner = _Runner(request.jobs or os.cpu_count() or 1, request.seconds, report, can_be_fewer=len(operations) > 1)
     objects, commands = [], []
-    for unit in _host_units(sources, operations, runner.jobs):
-        source, result = folder / f"{'+'.join(unit)}.cpp", folder / f"{unit[0]}.cpp.o"
-        source.write_text("".join(f'#include "{name}/{name}.cpp"\n' for name in unit))
-        command = tools.compile_host(sources, source, result, is_exact=unit[0] in EXACT_OPERATIONS)
-        commands.append((f"{', '.join(unit)} for the CPU", command))
-        objects.append(result)
+    shared = _host_units(sources, operations, runner.jobs)
+    units = [(f"{', '.join(names)} for the CPU", names, "{0}/{0}.cpp") for names in shared]
+    with_gradients = [name for name in operations if (sources / name / "autograd.cpp").is_file()]
+    if with_gradients:
+        units.append((f"gradients of {', '.join(with_gradients)}", with_gradients, "{0}/autograd.cpp"))
+    for title, names, file in units:
+        source = folder / f"{'+'.join(names)}-{len(objects)}.cpp"
+        source.write_text("".join(f'#include "{file.format(name)}"\n' for name in names))
+        objects.append(source.with_suffix(".o"))
+        command = tools.compile_host(sources, source, objects[-1], is_exact=names[0] in EXACT_OPERATIONS)
+        commands.append((title, command))
     for name in operations if tools.nvcc is not None else ():
         source, result = sources / name / f"{name}.cu", folder / f"{name}.cu.o"
         if source.is_file():

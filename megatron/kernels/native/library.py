@@ -30,7 +30,7 @@ from megatron.kernels import (
 )
 from megatron.kernels.attention import softmax as attention_softmax
 
-INTERFACE = 2  # raised when the signature of an operation changes, so that an older library is not used
+INTERFACE = 3  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
 FOLDER_VARIABLE = "MEGATRON_KERNELS"
 REBUILD = "python tools/build_kernels.py"
@@ -204,6 +204,9 @@ def _unfit(library: Library) -> str | None:
     expected = digest_of_sources(SOURCES)
     if expected and library.sources != expected:
         return f"its sources had digest {library.sources[:12] or 'unknown'}, and {SOURCES} has {expected[:12]}"
+    loaded = {Path(path).parent for path in torch.ops.loaded_libraries if Path(path).name == LIBRARY}
+    if loaded - {library.folder}:
+        return f"this process has loaded that of {loaded.pop()}, and torch registers operations once"
     missing = sorted(set(library.cpu_features) - cpu_features())
     if missing:
         return f"it was built with --native for a CPU with {', '.join(missing[:5])}, which this one lacks"

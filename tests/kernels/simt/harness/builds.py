@@ -114,16 +114,17 @@ def binding(operation: str) -> Path:
     """The library that torch loads for an operation of `csrc/ops`, with the emulator in place of CUDA."""
     library, source = kernels(OPERATIONS / operation / f"{operation}.cu", "fused"), OPERATIONS / operation
     torch_folder = Path(torch.__file__).parent
+    parts = [source / f"{operation}.cpp", *source.glob("autograd.cpp")]
     command = [compiler(), "-std=c++20", "-O0", "-fPIC", "-shared", "-DMEGATRON_WITH_CUDA", "-DMEGATRON_SIMT"]
     command += ["-DMEGATRON_NATIVE", "-DAT_PER_OPERATOR_HEADERS", "-I", str(OPERATIONS)]
-    command += ["-isystem", str(torch_folder / "include"), "-o", LIBRARY, str(source / f"{operation}.cpp")]
+    command += ["-isystem", str(torch_folder / "include"), "-o", LIBRARY, *map(str, parts)]
     command += [str(library), f"-Wl,-rpath,{library.parent}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
 
     def compile_in(target: Path) -> None:
         _run(command, target)
 
-    parts = [source / f"{operation}.cpp", *OPERATIONS.rglob("*.h")]
-    return _cached(f"{operation}-binding", _key([*command, torch.__version__], parts), compile_in) / LIBRARY
+    key = _key([*command, torch.__version__], [*parts, *OPERATIONS.rglob("*.h")])
+    return _cached(f"{operation}-binding", key, compile_in) / LIBRARY
 
 
 def changed_operations(file: str, text: str, replacement: str) -> Path:
