@@ -185,6 +185,8 @@ def _checked(folder: Path) -> Library | str:
         # A file that was cut short or belongs to another build would end the process when it is loaded.
         if digest_of(folder / LIBRARY) != library.digest:
             return f"{LIBRARY} is not the file that {RECORD} describes"
+        if loaded := [path for path in torch.ops.loaded_libraries if Path(path).name == LIBRARY]:
+            return f"this process has loaded {loaded[0]}, and registering operations twice would end it"
         torch.ops.load_library(str(folder / LIBRARY))
         for operation in library.operations:
             _REGISTRATIONS[operation]()
@@ -204,9 +206,6 @@ def _unfit(library: Library) -> str | None:
     expected = digest_of_sources(SOURCES)
     if expected and library.sources != expected:
         return f"its sources had digest {library.sources[:12] or 'unknown'}, and {SOURCES} has {expected[:12]}"
-    loaded = {Path(path).parent for path in torch.ops.loaded_libraries if Path(path).name == LIBRARY}
-    if loaded - {library.folder}:
-        return f"this process has loaded that of {loaded.pop()}, and torch registers operations once"
     missing = sorted(set(library.cpu_features) - cpu_features())
     if missing:
         return f"it was built with --native for a CPU with {', '.join(missing[:5])}, which this one lacks"

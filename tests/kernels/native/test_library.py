@@ -40,16 +40,23 @@ def test_a_fitting_library_has_its_operations_on_the_cpu(compiled: Library) -> N
         ({"operations": None}, "its record build.json is damaged"),
         ({"sha256": "0"}, "libmegatron_ops.so is not the file that build.json describes"),
         ({}, "it cannot be loaded ("),
+        ({"folder": "another"}, "this process has loaded "),
     ],
 )
 def test_another_library_is_not_used(
-    compiled: Library, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, object], sentence: str
+    compiled: Library,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, object],
+    sentence: str,
 ) -> None:
     assert library(tmp_path / "nothing") is None
     record = json.loads((compiled.folder / RECORD).read_text("utf-8"))
     if change:
         shutil.copy(compiled.folder / LIBRARY, tmp_path / LIBRARY)
     else:
+        monkeypatch.setattr(torch.ops, "loaded_libraries", set())
         (tmp_path / LIBRARY).write_bytes(b"not a library")
         change = {"sha256": digest_of(tmp_path / LIBRARY)}
     (tmp_path / RECORD).write_text(json.dumps({**record, **change}), "utf-8")
