@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
@@ -32,7 +31,7 @@ def layer_norm(
     scale = weight + 1 if zero_centered else weight
     if implementation is Implementation.APEX:
         return _apex_layer_norm(x, scale, bias, eps)
-    return F.layer_norm(x, scale.shape, scale, bias, eps)
+    return torch.layer_norm(x, scale.shape, scale, bias, eps)
 
 
 def rms_norm(

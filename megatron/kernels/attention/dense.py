@@ -56,11 +56,11 @@ def attention(
         return explicit_attention(
             query, key, value, scale, drop, bias=bias, causal=causal, softcap=softcap, kernels=kernels
         )
-    if causal and bias is None and _explicit_is_faster(query, key, dropout):
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and causal and bias is None and _explicit_is_faster(query, key, dropout):
         return explicit_attention(query, key, value, scale, causal=True, kernels=kernels)
     if causal and (bias is not None or query.shape[2] != key.shape[2]):
         bias, causal = _with_causal_mask(bias, query, key), False
-    grouped = query.shape[1] != key.shape[1]
     if bias is not None and query.device.type != "cpu":
         bias = bias.to(query.dtype)  # kernels of GPUs refuse another dtype or take its bytes for the query's
         if grouped:  # the only fused kernels with a bias want as many keys
@@ -215,7 +215,7 @@ def _with_causal_mask(bias: torch.Tensor | None, query: torch.Tensor, key: torch
 
 
 def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) -> bool:
-    """Whether materialized probabilities are the faster form in training.
+    """Whether materialized probabilities are the faster form in training with fewer keys than queries.
 
     The backward pass of torch's fused attention on CPU computes in float32; up to 512 tokens, products in half
     precision take 0.4 to 0.7 times as long, forward and backward. As many keys as queries keep the fused form, whose
@@ -223,7 +223,7 @@ def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) 
     """
     is_half_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     is_training = torch.is_grad_enabled() and query.requires_grad and dropout == 0
-    return is_half_on_cpu and is_training and query.shape[1] != key.shape[1] and key.shape[2] <= LONGEST_EXPLICIT
+    return is_half_on_cpu and is_training and key.shape[2] <= LONGEST_EXPLICIT
 
 
 def _sound_kernels(key: torch.Tensor, bias: torch.Tensor) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
-from megatron.model.interface.residual_sum import ResidualSum
+from megatron.model.interface.residual_sum import ResidualSum, as_sum
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import Dimension
@@ -77,7 +77,7 @@ class _LayerNormLayer(LayerNorm):
     takes_sum = True
 
     def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        hidden, residual = ResidualSum.of(x)
+        hidden, residual = as_sum(x)
         return super().forward(hidden) if residual is None else self.add(hidden, residual)[1]
 
 
@@ -85,7 +85,7 @@ class _RMSNormLayer(RMSNorm):
     takes_sum = True
 
     def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        hidden, residual = ResidualSum.of(x)
+        hidden, residual = as_sum(x)
         return super().forward(hidden) if residual is None else self.add(hidden, residual)[1]
 
 

@@ -41,12 +41,6 @@ class _ReplicatedNorm(nn.Module):
         self.implementation = implementation
         self.weight = _norm_weight(ShardSpec.vector(hidden_size, partial=partial), zero_centered, device)
 
-    def _added(
-        self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        settings: dict[str, Any] = {"zero_centered": self.zero_centered, "implementation": self.implementation}
-        return add_norm(x, residual, self.weight, bias, self.eps, subtract_mean=bias is not None, **settings)
-
 
 class LayerNorm(_ReplicatedNorm):
     """Layer norm with weight and bias, replicated over the axis.
@@ -61,13 +55,29 @@ class LayerNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
+        own = self._parameters
         return layer_norm(
-            x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
+            x,
+            own["weight"],
+            own["bias"],
+            self.eps,
+            zero_centered=self.zero_centered,
+            implementation=self.implementation,
         )
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + x`, and the norm of it."""
-        return self._added(x, residual, self.bias)
+        own = self._parameters
+        return add_norm(
+            x,
+            residual,
+            own["weight"],
+            own["bias"],
+            self.eps,
+            subtract_mean=True,
+            zero_centered=self.zero_centered,
+            implementation=self.implementation,
+        )
 
 
 class RMSNorm(_ReplicatedNorm):
@@ -80,11 +90,21 @@ class RMSNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
+        weight = self._parameters["weight"]
+        return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + x`, and the norm of it."""
-        return self._added(x, residual, None)
+        return add_norm(
+            x,
+            residual,
+            self._parameters["weight"],
+            None,
+            self.eps,
+            subtract_mean=False,
+            zero_centered=self.zero_centered,
+            implementation=self.implementation,
+        )
 
 
 class HeadsRMSNorm(nn.Module):
