@@ -65,7 +65,7 @@ def rms_norm(
 
 def add_norm(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
@@ -74,17 +74,17 @@ def add_norm(
     zero_centered: bool = False,
     implementation: Implementation = Implementation.TORCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual + x`, and its norm; the compiled implementation does both in one pass.
+    """`residual + x`, or x if there is no residual, and its norm; the compiled implementation does both in one pass.
 
     Shapes: x, residual and both results `[..., h]`.
 
     Args:
         subtract_mean: whether it is the layer norm; otherwise the RMS norm, which has no bias.
     """
-    if implementation is Implementation.CSRC and x.dtype == residual.dtype:
+    if implementation is Implementation.CSRC and residual is not None and x.dtype is residual.dtype:
         operation = torch.ops.megatron.add_norm
         return operation(x, residual, weight, bias, eps, subtract_mean, zero_centered)[:2]  # type: ignore[no-any-return]
-    total = residual + x
+    total = x if residual is None else residual + x
     if subtract_mean:
         normalized = layer_norm(total, weight, bias, eps, zero_centered=zero_centered, implementation=implementation)
     else:

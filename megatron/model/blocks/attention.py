@@ -33,10 +33,11 @@ from megatron.parallel.rng import attention_dropout, attention_keys, attention_s
 from megatron.parallel.sequence.tiles import Visibility
 from megatron.parallel.sequence.ulysses import to_heads, to_positions
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(DirectModule):
     """Attention: multi-head, grouped-query or multi-query; causal, or in both directions in an encoder.
 
     Shapes: `[b, s, h]` to the same, replicated over the axis, or with sequence parallelism `[b, s/t, h]`; inside
@@ -105,7 +106,7 @@ class SelfAttention(nn.Module):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self.linear_proj(self._joined(attended, gate), finish)
+            return self._modules["linear_proj"](self._joined(attended, gate), finish)  # type: ignore[no-any-return]
         if context.split is None:
             attended = self._attend_whole(query, key, value, context)
         else:
@@ -116,7 +117,8 @@ class SelfAttention(nn.Module):
             else:
                 attended = self._attend_ring(query, key, value, context)
             attended = to_positions(attended, ulysses)  # [b, a/t, s/ru, d]
-        return self.linear_proj(self._joined(attended, gate), finish, splits_sequence=context.splits_sequence)
+        joined, is_split = self._joined(attended, gate), context.splits_sequence
+        return self._modules["linear_proj"](joined, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
 
     def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """What the heads return, side by side for the output matrix, multiplied by the sigmoid of the gate if there is
@@ -146,9 +148,7 @@ class SelfAttention(nn.Module):
             )
         return self._attend(query, key, value, plan, bias, context)
 
-    def _bounds(
-        self, query: torch.Tensor, context: StepContext
-    ) -> tuple[AttentionPlan | None, torch.Tensor | None]:
+    def _bounds(self, query: torch.Tensor, context: StepContext) -> tuple[AttentionPlan | None, torch.Tensor | None]:
         """How attention is bounded, if it is not plainly causal: by a plan or else by a bias of the scores."""
         slopes = self._slopes(context)
         if not (self.has_sinks or (self.training and self.dropout) or torch.compiler.is_compiling()):
@@ -214,7 +214,7 @@ class SelfAttention(nn.Module):
 
         Shapes: `[b, s/t, h]` to `[b, a/t, s, d]`, twice `[b, g/t, s, d]`, and `[b, s, a/t, d]`.
         """
-        qkv, is_split = self.linear_qkv, context.splits_sequence
+        qkv, is_split = self._modules["linear_qkv"], context.splits_sequence
         if self.splits_and_rotates and context.caches is None:  # whose few tokens are rotated in fewer operations
             joint = qkv.joint(hidden, is_split)
             angles = rotation(self.config, self.layer, context, joint.shape[1])

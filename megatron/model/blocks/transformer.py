@@ -19,11 +19,12 @@ from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_a
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.latent_attention import LatentAttention
-from megatron.model.blocks.norm import build_hidden_norm
-from megatron.model.interface.residual_sum import ResidualSum, as_sum, normed, total
+from megatron.model.blocks.norm import NoNorm, build_hidden_norm
+from megatron.model.interface.residual_sum import ResidualSum, as_sum, total
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from, scatter_to
+from megatron.parallel.tensor.norms import LayerNorm, RMSNorm
 
 
 class _Branch(NamedTuple):
@@ -37,7 +38,7 @@ class _Branch(NamedTuple):
         bias_joins: whether its bias is added together with dropout and the residual.
     """
 
-    inner_norm: nn.Module
+    inner_norm: LayerNorm | RMSNorm | NoNorm
     layer: nn.Module
     outer_norm: nn.Module | None
     site: DropoutSite
@@ -77,13 +78,13 @@ class TransformerBlock(nn.Module):
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
         self.takes_sum = has_inner
         self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
-        self.input_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
+        self.input_layernorm = build_hidden_norm(config, mesh) if has_inner else NoNorm()
         attention = LatentAttention if config.multi_latent_attention else SelfAttention
         self.self_attention = attention(config, mesh, index)
-        self.post_self_attn_layernorm = build_hidden_norm(config, mesh) if has_outer else nn.Identity()
-        self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
+        self.post_self_attn_layernorm = build_hidden_norm(config, mesh) if has_outer else NoNorm()
+        self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else NoNorm()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
-        self.post_mlp_layernorm = build_hidden_norm(config, mesh) if has_outer else nn.Identity()
+        self.post_mlp_layernorm = build_hidden_norm(config, mesh) if has_outer else NoNorm()
         # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
         joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
         self._program: Callable[[torch.Tensor, StepContext], torch.Tensor] | None = None
@@ -160,15 +161,15 @@ class TransformerBlock(nn.Module):
         attention, feed_forward = self._attention, self._feed_forward
         if self.norms_residual:
             hidden = total(branch, residual)
-            _, hidden = normed(self.post_self_attn_layernorm, *self._sum(attention, hidden, hidden, context))
-            _, hidden = normed(self.post_mlp_layernorm, *self._sum(feed_forward, hidden, hidden, context))
+            _, hidden = self.post_self_attn_layernorm.add(*self._sum(attention, hidden, hidden, context))
+            _, hidden = self.post_mlp_layernorm.add(*self._sum(feed_forward, hidden, hidden, context))
             return hidden, None
-        hidden, inputs = normed(attention.inner_norm, branch, residual)
+        hidden, inputs = attention.inner_norm.add(branch, residual)
         attended = self._sum(attention, inputs if self.residual_after_norm else hidden, inputs, context)
         if self.is_parallel:
             after_attention, inputs = total(*attended), feed_forward.inner_norm(hidden)
         else:
-            after_attention, inputs = normed(feed_forward.inner_norm, *attended)
+            after_attention, inputs = feed_forward.inner_norm.add(*attended)
         return self._sum(feed_forward, inputs if self.residual_after_norm else after_attention, inputs, context)
 
     def _sum(self, branch: _Branch, residual: torch.Tensor, inputs: torch.Tensor, context: StepContext) -> ResidualSum:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 # What a branch has to add to the residual, and that; None in place of the residual where it has been added.
 # Shapes: both `[b, s, h]`.
@@ -18,10 +17,3 @@ def as_sum(hidden: torch.Tensor | ResidualSum) -> ResidualSum:
 def total(branch: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """The sum."""
     return branch if residual is None else residual + branch
-
-
-def normed(norm: nn.Module, branch: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum, and a norm of it, which computes both in one pass if nothing was added yet."""
-    if residual is None:
-        return branch, norm(branch)
-    return norm.add(branch, residual)  # type: ignore[no-any-return,operator]

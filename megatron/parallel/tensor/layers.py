@@ -21,6 +21,7 @@ from megatron.kernels.float8.scaling import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from, scatter_sequence
+from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.gathered_linear import gathered_linear
 from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
 
@@ -31,7 +32,7 @@ Finish = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 TOO_LARGE = "There is an input id in the input that is greater than the highest possible input id"
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(DirectModule):
     """`y = x W^T + b` with the outputs split: each rank computes its outputs from the full input.
 
     Args:
@@ -88,10 +89,12 @@ class ColumnParallelLinear(nn.Module):
         weight = self._parameters["weight"]
         if splits_sequence:
             return gathered_linear(x, weight, bias, self.axis, self.queue, self.float8)
-        return deferrable_linear(copy_to(x, self.axis), weight, bias, self.queue, self.float8)
+        if self.axis.size > 1:
+            x = copy_to(x, self.axis)
+        return deferrable_linear(x, weight, bias, self.queue, self.float8)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DirectModule):
     """`y = x W^T + b` with the inputs split: the ranks' partial products are summed, then the replicated bias is added.
 
     Args:

@@ -12,9 +12,10 @@ from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
+from megatron.parallel.tensor.direct_module import DirectModule
 
 
-class _ReplicatedNorm(nn.Module):
+class _ReplicatedNorm(DirectModule):
     """A norm over the last dimension whose weight every rank of the axis holds.
 
     Shapes: `[..., h]` to the same.
@@ -65,8 +66,8 @@ class LayerNorm(_ReplicatedNorm):
             implementation=self.implementation,
         )
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + x`, and the norm of it."""
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + x`, or x if there is no residual, and the norm of it."""
         own = self._parameters
         return add_norm(
             x,
@@ -93,8 +94,8 @@ class RMSNorm(_ReplicatedNorm):
         weight = self._parameters["weight"]
         return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + x`, and the norm of it."""
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + x`, or x if there is no residual, and the norm of it."""
         return add_norm(
             x,
             residual,
