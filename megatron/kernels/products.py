@@ -42,7 +42,7 @@ def linear(
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
-    if x.dtype is torch.bfloat16 and needs_widening(x, _rows(x)):
+    if x.dtype is torch.bfloat16 and needs_widening(x) and _rows(x) >= FEWEST_WIDE_ROWS:
         return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
     if weight.is_mkldnn or (not torch.is_grad_enabled() and _is_for_onednn(x, weight)):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
@@ -65,20 +65,33 @@ def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype)
     return (gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
 
 
-def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, replaces: bool = False) -> None:
     """`total += a b`, where the sum may be in float32 and the matrices in half precision.
 
     Where torch can, the product itself adds to the sum, without rounding to half precision and without another pass
     over the sum.
 
     Shapes: total `[i, k]`, a `[i, j]`, b `[j, k]`.
+
+    Args:
+        replaces: `total = a b` instead: what was there is not read.
     """
+    beta = 0 if replaces else 1
     if total.dtype is a.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     elif _adds_to_float32(a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
+    elif replaces:
+        total.copy_(a @ b)
     else:
         total.add_(a @ b)
+
+
+def can_add_product(total: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product of matrices of a dtype adds to a sum in float32 without a pass of its own."""
+    if total.dtype is not torch.float32:
+        return False
+    return dtype is torch.float32 or _adds_to_float32(total.device, dtype)
 
 
 def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -102,10 +115,12 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     total, ones = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, dtype=dtype)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+        replaced = torch.full_like(total, torch.nan)
+        torch.addmm(replaced, ones, ones, beta=0, out_dtype=torch.float32, out=replaced)
         product = torch.mm(ones, ones, out_dtype=torch.float32)
     except (TypeError, RuntimeError):
         return False
-    return bool((total == 9).all() & (product == 8).all())
+    return bool((total == 9).all() & (replaced == 8).all() & (product == 8).all())
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
