@@ -72,6 +72,47 @@ def test_the_compiled_product_has_the_bits_of_torchs(compiled: Library, dtype: t
         linear(x, weight[:, :32], None, Implementation.CSRC)
 
 
+@pytest.mark.skipif(not products.has_onednn_product(), reason="this torch has no product of oneDNN")
+@pytest.mark.parametrize("trained", [(True, True, True), (True, False, False), (False, True, True)])
+def test_products_by_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, trained: tuple[bool, ...]) -> None:
+    monkeypatch.setattr(products, "SMALLEST_ONEDNN", 1)
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator) for shape in ((2, 150, 33), (9, 33), (9,))]
+    gradient = torch.randn(150, 2, 9, generator=generator).transpose(0, 1)
+    found = []
+    for is_slow in (True, False):
+        monkeypatch.setattr(products, "has_slow_blas", lambda is_slow=is_slow: is_slow)
+        leaves = [value.clone().requires_grad_(wanted) for value, wanted in zip(values, trained, strict=True)]
+        y = linear(*leaves)
+        assert ("OneDnn" in str(y.grad_fn)) == is_slow
+        with torch.no_grad():
+            assert torch.equal(linear(*leaves), y)
+        sums = torch.ones(9, 33)
+        rows, columns = (part.reshape(300, -1) for part in (values[0], gradient))
+        products.add_product_(sums, columns.t(), rows)  # 300 columns: oneDNN's is added
+        replaced = torch.full((9, 33), torch.nan)
+        products.add_product_(replaced, columns.t(), rows, replaces=True)
+        held = products.matrix_product(values[0][0], values[1].t(), room=torch.empty(150, 9))
+        gradients = torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], gradient)
+        found.append([y.detach(), *gradients, sums, replaced, held])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_onednn_serves_where_the_library_behind_torch_leaves_instructions_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "has_onednn_product", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    found = {}
+    for capability in ("AVX512", "AVX2"):
+        for vendor in ("AuthenticAMD", "GenuineIntel", ""):
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+            monkeypatch.setattr(products, "cpu_vendor", lambda vendor=vendor: vendor)
+            found[capability, vendor] = products.has_slow_blas.__wrapped__()
+    assert [case for case, is_slow in found.items() if is_slow] == [("AVX512", "AuthenticAMD")]
+
+
 def test_wide_products_of_pairs_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
     shapes = ((3, 16, 7), (3, 7, 2), (3, 16, 2))
