@@ -73,8 +73,8 @@ REPLICAS, SPLIT, STAGES = (1, 1, 2), (2, 1, 1), (1, 2, 1)
 # parameters that data-parallel ranks divide is sent, gathered, and added for each micro-batch at ZeRO-2.
 ONE_RANK = {
     Case("fp32", 0): 19,
-    Case("fp32", 1): 22,
-    Case("fp32", 2): 22,
+    Case("fp32", 1): 21,
+    Case("fp32", 2): 21,
     Case("bf16", 1): 22,
     Case("bf16", 2): 22,
     DEVICE("fp32", 0): 29,
