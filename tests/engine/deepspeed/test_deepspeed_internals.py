@@ -108,7 +108,7 @@ def check_owned_gradients(engine: Engine) -> None:
     trained = [parameter for group in view.groups() for parameter in group]
     assert all(parameter.grad is None for parameter in trained)  # though `zero_grad` does nothing
     assert not any(parameter._post_accumulate_grad_hooks for parameter in trained)
-    assert engine.deepspeed.get_global_grad_norm() == wrapper._global_grad_norm == view.norm()
+    assert wrapper._global_grad_norm == view.norm()
     assert not list(tensors_in([getattr(wrapper, "averaged_gradients", {}), getattr(wrapper, "ipg_buckets", {})]))
     if view.is_direct:
         return
@@ -118,8 +118,12 @@ def check_owned_gradients(engine: Engine) -> None:
     ranks = engine.mesh.gradient.size
     parts = list(view.reduced_gradients())
     for part, master, flat in zip(parts, view.masters(), flats, strict=True):
-        assert len(part) == len(master) == len(flat) / ranks
-        assert torch.equal(master.to(flat.dtype), flat.view(ranks, -1)[engine.mesh.gradient.rank])
+        own = flat.view(ranks, -1)[engine.mesh.gradient.rank]
+        assert part.shape == master.shape == own.shape and torch.equal(master.to(flat.dtype), own)
+        assert (master.data_ptr() == own.data_ptr()) is (flat.dtype is torch.float32)  # which is updated in place
+    fragments = [each._hp_mapping.hp_fragment for each in trained if getattr(each, "_hp_mapping", None) is not None]
+    held = {each.untyped_storage().data_ptr() for each in (*flats, *view.masters())}
+    assert {fragment.untyped_storage().data_ptr() for fragment in fragments} <= held  # no other copy is kept
     if isinstance(view, AccumulatedView):
         own = [
             each.narrow(0, engine.mesh.gradient.rank * len(part), len(part)).data_ptr()
@@ -187,19 +191,22 @@ def test_a_parameter_without_a_gradient_is_updated_too() -> None:
     assert run_ranks(unused, 1) == [True]
 
 
-def accumulated(rank: int, flags: list[str]) -> list[torch.Tensor]:
-    """The weights and moments after three steps of four micro-batches each."""
+def accumulated(rank: int, flags: list[str]) -> tuple[int, list[torch.Tensor]]:
+    """Steps that DeepSpeed's engine has counted, weights and moments after three steps of four micro-batches each."""
     config = layout_config(RECIPE, (1, 1, 1), 1, [*BF16, *flags])
     engine = build_engine(config, open_mesh(config.parallel))
     assert type(engine.view) is AccumulatedView
     train(engine, config, 0, 3)
-    return [values.clone() for _, values in owned_pieces(engine)]
+    return engine.deepspeed.global_steps, [values.clone() for _, values in owned_pieces(engine)]
 
 
-def test_hooks_may_accumulate_during_the_backward_pass(tmp_path: Path) -> None:
+def test_hooks_may_accumulate_during_the_backward_pass_and_deepspeed_may_count_steps(tmp_path: Path) -> None:
     path = tmp_path / "deepspeed.json"
-    path.write_text(json.dumps({"bf16": {"immediate_grad_update": True}}))
-    (usual,), (immediate,) = (run_ranks(accumulated, 1, flags) for flags in ([], ["--deepspeed_config", str(path)]))
+    path.write_text(json.dumps({"bf16": {"immediate_grad_update": True}, "steps_per_print": 2}))
+    ((steps, usual),), ((counted_steps, immediate),) = (
+        run_ranks(accumulated, 1, flags) for flags in ([], ["--deepspeed_config", str(path)])
+    )
+    assert (steps, counted_steps) == (0, 3)
     assert all(torch.equal(*pair) for pair in zip(usual, immediate, strict=True))
 
 
