@@ -24,12 +24,11 @@ from megatron.engine.deepspeed_internals.parameters import mark_parameter
 from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
 from megatron.engine.deepspeed_internals.set_up import (
     keep_on_device,
-    leave_steps_to_optimizer,
     replaced_backend,
     skip_optimizer_check,
     skip_shared_memory_build,
 )
-from megatron.engine.ds_config import offloaded_ratio, reports_steps, without_ratio
+from megatron.engine.ds_config import offloaded_ratio, without_ratio
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.making import make_optimizer
@@ -90,8 +89,6 @@ def initialize(
             mpu=None if isinstance(module, BuiltStage) else ModelParallelUnit(mesh),
             dist_init_required=False,
         )
-    if stage < 3 and not isinstance(module, BuiltStage) and not reports_steps(settings):
-        leave_steps_to_optimizer(engine)
     if ratio < 1 and _is_offloaded(settings):
         keep_on_device(engine.optimizer, ratio, mesh.device)
     log.info(

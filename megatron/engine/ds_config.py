@@ -63,13 +63,6 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in merged.items() if value != {}}
 
 
-def reports_steps(settings: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed's engine is to print something about steps: their number, times, samples a second or memory."""
-    is_timed = settings.get("timers", {}).get("throughput", {}).get("enabled", True)
-    prints = settings["steps_per_print"] < _NEVER_PRINT_STEPS
-    return bool(is_timed or prints or settings.get("wall_clock_breakdown") or settings.get("memory_breakdown"))
-
-
 def offloaded_ratio(zero: Mapping[str, Any]) -> float:
     """The share of the optimizer's state that is to be offloaded, of a `zero_optimization` section."""
     return float((zero.get("offload_optimizer") or {}).get("ratio", 1.0))

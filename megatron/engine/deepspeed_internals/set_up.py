@@ -29,14 +29,6 @@ def skip_optimizer_check() -> None:
     deepspeed.runtime.compiler.compile = lambda *_, **__: lambda function: function
 
 
-def leave_steps_to_optimizer(engine: Any) -> None:
-    """Has the engine's `step` be its optimizer's, where nobody wants what the engine says about steps.
-
-    Its own is 0.1 ms of the host: it starts timers that are off, and counts micro-batches and samples, as is done here.
-    """
-    engine.step = lambda: engine.optimizer.step()
-
-
 @contextlib.contextmanager
 def replaced_backend(wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Has DeepSpeed send its messages in the block through what `wrap` makes of its backend, if it has one."""

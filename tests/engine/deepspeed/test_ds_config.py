@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
-from megatron.engine.ds_config import deepspeed_config, reports_steps
+from megatron.engine.ds_config import deepspeed_config
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -105,20 +105,6 @@ def test_a_file_adds_settings_and_objects_are_merged(tmp_path: Path) -> None:
         "wall_clock_breakdown": True,
         "comms_logger": {"enabled": True},
     }
-
-
-@pytest.mark.parametrize(
-    ("content", "reports"),
-    [
-        ({"comms_logger": {"enabled": True}}, False),
-        ({"steps_per_print": 10}, True),
-        ({"wall_clock_breakdown": True}, True),
-        ({"memory_breakdown": True}, True),
-        ({"timers": {"throughput": {"enabled": True}}}, True),
-    ],
-)
-def test_only_who_asks_gets_reports_of_steps(tmp_path: Path, content: Any, reports: bool) -> None:
-    assert reports_steps(deepspeed_config(run(written(tmp_path, content)))) is reports
 
 
 def test_auto_means_our_value_at_every_depth(tmp_path: Path) -> None:
