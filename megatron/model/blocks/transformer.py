@@ -113,15 +113,15 @@ class TransformerBlock(nn.Module):
         Args:
             leaves_sum: whether the result may be a sum that was not computed yet.
         """
-        branch, residual = as_sum(hidden)
+        branch, residual = as_sum(hidden, context)
         if self._program is not None and self.training:  # what is scored or generated has any length
-            hidden = total(branch, residual)
-            self.self_attention.prepare(hidden, context)
-            return self._as_one(self._program, hidden, context)
-        if context.recompute is not Recompute.NONE and self._recomputes(context):
-            return self._as_one(self._run, total(branch, residual), context)
-        branch, residual = self._run_sum(branch, residual, context)
-        return (branch, residual) if leaves_sum and residual is not None else total(branch, residual)
+            self.self_attention.prepare(branch, context)
+            branch, residual = self._as_one(self._program, total(branch, residual), context), None
+        elif context.recompute is not Recompute.NONE and self._recomputes(context):
+            branch, residual = self._as_one(self._run, total(branch, residual), context), None
+        else:
+            branch, residual = self._run_sum(branch, residual, context)
+        return (branch, residual) if leaves_sum else context.by_sample(total(branch, residual))
 
     def _recomputes(self, context: StepContext) -> bool:
         wants = context.recompute is Recompute.BLOCKS or context.recompute is Recompute.SPLIT_BLOCKS

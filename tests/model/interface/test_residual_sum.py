@@ -58,9 +58,11 @@ def test_numbers_are_those_of_the_layers_alone(name: str, recompute: Recompute) 
 
 def test_a_sum_is_normed_or_added_up() -> None:
     branch, residual = torch.randn(2, 1, 3, 4)
-    assert NoNorm().add(*as_sum(branch)) == (branch, branch)
-    assert torch.equal(total(branch, residual), residual + branch)
-    assert as_sum((branch, residual)) == (branch, residual)
+    context = StepSettings().context(torch.arange(1))
+    rows, nothing = as_sum(branch, context)
+    assert nothing is None and torch.equal(rows, branch[0]) and NoNorm().add(rows, None) == (rows, rows)
+    assert torch.equal(context.by_sample(total(rows, residual[0])), residual + branch)
+    assert as_sum((branch, residual), context) == (branch, residual)
 
 
 def test_a_stack_without_layers_hands_on_what_it_gets() -> None:
