@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,22 @@ from megatron.kernels.choice import Implementation
 FUNCTIONS = types.MappingProxyType({"gelu": 0, "gelu_tanh": 1, "relu": 2, "squared_relu": 3, "silu": 4, "linear": 5})
 
 _QUICK_GELU = 1.702  # the slope at which a sigmoid is closest to GELU's
+
+# Sources: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2 (gelu, gelu_tanh, quick_gelu, silu); So
+# et al., "Primer", 2021, section 3 (squared_relu); Clevert et al., "Fast and accurate deep network learning by
+# exponential linear units", 2015, equation 1 (elu).
+_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = types.MappingProxyType(
+    {
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+        "quick_gelu": lambda x: x * torch.sigmoid(_QUICK_GELU * x),
+        "relu": F.relu,
+        "squared_relu": lambda x: F.relu(x).square(),
+        "silu": F.silu,
+        "elu": F.elu,
+        "linear": lambda x: x,
+    }
+)
 
 
 def activation(
@@ -32,7 +50,7 @@ def activation(
     """
     if implementation is Implementation.CSRC and name in FUNCTIONS and name != "linear":
         return torch.ops.megatron.activation(x, bias, FUNCTIONS[name], False)  # type: ignore[no-any-return]
-    return _activation(x if bias is None else x + bias.to(x.dtype), name)
+    return _FUNCTIONS[name](x if bias is None else x + bias.to(x.dtype))
 
 
 def gated(
@@ -67,7 +85,7 @@ def gated(
     if name in ("silu", "gelu", "gelu_tanh") and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Gated.apply(x, name)  # type: ignore[no-any-return]
     gate, up = x.unbind(-2)
-    return _activation(gate, name) * up
+    return _FUNCTIONS[name](gate) * up
 
 
 def register() -> None:
@@ -76,39 +94,12 @@ def register() -> None:
     torch.library.register_fake("megatron::activation_backward", _shapes_of_gradients)
 
 
-def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The activation `name`.
-
-    Source: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2 (gelu, gelu_tanh, quick_gelu, silu); So
-    et al., "Primer", 2021, section 3 (squared_relu); Clevert et al., "Fast and accurate deep network learning by
-    exponential linear units", 2015, equation 1 (elu).
-    """
-    match name:
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "quick_gelu":
-            return x * torch.sigmoid(_QUICK_GELU * x)
-        case "relu":
-            return F.relu(x)
-        case "squared_relu":
-            return F.relu(x).square()
-        case "silu":
-            return F.silu(x)
-        case "elu":
-            return F.elu(x)
-        case "linear":
-            return x
-    raise ValueError(f"unknown activation {name!r}")
-
-
 def _limited(x: torch.Tensor, name: str, limit: float | None, offset: float) -> torch.Tensor:
     """`gated` with a limit or an offset. Shapes: x `[..., 2, f]`; result `[..., f]`."""
     gate, up = x.unbind(-2)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return _activation(gate, name) * (up + offset)
+    return _FUNCTIONS[name](gate) * (up + offset)
 
 
 class _LimitedGated(torch.autograd.Function):
@@ -135,7 +126,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, name):  # type: ignore[no-untyped-def]
         gate, up = x.unbind(-2)
-        active = _activation(gate, name)
+        active = _FUNCTIONS[name](gate)
         ctx.save_for_backward(x, active)
         ctx.name = name
         return active * up

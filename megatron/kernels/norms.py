@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
@@ -32,7 +31,7 @@ def layer_norm(
     scale = weight + 1 if zero_centered else weight
     if implementation is Implementation.APEX:
         return _apex_layer_norm(x, scale, bias, eps)
-    return F.layer_norm(x, scale.shape, scale, bias, eps)
+    return torch.layer_norm(x, scale.shape, scale, bias, eps)
 
 
 def rms_norm(
@@ -66,7 +65,7 @@ def rms_norm(
 
 def add_norm(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
@@ -76,7 +75,8 @@ def add_norm(
     zero_centered: bool = False,
     implementation: Implementation = Implementation.TORCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual + (x + branch_bias)`, and its norm; the compiled implementation does both in one pass.
+    """`residual + (x + branch_bias)`, or what of it there is, and its norm; the compiled implementation does both in one
+    pass.
 
     In half precision the compiled one rounds the sum once, at its end, and the gradient of `branch_bias` is a sum of
     values that were not rounded, unless a GPU's registers are too few for rows as long as these.
@@ -87,10 +87,12 @@ def add_norm(
         subtract_mean: whether it is the layer norm; otherwise the RMS norm, which has no bias.
         branch_bias: of the layer that made x.
     """
-    if implementation is Implementation.CSRC and x.dtype == residual.dtype:
+    if implementation is Implementation.CSRC and residual is not None and x.dtype is residual.dtype:
         operation = torch.ops.megatron.add_norm
         return operation(x, residual, weight, bias, branch_bias, eps, subtract_mean, zero_centered)[:2]  # type: ignore[no-any-return]
-    total = residual + (x if branch_bias is None else x + branch_bias)
+    if branch_bias is not None:
+        x = x + branch_bias
+    total = x if residual is None else residual + x
     if subtract_mean:
         normalized = layer_norm(total, weight, bias, eps, zero_centered=zero_centered, implementation=implementation)
     else:

@@ -32,7 +32,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
-    if x.dtype is torch.bfloat16 and needs_widening(x, _rows(x)):
+    if x.dtype is torch.bfloat16 and needs_widening(x) and _rows(x) >= FEWEST_WIDE_ROWS:
         return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
     if weight.is_mkldnn or (not torch.is_grad_enabled() and _is_for_onednn(x, weight)):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]

@@ -82,7 +82,7 @@ def test_a_limit_and_an_offset_are_those_of_gpt_oss(name: str, implementation: I
 
 
 def test_an_unknown_activation_is_named() -> None:
-    with pytest.raises(ValueError, match="'swish2'"):
+    with pytest.raises(KeyError, match="'swish2'"):
         activation(torch.zeros(1), "swish2")
 
 

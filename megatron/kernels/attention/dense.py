@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from megatron.kernels.products import batched_product, needs_widening
 LONGEST_EXPLICIT = 512  # tokens
 FEWEST_WIDE_QUERIES = 64  # with fewer, converting keys and values takes longer than attending to them
 _CUDNN_TILE = 128  # keys
-_NO_CONTEXT = nullcontext()
 
 
 def attention(
@@ -56,19 +56,20 @@ def attention(
         return explicit_attention(
             query, key, value, scale, drop, bias=bias, causal=causal, softcap=softcap, kernels=kernels
         )
-    if causal and bias is None and _explicit_is_faster(query, key, dropout):
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and causal and bias is None and _explicit_is_faster(query, key, dropout):
         return explicit_attention(query, key, value, scale, causal=True, kernels=kernels)
     if causal and (bias is not None or query.shape[2] != key.shape[2]):
         bias, causal = _with_causal_mask(bias, query, key), False
-    grouped = query.shape[1] != key.shape[1]
     if bias is not None and query.device.type != "cpu":
         bias = bias.to(query.dtype)  # kernels of GPUs refuse another dtype or take its bytes for the query's
         if grouped:  # the only fused kernels with a bias want as many keys
             key, value, grouped = repeated_heads(key, query.shape[1]), repeated_heads(value, query.shape[1]), False
-    with _NO_CONTEXT if bias is None else _sound_kernels(key, bias):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+    form: dict[str, Any] = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    if bias is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=None, **form)
+    with _sound_kernels(key):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, **form)
 
 
 def repeated_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -215,7 +216,7 @@ def _with_causal_mask(bias: torch.Tensor | None, query: torch.Tensor, key: torch
 
 
 def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) -> bool:
-    """Whether materialized probabilities are the faster form in training.
+    """Whether materialized probabilities are the faster form in training with fewer keys than queries.
 
     The backward pass of torch's fused attention on CPU computes in float32; up to 512 tokens, products in half
     precision take 0.4 to 0.7 times as long, forward and backward. As many keys as queries keep the fused form, whose
@@ -223,10 +224,10 @@ def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) 
     """
     is_half_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     is_training = torch.is_grad_enabled() and query.requires_grad and dropout == 0
-    return is_half_on_cpu and is_training and query.shape[1] != key.shape[1] and key.shape[2] <= LONGEST_EXPLICIT
+    return is_half_on_cpu and is_training and key.shape[2] <= LONGEST_EXPLICIT
 
 
-def _sound_kernels(key: torch.Tensor, bias: torch.Tensor) -> AbstractContextManager[None]:
+def _sound_kernels(key: torch.Tensor) -> AbstractContextManager[None]:
     """Keeps cuDNN away from the lengths at which it cannot differentiate attention with a bias.
 
     If the last tile of 128 keys is half full, its backward pass scores the empty half as 0 instead of -inf, and the
@@ -238,7 +239,7 @@ def _sound_kernels(key: torch.Tensor, bias: torch.Tensor) -> AbstractContextMana
     """
     is_half = key.dtype in (torch.bfloat16, torch.float16)
     if key.device.type == "cpu" or not is_half or key.shape[2] % _CUDNN_TILE != _CUDNN_TILE // 2:
-        return _NO_CONTEXT
+        return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 

@@ -33,10 +33,11 @@ from megatron.parallel.rng import attention_dropout, attention_keys, attention_s
 from megatron.parallel.sequence.tiles import Visibility
 from megatron.parallel.sequence.ulysses import to_heads, to_positions
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(DirectModule):
     """Attention: multi-head, grouped-query or multi-query; causal, or in both directions in an encoder.
 
     Shapes: `[b, s, h]` to the same, replicated over the axis, or with sequence parallelism `[b, s/t, h]`; inside
@@ -65,6 +66,7 @@ class SelfAttention(nn.Module):
         if config.position_embedding_type == ALIBI:
             own = slice(*self.query_dimension.bounds)
             self.slopes = tuple(alibi_slopes(heads)[own])
+        self.is_bounded = self.window is not None or bool(self.slopes)
         self.has_sinks = config.softmax_type != VANILLA
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == LEARNABLE:
@@ -81,7 +83,10 @@ class SelfAttention(nn.Module):
 
     def build_projections(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         """Builds what `_heads` makes queries, keys and values with."""
-        self.linear_qkv = QueryKeyValue(config, mesh)
+        self.linear_qkv = qkv = QueryKeyValue(config, mesh)
+        is_compiled, is_plain = self.kernels.rotary is Implementation.CSRC, not config.qk_layernorm
+        self.splits_and_rotates = is_compiled and self.is_rotary and is_plain and qkv.is_split and not qkv.is_gated
+        self.joins_gradients = is_compiled and not self.is_rotary and is_plain and qkv.joins_gradients
         if config.qk_layernorm:
             self.q_layernorm = build_head_norm(config, mesh, self.linear_qkv.query_dimension)
             self.k_layernorm = build_head_norm(config, mesh, self.linear_qkv.group_dimension)
@@ -101,7 +106,7 @@ class SelfAttention(nn.Module):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self.linear_proj(self._joined(attended, gate), finish)
+            return self._modules["linear_proj"](self._joined(attended, gate), finish)  # type: ignore[no-any-return]
         if context.split is None:
             attended = self._attend_whole(query, key, value, context)
         else:
@@ -112,7 +117,8 @@ class SelfAttention(nn.Module):
             else:
                 attended = self._attend_ring(query, key, value, context)
             attended = to_positions(attended, ulysses)  # [b, a/t, s/ru, d]
-        return self.linear_proj(self._joined(attended, gate), finish, splits_sequence=context.splits_sequence)
+        joined, is_split = self._joined(attended, gate), context.splits_sequence
+        return self._modules["linear_proj"](joined, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
 
     def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """What the heads return, side by side for the output matrix, multiplied by the sigmoid of the gate if there is
@@ -133,17 +139,23 @@ class SelfAttention(nn.Module):
 
         Shapes: query `[b, a/t, s, d]`, key and value `[b, g/t, s, d]`; result as query.
         """
-        slopes, plan = self._slopes(context), None
-        if not (self.has_sinks or (self.training and self.dropout) or torch.compiler.is_compiling()):
-            plan = bounded_plan(context, query, self.window, slopes, self.softcap, bidirectional=self.bidirectional)
-        bias = None
-        if plan is None:
-            bias = score_bias(context, query, self.window, slopes, bidirectional=self.bidirectional)
+        plan = bias = None
+        if self.is_bounded or context.bounds_attention:
+            plan, bias = self._bounds(query, context)
         if context.recompute is Recompute.ATTENTION and self.training and torch.is_grad_enabled():
             return checkpoint(  # type: ignore[no-any-return]
                 self._attend, query, key, value, plan, bias, context, use_reentrant=False, preserve_rng_state=False
             )
         return self._attend(query, key, value, plan, bias, context)
+
+    def _bounds(self, query: torch.Tensor, context: StepContext) -> tuple[AttentionPlan | None, torch.Tensor | None]:
+        """How attention is bounded, if it is not plainly causal: by a plan or else by a bias of the scores."""
+        slopes = self._slopes(context)
+        if not (self.has_sinks or (self.training and self.dropout) or torch.compiler.is_compiling()):
+            plan = bounded_plan(context, query, self.window, slopes, self.softcap, bidirectional=self.bidirectional)
+            if plan is not None:
+                return plan, None
+        return None, score_bias(context, query, self.window, slopes, bidirectional=self.bidirectional)
 
     def _attend_ring(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext
@@ -202,13 +214,13 @@ class SelfAttention(nn.Module):
 
         Shapes: `[b, s/t, h]` to `[b, a/t, s, d]`, twice `[b, g/t, s, d]`, and `[b, s, a/t, d]`.
         """
-        qkv, is_split = self.linear_qkv, context.splits_sequence
-        if self._splits_and_rotates(context):
+        qkv, is_split = self._modules["linear_qkv"], context.splits_sequence
+        if self.splits_and_rotates and context.caches is None:  # whose few tokens are rotated in fewer operations
             joint = qkv.joint(hidden, is_split)
             angles = rotation(self.config, self.layer, context, joint.shape[1])
             interleaved, implementation = self.config.rotary_interleaved, self.kernels.rotary
             return *split_rotated(joint, *angles, interleaved=interleaved, implementation=implementation), None
-        if self._joins_gradients(hidden):
+        if self.joins_gradients and self._joins_now(hidden):
             return *qkv.heads(hidden, is_split), None
         query, key, value, gate = qkv.project(hidden, is_split)  # [b, s, a/t, d], [b, s, g, d]
         if self.config.qk_layernorm:
@@ -220,25 +232,14 @@ class SelfAttention(nn.Module):
             query, key = self._rotated(query, key, context)
         return query, key, value, gate
 
-    def _splits_and_rotates(self, context: StepContext) -> bool:
-        """Whether the fused projection is split and rotated in one pass.
-
-        Not with a key-value cache: its few tokens are rotated in fewer operations.
-        """
-        is_compiled = self.is_rotary and self.kernels.rotary is Implementation.CSRC
-        is_plain = self.linear_qkv.is_split and not (self.config.qk_layernorm or self.linear_qkv.is_gated)
-        return is_compiled and is_plain and context.caches is None
-
-    def _joins_gradients(self, hidden: torch.Tensor) -> bool:
+    def _joins_now(self, hidden: torch.Tensor) -> bool:
         """Whether the gradients of a projection without rotary positions are joined in one pass with its bias's.
 
         Not in half precision on a CPU, where torch's operations take two thirds of the time, nor where torch.compile
         traces.
         """
-        is_compiled = not self.is_rotary and self.kernels.rotary is Implementation.CSRC
-        is_plain = self.linear_qkv.joins_gradients and not self.config.qk_layernorm
         is_faster = hidden.is_cuda or hidden.dtype is torch.float32
-        return is_compiled and is_plain and is_faster and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return is_faster and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def _rotated(
         self, query: torch.Tensor, key: torch.Tensor, context: StepContext
@@ -290,7 +291,7 @@ class SelfAttention(nn.Module):
         if plan is not None:
             return plan.attend(query, key, value, self.scale)
         causal = bias is None and query.shape[2] > 1 and not self.bidirectional
-        sinks = self._sinks(query, context)
+        sinks = self._sinks(query, context) if self.has_sinks else None
         if sinks is not None:
             return sink_attention(query, key, value, sinks, self._partial(context), causal=causal, bias=bias)
         bounds: dict[str, Any] = {"bias": bias, "causal": causal, "softcap": self.softcap, "kernels": self.kernels}

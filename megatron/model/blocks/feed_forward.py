@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.activations import activation, gated
@@ -11,10 +10,11 @@ from megatron.kernels.choice import Implementation
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension
+from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import ColumnParallelLinear, Finish, RowParallelLinear
 
 
-class FeedForward(nn.Module):
+class FeedForward(DirectModule):
     """`fc2(activation(fc1(x)))`, or `fc2(activation(gate) * up)` with both products in `fc1`; the inner dimension is
     split over the tensor-parallel axis.
 
@@ -51,12 +51,12 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
         """Applies the layer; with `finish`, returns `finish(product, bias)` of the last layer."""
-        is_split = context.splits_sequence
+        parts, is_split = self._modules, context.splits_sequence
         if self.implementation is Implementation.CSRC:
-            inner = self.linear_fc1(hidden, self._activate, splits_sequence=is_split)
+            inner = parts["linear_fc1"](hidden, self._activate, splits_sequence=is_split)
         else:
-            inner = self._activate(self.linear_fc1(hidden, splits_sequence=is_split))
-        return self.linear_fc2(inner, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
+            inner = self._activate(parts["linear_fc1"](hidden, splits_sequence=is_split))
+        return parts["linear_fc2"](inner, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
 
     def _activate(self, inner: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_gated:

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
-from megatron.model.interface.residual_sum import ResidualSum
+from megatron.model.interface.residual_sum import ResidualSum, as_sum, total
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import Dimension
@@ -23,7 +23,7 @@ def build_norm(
     *,
     partial: Axis | None = None,
     epsilon: float | None = None,
-) -> nn.Module:
+) -> LayerNorm | RMSNorm:
     """A norm over `size` channels.
 
     Args:
@@ -36,7 +36,7 @@ def build_norm(
     return kind(size, epsilon, partial=partial, implementation=kernel, **_settings(config, mesh))
 
 
-def build_hidden_norm(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
+def build_hidden_norm(config: ModelConfig, mesh: ParallelMesh) -> LayerNorm | RMSNorm:
     """A norm of hidden states between matrix products, of which sequence parallelism gives each rank its own tokens.
 
     Shapes: `[b, s/t, h]` to the same.
@@ -73,20 +73,27 @@ def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
     return kind(config.hidden_size, config.layernorm_epsilon, **settings)
 
 
+class NoNorm(nn.Identity):
+    """In the place of a norm of hidden states that a block does not have."""
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + x`, or x if there is no residual, twice."""
+        hidden = total(x, residual)
+        return hidden, hidden
+
+
 class _LayerNormLayer(LayerNorm):
     takes_sum = True
 
     def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        hidden, residual = ResidualSum.of(x)
-        return super().forward(hidden) if residual is None else self.add(hidden, residual)[1]
+        return self.add(*as_sum(x))[1]
 
 
 class _RMSNormLayer(RMSNorm):
     takes_sum = True
 
     def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        hidden, residual = ResidualSum.of(x)
-        return super().forward(hidden) if residual is None else self.add(hidden, residual)[1]
+        return self.add(*as_sum(x))[1]
 
 
 def _settings(config: ModelConfig, mesh: ParallelMesh) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class QueryKeyValue(ColumnParallelLinear):
 
         Shapes: `[b, s, h]` to `[b, s, g/t, q + 2, d]`.
         """
-        states = super().forward(hidden, splits_sequence=splits_sequence)
-        return states.unflatten(-1, (-1, self.group_rows, self.head_size))
+        states = self.product(hidden, self._parameters["bias"], splits_sequence)
+        return states.view(*states.shape[:-1], -1, self.group_rows, self.head_size)
 
     @property
     def joins_gradients(self) -> bool:

@@ -19,23 +19,26 @@ from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_a
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.latent_attention import LatentAttention
-from megatron.model.blocks.norm import build_hidden_norm
-from megatron.model.interface.residual_sum import ResidualSum
+from megatron.model.blocks.norm import NoNorm, build_hidden_norm
+from megatron.model.interface.residual_sum import ResidualSum, as_sum, total
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from, scatter_to
+from megatron.parallel.tensor.norms import LayerNorm, RMSNorm
 
 
 class _Branch(NamedTuple):
     """One of the two branches of a block.
 
     Attributes:
+        inner_norm: the norm of its input.
         layer: attention or feed-forward.
         outer_norm: the norm of its output before the residual addition, if any.
         site: its dropout site.
         bias_joins: whether its bias is added together with dropout and the residual.
     """
 
+    inner_norm: LayerNorm | RMSNorm | NoNorm
     layer: nn.Module
     outer_norm: nn.Module | None
     site: DropoutSite
@@ -75,24 +78,32 @@ class TransformerBlock(nn.Module):
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
         self.takes_sum = has_inner
         self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
-        self.input_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
+        self.input_layernorm = build_hidden_norm(config, mesh) if has_inner else NoNorm()
         attention = LatentAttention if config.multi_latent_attention else SelfAttention
         self.self_attention = attention(config, mesh, index)
-        self.post_self_attn_layernorm = build_hidden_norm(config, mesh) if has_outer else nn.Identity()
-        self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else nn.Identity()
+        self.post_self_attn_layernorm = build_hidden_norm(config, mesh) if has_outer else NoNorm()
+        self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else NoNorm()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
-        self.post_mlp_layernorm = build_hidden_norm(config, mesh) if has_outer else nn.Identity()
+        self.post_mlp_layernorm = build_hidden_norm(config, mesh) if has_outer else NoNorm()
         # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
         joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
-        self.attention_bias_joins = joins and config.attention_output_bias
         self._program: Callable[[torch.Tensor, StepContext], torch.Tensor] | None = None
-        self.feed_forward_bias_joins = joins and config.mlp_bias and isinstance(self.mlp, FeedForward)
         norms = (self.post_self_attn_layernorm, self.post_mlp_layernorm)
         before_residual = norms if has_outer and not self.norms_residual else (None, None)
         self._attention = _Branch(
-            self.self_attention, before_residual[0], self.attention_site, self.attention_bias_joins
+            self.input_layernorm,
+            self.self_attention,
+            before_residual[0],
+            self.attention_site,
+            joins and config.attention_output_bias,
         )
-        self._feed_forward = _Branch(self.mlp, before_residual[1], self.feed_forward_site, self.feed_forward_bias_joins)
+        self._feed_forward = _Branch(
+            self.pre_mlp_layernorm,
+            self.mlp,
+            before_residual[1],
+            self.feed_forward_site,
+            joins and config.mlp_bias and isinstance(self.mlp, FeedForward),
+        )
 
     def forward(
         self, hidden: torch.Tensor | ResidualSum, context: StepContext, *, leaves_sum: bool = False
@@ -102,15 +113,15 @@ class TransformerBlock(nn.Module):
         Args:
             leaves_sum: whether the result may be a sum that was not computed yet.
         """
-        given = ResidualSum.of(hidden)
+        branch, residual = as_sum(hidden)
         if self._program is not None and self.training:  # what is scored or generated has any length
-            hidden = given.total()
+            hidden = total(branch, residual)
             self.self_attention.prepare(hidden, context)
             return self._as_one(self._program, hidden, context)
-        if self._recomputes(context):
-            return self._as_one(self._run, given.total(), context)
-        result = self._run_sum(given, context)
-        return result if leaves_sum and result.residual is not None else result.total()
+        if context.recompute is not Recompute.NONE and self._recomputes(context):
+            return self._as_one(self._run, total(branch, residual), context)
+        branch, residual = self._run_sum(branch, residual, context)
+        return (branch, residual) if leaves_sum and residual is not None else total(branch, residual)
 
     def _recomputes(self, context: StepContext) -> bool:
         wants = context.recompute is Recompute.BLOCKS or context.recompute is Recompute.SPLIT_BLOCKS
@@ -144,36 +155,34 @@ class TransformerBlock(nn.Module):
         self._program = torch.compile(self._run, fullgraph=True, dynamic=False, backend=backend)
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        return self._run_sum(ResidualSum(hidden), context).total()
+        return total(*self._run_sum(hidden, None, context))
 
-    def _run_sum(self, given: ResidualSum, context: StepContext) -> ResidualSum:
+    def _run_sum(self, branch: torch.Tensor, residual: torch.Tensor | None, context: StepContext) -> ResidualSum:
+        attention, feed_forward = self._attention, self._feed_forward
         if self.norms_residual:
-            hidden = given.total()
-            attended = self._sum(self._attention, hidden, hidden, context)
-            hidden = attended.normed(self.post_self_attn_layernorm)[1]
-            return ResidualSum(
-                self._sum(self._feed_forward, hidden, hidden, context).normed(self.post_mlp_layernorm)[1]
-            )
-        hidden, normed = given.normed(self.input_layernorm)
-        attended = self._sum(self._attention, normed if self.residual_after_norm else hidden, normed, context)
+            hidden = total(branch, residual)
+            _, hidden = self.post_self_attn_layernorm.add(*self._sum(attention, hidden, hidden, context))
+            _, hidden = self.post_mlp_layernorm.add(*self._sum(feed_forward, hidden, hidden, context))
+            return hidden, None
+        hidden, inputs = attention.inner_norm.add(branch, residual)
+        attended = self._sum(attention, inputs if self.residual_after_norm else hidden, inputs, context)
         if self.is_parallel:
-            after_attention, normed = attended.total(), self.pre_mlp_layernorm(hidden)
+            after_attention, inputs = total(*attended), feed_forward.inner_norm(hidden)
         else:
-            after_attention, normed = attended.normed(self.pre_mlp_layernorm)
-        residual = normed if self.residual_after_norm else after_attention
-        return self._sum(self._feed_forward, residual, normed, context)
+            after_attention, inputs = feed_forward.inner_norm.add(*attended)
+        return self._sum(feed_forward, inputs if self.residual_after_norm else after_attention, inputs, context)
 
-    def _sum(self, branch: _Branch, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> ResidualSum:
-        """The residual and what a branch makes of the normed input."""
+    def _sum(self, branch: _Branch, residual: torch.Tensor, inputs: torch.Tensor, context: StepContext) -> ResidualSum:
+        """The residual and what a branch makes of its normed inputs."""
         drops = self.training and self.dropout > 0
         if branch.bias_joins and drops:
-            return ResidualSum(branch.layer(normed, context, partial(self._add, residual, branch.site, context)))
-        output = branch.layer(normed, context)
+            return branch.layer(inputs, context, partial(self._add, residual, branch.site, context)), None
+        output = branch.layer(inputs, context)
         if branch.outer_norm is not None:
             output = branch.outer_norm(output)
         if drops or not self.adds_in_norm:
-            return ResidualSum(self._add(residual, branch.site, context, output))
-        return ResidualSum(output, residual)
+            return self._add(residual, branch.site, context, output), None
+        return output, residual
 
     def _add(
         self,

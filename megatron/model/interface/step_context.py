@@ -105,6 +105,9 @@ class StepContext:
         auxiliary: collects the losses that layers add.
         shared: tensors that several layers use, such as masks and rotation angles; see `once`.
         kept: tensors that all micro-batches of the same settings use; see `once_for_all`.
+        splits_sequence: whether hidden states between matrix products are of a part of the tokens along s:
+            `[b, s/t, h]`.
+        bounds_attention: whether tokens do not simply attend to all earlier ones, or in both directions to all.
     """
 
     sample_ids: torch.Tensor
@@ -129,6 +132,13 @@ class StepContext:
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     shared: dict[Hashable, Any] = field(default_factory=dict)
     kept: dict[Hashable, Any] = field(default_factory=dict)
+    splits_sequence: bool = field(init=False)
+    bounds_attention: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "splits_sequence", self.sequence_parallel.size > 1)
+        bounds = self.mask is MaskKind.DOCUMENTS or self.prefix_mask is not None
+        object.__setattr__(self, "bounds_attention", bounds)
 
     @cached_property
     def first_sample(self) -> int:
@@ -166,11 +176,6 @@ class StepContext:
             return torch.from_numpy(places).to(device) if len(places) > 1 else _ranges(places[0], device)
 
         return self.once(("positions", length), compute)
-
-    @property
-    def splits_sequence(self) -> bool:
-        """Whether hidden states between matrix products are of a part of the tokens along s: `[b, s/t, h]`."""
-        return self.sequence_parallel.size > 1
 
     def own_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Of values for the tokens along s those for hidden states. Shapes: `[..., s]` to `[..., s/t]`."""

@@ -21,6 +21,7 @@ from megatron.kernels.float8.scaling import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from, scatter_sequence
+from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.gathered_linear import gathered_linear
 from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
 
@@ -31,7 +32,7 @@ Finish = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 TOO_LARGE = "There is an input id in the input that is greater than the highest possible input id"
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(DirectModule):
     """`y = x W^T + b` with the outputs split: each rank computes its outputs from the full input.
 
     Args:
@@ -66,7 +67,8 @@ class ColumnParallelLinear(nn.Module):
         self.float8: Float8 | None = None
         weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
-        self.bias: nn.Parameter | None = None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None)
         if bias:
             spec = ShardSpec(tuple(outputs))
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
@@ -77,18 +79,22 @@ class ColumnParallelLinear(nn.Module):
         Args:
             splits_sequence: whether each rank has its own tokens of x, `[b, s/t, input]`.
         """
+        bias = self._parameters["bias"]
         if finish is None:
-            return self.product(x, self.bias, splits_sequence)
-        return finish(self.product(x, None, splits_sequence), self.bias)
+            return self.product(x, bias, splits_sequence)
+        return finish(self.product(x, None, splits_sequence), bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, splits_sequence: bool) -> torch.Tensor:
         """The layer without what follows, with this bias."""
+        weight = self._parameters["weight"]
         if splits_sequence:
-            return gathered_linear(x, self.weight, bias, self.axis, self.queue, self.float8)
-        return deferrable_linear(copy_to(x, self.axis), self.weight, bias, self.queue, self.float8)
+            return gathered_linear(x, weight, bias, self.axis, self.queue, self.float8)
+        if self.axis.size > 1:
+            x = copy_to(x, self.axis)
+        return deferrable_linear(x, weight, bias, self.queue, self.float8)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DirectModule):
     """`y = x W^T + b` with the inputs split: the ranks' partial products are summed, then the replicated bias is added.
 
     Args:
@@ -120,7 +126,8 @@ class RowParallelLinear(nn.Module):
         dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
         weight = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
-        self.bias: nn.Parameter | None = None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None)
         if bias:
             spec = ShardSpec.vector(output_size, partial=partial)
             self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), spec)
@@ -131,13 +138,14 @@ class RowParallelLinear(nn.Module):
         Args:
             splits_sequence: whether each rank is to have its own tokens of the result, `[b, s/t, output]`.
         """
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
         if self.axis.size == 1 and finish is None:
-            return deferrable_linear(x, self.weight, self.bias, self.queue, self.float8)
-        product = deferrable_linear(x, self.weight, None, self.queue, self.float8)
+            return deferrable_linear(x, weight, bias, self.queue, self.float8)
+        product = deferrable_linear(x, weight, None, self.queue, self.float8)
         y = scatter_sequence(product, self.axis) if splits_sequence else reduce_from(product, self.axis)
         if finish is not None:
-            return finish(y, self.bias)
-        return y if self.bias is None else y + self.bias
+            return finish(y, bias)
+        return y if bias is None else y + bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -12,9 +12,10 @@ from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
+from megatron.parallel.tensor.direct_module import DirectModule
 
 
-class _ReplicatedNorm(nn.Module):
+class _ReplicatedNorm(DirectModule):
     """A norm over the last dimension whose weight every rank of the axis holds.
 
     Shapes: `[..., h]` to the same.
@@ -41,12 +42,6 @@ class _ReplicatedNorm(nn.Module):
         self.implementation = implementation
         self.weight = _norm_weight(ShardSpec.vector(hidden_size, partial=partial), zero_centered, device)
 
-    def _added(
-        self, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        settings: dict[str, Any] = {"zero_centered": self.zero_centered, "implementation": self.implementation}
-        return add_norm(x, residual, self.weight, bias, self.eps, subtract_mean=bias is not None, **settings)
-
 
 class LayerNorm(_ReplicatedNorm):
     """Layer norm with weight and bias, replicated over the axis.
@@ -61,13 +56,29 @@ class LayerNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
+        own = self._parameters
         return layer_norm(
-            x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
+            x,
+            own["weight"],
+            own["bias"],
+            self.eps,
+            zero_centered=self.zero_centered,
+            implementation=self.implementation,
         )
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + x`, and the norm of it."""
-        return self._added(x, residual, self.bias)
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + x`, or x if there is no residual, and the norm of it."""
+        own = self._parameters
+        return add_norm(
+            x,
+            residual,
+            own["weight"],
+            own["bias"],
+            self.eps,
+            subtract_mean=True,
+            zero_centered=self.zero_centered,
+            implementation=self.implementation,
+        )
 
 
 class RMSNorm(_ReplicatedNorm):
@@ -80,11 +91,21 @@ class RMSNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
+        weight = self._parameters["weight"]
+        return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + x`, and the norm of it."""
-        return self._added(x, residual, None)
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + x`, or x if there is no residual, and the norm of it."""
+        return add_norm(
+            x,
+            residual,
+            self._parameters["weight"],
+            None,
+            self.eps,
+            subtract_mean=False,
+            zero_centered=self.zero_centered,
+            implementation=self.implementation,
+        )
 
 
 class HeadsRMSNorm(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels import products
 from megatron.kernels.float8.linear import input_gradient, linear, weight_gradient
 from megatron.kernels.float8.scaling import Float8
 
@@ -60,9 +61,9 @@ def deferrable_linear(
 
     Shapes: as `megatron.kernels.float8.linear.linear`.
     """
-    if queue is None or not torch.is_grad_enabled():
-        return linear(x, weight, bias, float8)
-    return _DeferrableLinear.apply(x, weight, bias, queue, float8)  # type: ignore[no-any-return]
+    if queue is not None and torch.is_grad_enabled():
+        return _DeferrableLinear.apply(x, weight, bias, queue, float8)  # type: ignore[no-any-return]
+    return products.linear(x, weight, bias) if float8 is None else linear(x, weight, bias, float8)
 
 
 def now_or_later(

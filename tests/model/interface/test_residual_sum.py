@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.model.blocks.norm import NoNorm
 from megatron.model.interface.network import LayerStack
-from megatron.model.interface.residual_sum import ResidualSum
+from megatron.model.interface.residual_sum import as_sum, total
 from megatron.model.interface.step_context import Recompute, StepSettings
 from tests.helpers.networks import SEED, build_gpt, tiny_config
 
@@ -57,10 +58,9 @@ def test_numbers_are_those_of_the_layers_alone(name: str, recompute: Recompute) 
 
 def test_a_sum_is_normed_or_added_up() -> None:
     branch, residual = torch.randn(2, 1, 3, 4)
-    norm = torch.nn.Identity()
-    assert ResidualSum.of(branch).normed(norm) == (branch, branch)
-    assert torch.equal(ResidualSum(branch, residual).total(), residual + branch)
-    assert ResidualSum.of(ResidualSum(branch, residual)).residual is residual
+    assert NoNorm().add(*as_sum(branch)) == (branch, branch)
+    assert torch.equal(total(branch, residual), residual + branch)
+    assert as_sum((branch, residual)) == (branch, residual)
 
 
 def test_a_stack_without_layers_hands_on_what_it_gets() -> None:
