@@ -147,12 +147,13 @@ def _is_blocking_copy(name: str, arguments: Any, options: Mapping[str, Any]) -> 
 
 
 def _is_in_hook() -> bool:
-    """Whether autograd has called an engine, which has called what runs now."""
+    """Whether autograd has called an engine, not a layer, and that has called what runs now."""
     frame, is_in_engine = sys._getframe(2), False
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":
             return is_in_engine
-        is_in_engine = is_in_engine or any(part in frame.f_code.co_filename for part in _ENGINES)
+        if "/torch/" not in frame.f_code.co_filename:
+            is_in_engine = any(part in frame.f_code.co_filename for part in _ENGINES)
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

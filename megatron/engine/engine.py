@@ -47,6 +47,7 @@ from megatron.model.interface.step_state import StepState
 from megatron.objective.base import Objective
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
+from megatron.parallel.tensor.weight_gradients import AddProduct, add_by_product
 
 
 class Engine:
@@ -242,6 +243,18 @@ class Engine:
         """
         if self.precision.fp16 and self.precision.loss_scale is None:
             self.view.restore_loss_scale(state)
+
+    @property
+    def product_adder(self) -> AddProduct | None:
+        """What adds gradients of weights to their sums as products; None if nothing does."""
+        if not isinstance(self.view, GradientOwner) or isinstance(self.module, StageModule):
+            return None
+        return self.view.product_adder(self.steps.dtype)
+
+    def fuse_accumulation(self) -> None:
+        """Has the products that compute gradients of large weights add to their sums from now on, if they can."""
+        if self.product_adder is not None:
+            add_by_product(self.stack.modules(), self.product_adder)
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
         """Captures micro-batches, or passes of a pipeline's chunks, as CUDA graphs from now on; see `graph_refusal` for

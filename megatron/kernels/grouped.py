@@ -8,6 +8,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
+from megatron.kernels.products import add_product_
+
 _HOPPER, _DATA_CENTER_BLACKWELL = 9, 10  # major numbers of compute capabilities
 _ALIGNED_BYTES = 16
 
@@ -117,10 +119,11 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.ends = ends
         result = x.new_empty(x.shape[0], weight.shape[1])
         for group, (first, last) in enumerate(itertools.pairwise((0, *ends))):
-            if last > first and bias is None:
-                torch.mm(x[first:last], weight[group].t(), out=result[first:last])
-            elif last > first:
-                torch.addmm(bias[group], x[first:last], weight[group].t(), out=result[first:last])
+            if last > first:
+                place = result[first:last]
+                if bias is not None:
+                    place.copy_(bias[group])
+                add_product_(place, x[first:last], weight[group].t(), replaces=bias is None)
         return result
 
     @staticmethod
@@ -134,9 +137,9 @@ class _GroupedLinear(torch.autograd.Function):
         for group, (first, last) in enumerate(itertools.pairwise((0, *ctx.ends))):
             rows = gradient[first:last]
             if of_x is not None and last > first:
-                torch.mm(rows, weight[group], out=of_x[first:last])
+                add_product_(of_x[first:last], rows, weight[group], replaces=True)
             if of_weight is not None:
-                torch.mm(rows.t(), x[first:last], out=of_weight[group])  # zeros for an empty group
+                add_product_(of_weight[group], rows.t(), x[first:last], replaces=True)  # zeros for an empty group
             if of_bias is not None:
                 torch.sum(rows, dim=0, out=of_bias[group])
         return of_x, of_weight, of_bias, None

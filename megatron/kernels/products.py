@@ -10,12 +10,19 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
+from megatron.kernels.processor import cpu_vendor
 
 FEWEST_WIDE_ROWS = 16  # with fewer, converting the matrix takes longer than multiplying by it
 SMALLEST_PACKED = 1 << 17  # values of a matrix; smaller ones stay in a core's cache
 # A form of oneDNN's that is fast from 2 to 512 rows. With 1 row the layers of GPT-2 take a tenth longer than torch's
 # product, and the head a quarter less.
 _PACKED_ROWS = 32
+
+# Multiplications of a product from which oneDNN's takes less time than that of the BLAS library behind torch's, where
+# that does not use all instructions of the CPU; and fewest columns of the first matrix for which it still does if the
+# product is then added to a sum.
+SMALLEST_ONEDNN = 1 << 21
+FEWEST_ADDED_COLUMNS = 256
 
 _ADDING_DEVICES = ("cuda",)  # on which torch may have products that add to a sum of another dtype
 
@@ -38,14 +45,19 @@ def linear(
     On x86 CPUs without instructions for bfloat16 torch's product takes three to four times as long as converting the
     operands to float32 and the result back, which is as exact: sums are float32 either way, and rounded once. The few
     rows of text generation are multiplied as they are; those in float32 by oneDNN, which takes 0.5 to 0.9 times as long
-    as the BLAS library behind torch's product. A weight may be `packed`.
+    as the BLAS library behind torch's product. Products of training in float32 are `matrix_product`s. A weight may be
+    `packed`.
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
     if x.dtype is torch.bfloat16 and needs_widening(x) and _rows(x) >= FEWEST_WIDE_ROWS:
         return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
     if weight.is_mkldnn or (not torch.is_grad_enabled() and _is_for_onednn(x, weight)):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        return _by_onednn(x, weight, bias)
+    if _is_sooner_by_onednn(x, x.numel() * weight.shape[0]):
+        if torch.is_grad_enabled():
+            return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
+        return _by_onednn(x, weight, bias)
     if implementation is Implementation.CSRC:
         return torch.ops.megatron.linear.default(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
@@ -55,30 +67,60 @@ def input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     """The gradient of `linear`'s input. Shapes: gradient `[..., o]`, weight `[o, i]`; result `[..., i]`."""
     if gradient.dtype is torch.bfloat16 and needs_widening(gradient, _rows(gradient)):
         return (gradient.float() @ weight.float()).to(gradient.dtype)
-    return gradient @ weight
+    return matrix_product(gradient, weight)
 
 
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The gradient of `linear`'s weight. Shapes: x `[..., i]`, gradient `[..., o]`; result `[o, i]`."""
     if x.dtype is torch.bfloat16 and needs_widening(x, _rows(x)):
         x, gradient = x.float(), gradient.float()
-    return (gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).to(dtype)
+    return matrix_product(gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1])).to(dtype)
 
 
-def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def matrix_product(a: torch.Tensor, b: torch.Tensor, *, room: torch.Tensor | None = None) -> torch.Tensor:
+    """`a b`, without a gradient.
+
+    In float32 on x86 CPUs that are not Intel's, of which MKL, the library behind torch's product, leaves the AVX-512
+    instructions alone, oneDNN computes all but small products, in half the time.
+
+    Shapes: `[..., j]` and `[j, k]` to `[..., k]`.
+
+    Args:
+        room: memory that the result may take, of its shape and dtype.
+    """
+    if _is_sooner_by_onednn(a, a.numel() * b.shape[1]):
+        return _by_onednn(a, b.t())
+    return torch.matmul(a, b, out=room)
+
+
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, replaces: bool = False) -> None:
     """`total += a b`, where the sum may be in float32 and the matrices in half precision.
 
     Where torch can, the product itself adds to the sum, without rounding to half precision and without another pass
     over the sum.
 
     Shapes: total `[i, k]`, a `[i, j]`, b `[j, k]`.
+
+    Args:
+        replaces: `total = a b` instead: what was there is not read.
     """
-    if total.dtype is a.dtype:
-        total.addmm_(a, b)
+    beta = 0 if replaces else 1
+    is_sooner = a.shape[1] >= FEWEST_ADDED_COLUMNS and _is_sooner_by_onednn(a, a.numel() * b.shape[1])
+    if total.dtype is a.dtype and not is_sooner:
+        total.addmm_(a, b, beta=beta)
     elif _adds_to_float32(a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
+    elif replaces:
+        total.copy_(matrix_product(a, b))
     else:
-        total.add_(a @ b)
+        total.add_(matrix_product(a, b))
+
+
+def can_add_product(total: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product of matrices of a dtype adds to a sum in float32 without a pass of its own."""
+    if total.dtype is not torch.float32:
+        return False
+    return dtype is torch.float32 or _adds_to_float32(total.device, dtype)
 
 
 def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -88,7 +130,7 @@ def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     if a.dtype is not torch.float32 and _adds_to_float32(a.device, a.dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).to(torch.promote_types(a.dtype, torch.float32))
+    return matrix_product(a, b).to(torch.promote_types(a.dtype, torch.float32))
 
 
 @cache
@@ -102,10 +144,12 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     total, ones = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, dtype=dtype)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+        replaced = torch.full_like(total, torch.nan)
+        torch.addmm(replaced, ones, ones, beta=0, out_dtype=torch.float32, out=replaced)
         product = torch.mm(ones, ones, out_dtype=torch.float32)
     except (TypeError, RuntimeError):
         return False
-    return bool((total == 9).all() & (product == 8).all())
+    return bool((total == 9).all() & (replaced == 8).all() & (product == 8).all())
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -143,6 +187,33 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.device.type == "cpu"
         and x.numel() > 0
         and weight.is_contiguous()
+        and has_onednn_product()
+    )
+
+
+def _is_sooner_by_onednn(x: torch.Tensor, multiplications: int) -> bool:
+    """Whether oneDNN computes a product of training sooner than torch."""
+    return (
+        multiplications >= SMALLEST_ONEDNN
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and not torch.compiler.is_compiling()
+        and has_slow_blas()
+    )
+
+
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+@cache
+def has_slow_blas() -> bool:
+    """Whether the BLAS library behind torch's products does without instructions that this machine's CPU has."""
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return (
+        is_wide
+        and cpu_vendor() not in ("", "GenuineIntel")
+        and torch.backends.mkl.is_available()
         and has_onednn_product()
     )
 
@@ -222,6 +293,23 @@ class _WideLinear(torch.autograd.Function):
         of_x = (wide @ weight.float()).to(x.dtype) if needs_x else None
         of_weight = (rows.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if needs_weight else None
         of_bias = rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return of_x, of_weight, of_bias
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return _by_onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        of_x = None if weight is None else input_gradient(gradient, weight)
+        of_weight = None if x is None else weight_gradient(x, gradient, x.dtype)
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return of_x, of_weight, of_bias
 
 

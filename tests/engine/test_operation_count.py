@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.step_phases import AFTER, BACKWARD, BEFORE, FORWARD, TRANSFER, OperationCounter, StepPhases
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.parallel.joining import open_mesh
+from megatron.parallel.tensor import weight_gradients
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     Attributes:
         layout: tp, pp, dp.
         decides_on_device: whether the decision to update is taken as on a GPU.
+        adds_products: whether products add the gradients of all weights up.
     """
 
     dtype: str
@@ -49,6 +51,7 @@ class Case(NamedTuple):
     layout: tuple[int, int, int] = (1, 1, 1)
     flags: tuple[str, ...] = ()
     decides_on_device: bool = False
+    adds_products: bool = False
 
 
 class Counts(NamedTuple):
@@ -68,6 +71,7 @@ class Counts(NamedTuple):
 
 
 DEVICE = functools.partial(Case, decides_on_device=True)
+FUSED = functools.partial(Case, adds_products=True)
 REPLICAS, SPLIT, STAGES = (1, 1, 2), (2, 1, 1), (1, 2, 1)
 # Operations after backward, however many blocks there are, as measured: only to be lowered. Each of the two groups of
 # parameters that data-parallel ranks divide is sent, gathered, and added for each micro-batch at ZeRO-2.
@@ -79,6 +83,8 @@ ONE_RANK = {
     Case("bf16", 2): 28,
     DEVICE("fp32", 0): 30,
     DEVICE("bf16", 1): 33,
+    FUSED("fp32", 0): 25,
+    FUSED("fp32", 1): 28,
 }
 TWO_RANKS = {
     Case("fp32", 0, REPLICAS): 30,
@@ -98,6 +104,7 @@ def name_of(case: Case) -> str:
     """A case in a test's id."""
     sizes = [f"{axis}{size}" for axis, size in zip(("tp", "pp", "dp"), case.layout, strict=True) if size > 1]
     flags = [flag.removeprefix("--") for flag in (*case.flags[-1:], *(["device"] if case.decides_on_device else []))]
+    flags += ["fused"] if case.adds_products else []
     return "-".join([f"{case.dtype}-zero{case.zero_stage}", *sizes, *flags])
 
 
@@ -114,7 +121,8 @@ def third_step(case: Case, layers: int) -> Counts:
     flags = [*(["--bf16"] if case.dtype == "bf16" else []), *case.flags]
     config = layout_config(recipe, case.layout, case.zero_stage, flags)
     mesh = open_mesh(config.parallel)
-    engine, phases = build_engine(config, mesh), StepPhases()
+    with mock.patch.object(weight_gradients, "FEWEST_ADDED_CPU", 1 if case.adds_products else 1 << 62):
+        engine, phases = build_engine(config, mesh), StepPhases()
     if case.decides_on_device:
         engine.gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=False, on_device=True)
         engine.view.guard(engine.gate)

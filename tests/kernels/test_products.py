@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from megatron.kernels.products import (
     needs_widening,
     packed,
 )
+from tests.kernels.devices.adding_device import AddingDevice, adding_device
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -70,6 +70,47 @@ def test_the_compiled_product_has_the_bits_of_torchs(compiled: Library, dtype: t
     assert torch.equal(linear(*plain), linear(*plain, Implementation.CSRC))
     with pytest.raises(RuntimeError, match=r"x is \[2, 40, 33\] and the weight \[9, 32\]"):
         linear(x, weight[:, :32], None, Implementation.CSRC)
+
+
+@pytest.mark.skipif(not products.has_onednn_product(), reason="this torch has no product of oneDNN")
+@pytest.mark.parametrize("trained", [(True, True, True), (True, False, False), (False, True, True)])
+def test_products_by_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, trained: tuple[bool, ...]) -> None:
+    monkeypatch.setattr(products, "SMALLEST_ONEDNN", 1)
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator) for shape in ((2, 150, 33), (9, 33), (9,))]
+    gradient = torch.randn(150, 2, 9, generator=generator).transpose(0, 1)
+    found = []
+    for is_slow in (True, False):
+        monkeypatch.setattr(products, "has_slow_blas", lambda is_slow=is_slow: is_slow)
+        leaves = [value.clone().requires_grad_(wanted) for value, wanted in zip(values, trained, strict=True)]
+        y = linear(*leaves)
+        assert ("OneDnn" in str(y.grad_fn)) == is_slow
+        with torch.no_grad():
+            assert torch.equal(linear(*leaves), y)
+        sums = torch.ones(9, 33)
+        rows, columns = (part.reshape(300, -1) for part in (values[0], gradient))
+        products.add_product_(sums, columns.t(), rows)  # 300 columns: oneDNN's is added
+        replaced = torch.full((9, 33), torch.nan)
+        products.add_product_(replaced, columns.t(), rows, replaces=True)
+        held = products.matrix_product(values[0][0], values[1].t(), room=torch.empty(150, 9))
+        gradients = torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], gradient)
+        found.append([y.detach(), *gradients, sums, replaced, held])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_onednn_serves_where_the_library_behind_torch_leaves_instructions_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "has_onednn_product", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    found = {}
+    for capability in ("AVX512", "AVX2"):
+        for vendor in ("AuthenticAMD", "GenuineIntel", ""):
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+            monkeypatch.setattr(products, "cpu_vendor", lambda vendor=vendor: vendor)
+            found[capability, vendor] = products.has_slow_blas.__wrapped__()
+    assert [case for case, is_slow in found.items() if is_slow] == [("AVX512", "AuthenticAMD")]
 
 
 def test_wide_products_of_pairs_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,50 +202,32 @@ def test_private_operations_of_another_signature_are_not_used(monkeypatch: pytes
         assert has_signature("_linear_pointwise", products._PRODUCT) == expected
 
 
-class _AsOnCuda:
-    """`addmm` and `mm` as torch has them for CUDA, without rounding in between.
-
-    Args:
-        mixes: whether the sum may have another dtype than the matrices.
-    """
-
-    def __init__(self, *, mixes: bool) -> None:
-        self.mixes, self.calls = mixes, 0
-
-    def addmm(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype, out: Any) -> Any:
-        if total.dtype is not a.dtype and not self.mixes:
-            raise RuntimeError(f"self and mat2 must have the same dtype, but got {total.dtype} and {b.dtype}")
-        assert out is total and out.dtype is out_dtype
-        self.calls += 1
-        return out.add_(a.to(out_dtype) @ b.to(out_dtype))
-
-    def mm(self, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
-        return a.to(out_dtype) @ b.to(out_dtype)
-
-
 @pytest.mark.parametrize("form", ["this torch", "torch 2.7", "torch 2.8", "torch 2.10"])
-def test_the_product_adds_to_a_float32_sum_where_torch_has_it(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = _AsOnCuda(mixes=form == "torch 2.10")
+def test_the_product_adds_to_a_float32_sum_where_torch_has_it(form: str) -> None:
+    fake = AddingDevice(mixes=form == "torch 2.10")
     older = SimpleNamespace(addmm=lambda total, a, b, *, out=None: total, mm=lambda a, b: a)
-    monkeypatch.setattr(products, "_ADDING_DEVICES", ("cpu",))
-    if form != "this torch":
-        for name in ("addmm", "mm"):
-            monkeypatch.setattr(torch, name, getattr(older if form == "torch 2.7" else fake, name))
-    products._adds_to_float32.cache_clear()
-    try:
-        generator = torch.Generator().manual_seed(3)
-        a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 70), (70, 4)))
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((5, 70), (70, 4)))
+    with adding_device({"this torch": torch, "torch 2.7": older}.get(form, fake)):
         total = products.product_in_float32(a, b)
         products.add_product_(total, a, b)
         can_add = form == "torch 2.10"
-        exact, rounded = a.float() @ b.float(), (a @ b).float()
-        assert torch.equal(total, 2 * (exact if can_add else rounded)) and fake.calls == 2 * can_add
-        assert not torch.equal(exact, rounded)
-    finally:
-        products._adds_to_float32.cache_clear()
+        assert products.can_add_product(total, torch.bfloat16) == can_add
+        replaced = torch.full_like(total, torch.nan)
+        products.add_product_(replaced, a, b, replaces=True)
+    exact, rounded = a.float() @ b.float(), (a @ b).float()
+    assert torch.equal(total, 2 * (exact if can_add else rounded)) and fake.calls == 4 * can_add
+    assert torch.equal(2 * replaced, total) and not torch.equal(exact, rounded)
 
 
 def test_products_of_one_dtype_are_added_as_ever() -> None:
     a, b, total = torch.full((2, 3), 2.0), torch.ones(3, 2), torch.ones(2, 2)
     products.add_product_(total, a, b)
-    assert total.tolist() == [[7.0, 7.0]] * 2 and products.product_in_float32(a, b).tolist() == [[6.0, 6.0]] * 2
+    assert total.tolist() == [[7.0, 7.0]] * 2
+    assert products.can_add_product(total, torch.float32)
+    assert not products.can_add_product(total, torch.bfloat16) and not products.can_add_product(total.half(), a.dtype)
+    products.add_product_(total, a, b)
+    assert total.tolist() == [[13.0, 13.0]] * 2
+    total.fill_(torch.nan)
+    products.add_product_(total, a, b, replaces=True)
+    assert total.tolist() == [[6.0, 6.0]] * 2 and products.product_in_float32(a, b).tolist() == [[6.0, 6.0]] * 2

@@ -217,7 +217,6 @@ _IGNORED_ROWS: tuple[Row, ...] = (
         "it selects fused kernels that are not used here.",
         (
             "disable_mem_efficient_ln",
-            "no_gradient_accumulation_fusion",
             "cross_entropy_loss_fusion",
             Known("cross_entropy_fusion_impl", str, "native"),
         ),

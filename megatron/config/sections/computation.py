@@ -190,6 +190,11 @@ class KernelConfig(ConfigSection):
     bias_swiglu_fusion: bool = flag(True, "bias and gated activation in one operation; off: --kernels activation=torch")
     rope_fusion: bool = flag(True, "rotation of queries and keys in one operation; off: --kernels rotary=torch")
     persist_layer_norm: bool = flag(True, "compiled norms; off: --kernels norm=torch")
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "the product that computes the gradient of a large weight adds it to the sum over micro-batches, in float32, "
+        "where the device has such a product and nothing stands in the way; the first lines of the run say what does",
+    )
     compile: bool = flag(
         False,
         "compile each transformer block as a whole with torch.compile, at its first step; operations inside blocks are "

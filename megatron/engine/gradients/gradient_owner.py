@@ -12,6 +12,7 @@ from megatron.engine.gradients.gradient_sum import GradientSum, Partial, Tied
 from megatron.engine.gradients.loss_scale import LossScale
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.weight_gradients import AddProduct
 
 
 class GradientOwner:
@@ -48,6 +49,12 @@ class GradientOwner:
             parameters: those whose gradients are complete, frozen ones excluded; all by default.
         """
         self._sum.add(self._trained if parameters is None else parameters)
+
+    def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
+        """Adds products that are gradients of trained parameters during a backward pass, so that `accumulate` does not
+        find them; None where that cannot be, see `GradientSum.product_adder`.
+        """
+        return self._sum.product_adder(dtype)
 
     def sum_tied(self, tied: Tied) -> None:
         """Has `reduce` sum these weights, which other stages also hold, each over the axis of the ranks that do; before

@@ -13,9 +13,11 @@ from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.flat_bucket import FlatBucket
+from megatron.kernels.products import add_product_, can_add_product
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.shard_spec import shard_spec_of
+from megatron.parallel.tensor.weight_gradients import AddProduct
 
 Tied = Sequence[tuple[nn.Parameter, Axis]]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
@@ -78,6 +80,12 @@ class GradientSum(ABC):
     @abstractmethod
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes the gradients of these parameters, where they have one, and frees them."""
+
+    def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
+        """Adds products that are gradients of trained parameters during a backward pass, in place of `.grad` and `add`;
+        None if this sum takes no products of matrices of a dtype, or if gradients are watched.
+        """
+        return None
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027  (most keep all of them whole)
         """Announces, before the first `add`, the parameters that `of` and `reduce` will be asked for."""
@@ -184,6 +192,11 @@ class GradientsInPlace(GradientSum):
                 self._taken[id(parameter)] = parameter.grad  # type: ignore[assignment]
             parameter.grad = None
 
+    def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
+        """From the second micro-batch on: the gradient of the first becomes the sum as it is."""
+        takes = self.watcher is None and all(can_add_product(parameter, dtype) for parameter in self._parameters)
+        return _add_to_gradient if takes else None
+
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Its `.grad`."""
         if id(parameter) in self._taken:
@@ -235,6 +248,13 @@ class GradientsInPlace(GradientSum):
     def buffers(self) -> Sequence[torch.Tensor]:
         """The gradient of each parameter."""
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+
+def _add_to_gradient(parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> bool:
+    if parameter.grad is None:
+        return False
+    add_product_(parameter.grad, a, b)
+    return True
 
 
 def _in_buckets(

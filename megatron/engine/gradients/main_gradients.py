@@ -11,6 +11,8 @@ from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
 from megatron.kernels import multi_tensor
 from megatron.kernels.choice import Implementation
+from megatron.kernels.products import add_product_, can_add_product
+from megatron.parallel.tensor.weight_gradients import AddProduct
 
 
 class MainGradients(FlatGradients):
@@ -65,6 +67,16 @@ class MainGradients(FlatGradients):
         multi_tensor.add_(self._views_of(later), _gradients_of(later), implementation=self._implementation)
         for parameter in given:
             parameter.grad = None
+
+    def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
+        """The first product of a step is written over what is there."""
+        takes = self.watcher is None and all(can_add_product(buffer, dtype) for buffer in self._buffers)
+        return self._add_product if takes else None
+
+    def _add_product(self, parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> bool:
+        add_product_(self._views[id(parameter)], a, b, replaces=id(parameter) not in self._written)
+        self._written.add(id(parameter))
+        return True
 
     def _views_of(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         return [self._views[id(parameter)] for parameter in parameters]

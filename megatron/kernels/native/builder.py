@@ -35,11 +35,11 @@ from megatron.kernels.native.library import (
     RECORD,
     SOURCES,
     Library,
-    cpu_features,
     default_folder,
     digest_of,
     digest_of_sources,
 )
+from megatron.kernels.processor import cpu_features
 
 Report = Callable[[str], object]
 _SHOWN_LINES = 20  # of what a compiler says when it fails

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from megatron.kernels import (
     rotary,
 )
 from megatron.kernels.attention import softmax as attention_softmax
+from megatron.kernels.processor import cpu_features
 
 INTERFACE = 4  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
@@ -38,7 +38,6 @@ REBUILD = "python tools/build_kernels.py"
 
 # Of a checkout; an installed package has none, and takes the library that was built with it.
 SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "ops"
-_CPU_INFO = Path("/proc/cpuinfo")
 # What has to be registered with torch once an operation is loaded, by the operation's folder in csrc/ops.
 _REGISTRATIONS: Mapping[str, Callable[[], None]] = types.MappingProxyType(
     {
@@ -152,15 +151,6 @@ def digest_of_sources(sources: Path) -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(sources).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest() if files else ""
-
-
-def cpu_features() -> frozenset[str]:
-    """The instruction sets of this machine's CPU, as Linux names them; empty where it does not say."""
-    try:
-        line = re.search(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text("utf-8", errors="replace"), re.MULTILINE)
-    except OSError:
-        return frozenset()
-    return frozenset() if line is None else frozenset(line.group(1).split())
 
 
 @cache

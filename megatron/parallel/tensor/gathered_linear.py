@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.float8.linear import input_gradient, linear, weight_gradient
+from megatron.kernels.float8.linear import input_gradient, linear
 from megatron.kernels.float8.scaling import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.collectives import (
@@ -22,7 +22,7 @@ from megatron.parallel.tensor.collectives import (
     start_gathering,
     start_summing,
 )
-from megatron.parallel.tensor.weight_gradients import Gradients, WeightGradientQueue, now_or_later
+from megatron.parallel.tensor.weight_gradients import Gradients, WeightGradientQueue, gradient_or_none, now_or_later
 
 
 def gathered_linear(
@@ -73,7 +73,8 @@ class _GatheredLinear(torch.autograd.Function):
             of_weight = of_bias = None
             if needs_weight:
                 tokens = gathered_tokens(x, axis) if whole is None else whole
-                of_weight = weight_gradient(tokens, gradient, weight.dtype, ctx.float8)
+                parameter = weight if queue is None else ctx.parameters[0]
+                of_weight = gradient_or_none(queue, parameter, tokens, gradient, ctx.float8)
             if needs_bias:
                 of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
             return of_weight, of_bias

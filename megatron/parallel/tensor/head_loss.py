@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
-from megatron.kernels.products import add_product_, linear, needs_widening, product_in_float32
+from megatron.kernels.products import add_product_, linear, matrix_product, needs_widening, product_in_float32
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
@@ -230,7 +230,7 @@ class _Head:
         if self._held is None:  # the first chunk is the largest
             self._held = hidden.new_empty(hidden.shape[0], self.weight.shape[0])
         held = self._held if len(self._held) == len(hidden) else self._held[: hidden.shape[0]]
-        return torch.mm(hidden, self.weight.t(), out=held)
+        return matrix_product(hidden, self.weight.t(), room=held)
 
     def losses(self, product: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
         """The losses of each token, whose label is counted from the slice's first. Shapes: `[n]`."""
@@ -281,16 +281,14 @@ class _GradientSums:
     def add(self, chunk: slice, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """Adds the two products of a chunk. Shapes: gradient `[n, v/t]`, hidden `[n, h]`, weight `[v/t, h]`."""
         if self._of_hidden is not None:
-            place = self._of_hidden[chunk]
-            if place.dtype == gradient.dtype:
-                torch.mm(gradient, weight, out=place)
-            else:
-                place.copy_(gradient @ weight)
+            add_product_(self._of_hidden[chunk], gradient, weight, replaces=True)
         if not self._logits.weight.requires_grad:
             return
         if self._of_weight is None:
             is_only = hidden.shape[0] == self._tokens.hidden.shape[0]
-            self._of_weight = gradient.t() @ hidden if is_only else product_in_float32(gradient.t(), hidden)
+            self._of_weight = (
+                matrix_product(gradient.t(), hidden) if is_only else product_in_float32(gradient.t(), hidden)
+            )
         else:
             add_product_(self._of_weight, gradient.t(), hidden)
 

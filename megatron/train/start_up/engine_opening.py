@@ -25,6 +25,7 @@ from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
 from megatron.kernels.float8.linear import MULTIPLE
 from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.products import can_add_product
 from megatron.model.costs import token_work
 from megatron.model.float8 import use_float8
 from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
@@ -72,6 +73,8 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
     choose_products(config, engine)
     if config.kernels.compile:
         engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
+    if config.kernels.gradient_accumulation_fusion and refusal_of_fusion(config, engine) is None:
+        engine.fuse_accumulation()
     if config.kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None:
         engine.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch))
     return engine
@@ -103,6 +106,30 @@ def choose_products(config: RunConfig, engine: Engine) -> None:
 def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:
     """See `graph_refusal`."""
     return graph_refusal(config, engine.mesh.device.type, by_hooks=engine.view.takes_by_hooks)
+
+
+def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
+    """Why the products that compute gradients of weights do not add to the sums of these; None if they do."""
+    kernels, parallel = config.kernels, config.parallel
+    is_staged, can_add = parallel.pipeline_model_parallel_size > 1, engine.product_adder is not None
+    has_product = can_add_product(torch.empty(0, device=engine.mesh.device), engine.steps.dtype)
+    reasons = {
+        "ZeRO stage 3 has DeepSpeed add gradients up": engine.zero_stage == 3,
+        "DeepSpeed's pipeline engine runs the stages": is_staged and parallel.pipeline_engine == "deepspeed",
+        f"no product of {config.precision.dtype_name} adds to float32 on this device": not has_product,
+        "blocks are compiled": kernels.compile,
+        "a CUDA graph does the same in every micro-batch": (
+            kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None
+        ),
+        "--log-gradient-noise-scale measures the gradients of single micro-batches": (
+            config.report.log_gradient_noise_scale
+        ),
+        "ZeRO stage 2 averages the gradients of each micro-batch over the ranks": (
+            engine.zero_stage == 2 and not can_add
+        ),
+        "gradients do not add up in float32": not can_add,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def pipeline_settings(config: RunConfig) -> PipelineSettings:

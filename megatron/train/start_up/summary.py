@@ -28,7 +28,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 from megatron.parallel.schedule.building import build_schedule, idle_share
 from megatron.train.run_data import RunData
-from megatron.train.start_up.engine_opening import pipeline_settings, refusal_of_graphs
+from megatron.train.start_up.engine_opening import pipeline_settings, refusal_of_fusion, refusal_of_graphs
 
 Row = tuple[str, str]  # label and text
 
@@ -73,7 +73,7 @@ def show_start(
         ),
         *_length_rows(config, progress, mesh.batch.size),
         *([("data", shares_text(shares))] if shares else []),
-        ("kernels", _kernels(mesh, config.kernels) + _graphs(config, engine)),
+        ("kernels", _kernels(mesh, config.kernels) + _accumulation(config, engine) + _graphs(config, engine)),
         ("start", f"step {progress.step:,}, " + (f"weights of {config.loading.load}" if is_loaded else "new weights")),
         *_places(config.saving, config.report, folder),
         *([("ignored", f"{ignored} (docs/reference/flags.md says why)")] if ignored else []),
@@ -250,6 +250,12 @@ def _kernels(mesh: ParallelMesh, asked: KernelConfig) -> str:
     used = {implementation.value for implementation in vars(mesh.kernels).values()}
     line = f"{used.pop()} for every operation" if len(used) == 1 else kernels_line(mesh.kernels).partition(": ")[2]
     return line + (f"; blocks compiled ({asked.compile_backend})" if asked.compile else "")
+
+
+def _accumulation(config: RunConfig, engine: Engine) -> str:
+    """Why --gradient-accumulation-fusion does nothing."""
+    refusal = refusal_of_fusion(config, engine) if config.kernels.gradient_accumulation_fusion else None
+    return "" if refusal is None else f"; gradient accumulation not fused: {refusal}"
 
 
 def _graphs(config: RunConfig, engine: Engine) -> str:

@@ -91,3 +91,14 @@ def test_a_tied_weight_is_summed_after_the_average_where_the_network_is(
     held.reduce([(weights, ends)])
     assert sent == [("gradient", "cpu", 4), ("embedding", network_on, 2)]
     assert held.parts[0].tolist() == [3.0, 3.0]
+
+
+def test_products_add_to_gradients_that_are_there() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    held = GradientsInPlace([parameter], lambda each: True, Averaging(Axis.single("gradient"), torch.float32))
+    add = held.product_adder(torch.float32)
+    assert add is not None and not add(parameter, torch.ones(2, 3), torch.ones(3, 2)) and parameter.grad is None
+    parameter.grad = torch.ones(2, 2)
+    assert add(parameter, torch.ones(2, 3), torch.ones(3, 2)) and parameter.grad.tolist() == [[4.0, 4.0]] * 2
+    held.watcher = list
+    assert held.product_adder(torch.float32) is None and held.product_adder(torch.bfloat16) is None

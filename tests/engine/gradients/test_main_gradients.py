@@ -13,6 +13,7 @@ from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.gradient_sum import FlatGroup
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.parallel.mesh import Axis
+from tests.kernels.devices.adding_device import AddingDevice, adding_device
 
 SHAPES = ((3, 4), (5,), (2, 2, 2), (1,), (6,))
 GROUPS = (SHAPES[:3], SHAPES[3:])
@@ -136,3 +137,30 @@ def test_ranks_count_every_element_once_and_no_padding(counted: tuple[bool, ...]
         assert [len(part) for part in half.main.parts] == [14, 5]
     assert sum(len(part) for parts in found for part in parts) == len(expected)
     assert torch.equal(torch.cat([part for parts in found for part in parts]).sort().values, expected.sort().values)
+
+
+def test_products_add_to_what_they_or_gradients_have_written() -> None:
+    own = made((True,) * 5, torch.float32)
+    add = own.main.product_adder(torch.float32)
+    matrix, vector = own.parameters[0], own.parameters[1]
+    assert add is not None
+    for first in (1.0, 10.0):  # the second step begins a new sum
+        assert add(matrix, torch.full((3, 2), first), torch.ones(2, 4))
+        vector.grad = torch.full_like(vector, first)
+        own.main.add(own.parameters)
+        assert own.sums[0].eq(2 * first).all() and own.sums[1].eq(first).all()
+        matrix.grad = torch.ones_like(matrix)
+        own.main.add(own.parameters)
+        assert add(matrix, torch.ones(3, 1), torch.ones(1, 4))
+        own.main.reduce()
+        assert own.sums[0].eq(2 * first + 2).all() and not own.sums[3].any()
+        own.main.clear()
+
+
+def test_no_products_are_added_where_gradients_are_watched_or_the_device_cannot() -> None:
+    own = made((True,) * 5)
+    assert own.main.product_adder(torch.bfloat16) is None and own.main.product_adder(torch.float32) is not None
+    with adding_device(AddingDevice()):
+        assert own.main.product_adder(torch.bfloat16) is not None
+    own.main.watcher = list
+    assert own.main.product_adder(torch.float32) is None

@@ -9,10 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.config import PrecisionConfig
+from megatron.config.sections.computation import HYBRID
+from megatron.kernels.float8.scaling import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension
+from megatron.parallel.tensor import weight_gradients
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.tensor.weight_gradients import WeightGradientQueue
+from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, add_by_product
 
 SINGLE = Axis.single("tp")
 
@@ -79,3 +83,51 @@ def test_frozen_parameters_leave_nothing_for_later() -> None:
 def test_a_closed_queue_takes_nothing() -> None:
     with pytest.raises(RuntimeError, match="the queue of weight gradients is closed"):
         WeightGradientQueue().add(lambda: None)
+
+
+class Sums:
+    """Takes products of matrices from the second of each parameter on."""
+
+    def __init__(self) -> None:
+        self.asked: list[nn.Parameter] = []
+        self.by_parameter: dict[nn.Parameter, torch.Tensor] = {}
+
+    def add_product(self, parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Adds one."""
+        self.asked.append(parameter)
+        if self.asked.count(parameter) == 1:
+            return False
+        self.by_parameter[parameter] = self.by_parameter.get(parameter, torch.zeros(())) + a @ b
+        return True
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_products_of_large_weights_are_added_to_their_sums(is_later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_gradients, "FEWEST_ADDED_CPU", 8 * 6)
+    layers, alone, sums = network(torch.float32), network(torch.float32), Sums()
+    queue = layers[0].queue = WeightGradientQueue() if is_later else None
+    add_by_product(layers.modules(), sums.add_product)
+    assert layers[1].queue is None and layers[0].queue is not None and queue in (None, layers[0].queue)
+    for number in (1, 2, 3):
+        x = torch.randn(2, 9, 6)
+        alone(x).square().sum().backward()
+        if queue is not None:
+            queue.open()
+        layers(x).square().sum().backward()
+        for work in [] if queue is None else queue.close():
+            assert len(sums.asked) == number - 1
+            work()
+    weight = layers[0].weight
+    assert sums.asked == [weight] * 3 and list(sums.by_parameter) == [weight]
+    weight.grad += sums.by_parameter[weight]
+    for own, expected in zip(layers.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, rtol=2e-6, atol=1e-5)
+
+
+def test_products_in_eight_bits_are_added_by_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_gradients, "FEWEST_ADDED_CPU", 1)
+    layers, sums = network(torch.bfloat16), Sums()
+    layers[0].float8 = Float8.of(PrecisionConfig(bf16=True, fp8_format=HYBRID, fp8_emulation=True))
+    add_by_product(layers.modules(), sums.add_product)
+    layers(torch.randn(2, 9, 6, dtype=torch.bfloat16)).sum().backward()
+    assert sums.asked == [layers[1].weight]
