@@ -75,8 +75,7 @@ def add_norm(
     zero_centered: bool = False,
     implementation: Implementation = Implementation.TORCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual + (x + branch_bias)`, or what of it there is, and its norm; the compiled implementation does both in one
-    pass.
+    """`residual + (x + branch_bias)`, or what of it there is, and its norm; the compiled form does both in one pass.
 
     In half precision the compiled one rounds the sum once, at its end, and the gradient of `branch_bias` is a sum of
     values that were not rounded, unless a GPU's registers are too few for rows as long as these.

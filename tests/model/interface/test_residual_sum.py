@@ -60,7 +60,9 @@ def test_a_sum_is_normed_or_added_up() -> None:
     branch, residual = torch.randn(2, 1, 3, 4)
     assert NoNorm().add(*as_sum(branch)) == (branch, branch)
     assert torch.equal(total(branch, residual), residual + branch)
-    assert as_sum((branch, residual)) == (branch, residual)
+    bias = torch.arange(4.0)
+    assert torch.equal(total(branch, residual, bias), residual + (branch + bias))
+    assert as_sum((branch, residual, bias)) == (branch, residual, bias)
 
 
 def test_a_stack_without_layers_hands_on_what_it_gets() -> None:
