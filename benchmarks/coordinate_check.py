@@ -26,7 +26,7 @@ from megatron.config import ConfigSection, ModelConfig, OptimConfig, flag, parse
 from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind, LayerStack
-from megatron.model.interface.residual_sum import as_sum, total
+from megatron.model.interface.residual_sum import total
 from megatron.model.interface.step_context import StepSettings
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.mesh import ParallelMesh
@@ -79,9 +79,7 @@ def coordinates(width: int, flags: CheckFlags, *, use_mup: bool) -> Mapping[str,
     objective = LanguageModelObjective(mesh.tp, _VOCABULARY)
     sizes: dict[str, list[float]] = {HIDDEN: [], LOGITS: []}
     last = [layer for spec, layer in stack.named_layers() if spec.kind is LayerKind.BLOCK][-1]
-    last.register_forward_hook(
-        lambda module, inputs, output: sizes[HIDDEN].append(total(*as_sum(output)).abs().mean().item())
-    )
+    last.register_forward_hook(lambda module, inputs, output: sizes[HIDDEN].append(total(*output).abs().mean().item()))
     tokens = torch.randint(_VOCABULARY, (_BATCH, _LENGTH + 1), generator=torch.Generator().manual_seed(flags.seed))
     targets = {"labels": tokens[:, 1:], "loss_mask": torch.ones(_BATCH, _LENGTH)}
     for step in range(flags.steps + 1):

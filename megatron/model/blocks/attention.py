@@ -40,8 +40,8 @@ from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 class SelfAttention(DirectModule):
     """Attention: multi-head, grouped-query or multi-query; causal, or in both directions in an encoder.
 
-    Shapes: `[b, s, h]` to the same, replicated over the axis, or with sequence parallelism `[b, s/t, h]`; inside
-        `[b, a/t, s, d]`.
+    Shapes: `[b, s, h]` or `[b * s, h]` to the same, replicated over the axis, or with sequence parallelism
+        `[b, s/t, h]`; inside `[b, a/t, s, d]`.
 
     Args:
         layer: index of the block.
@@ -106,7 +106,7 @@ class SelfAttention(DirectModule):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self._modules["linear_proj"](self._joined(attended, gate), finish)  # type: ignore[no-any-return]
+            return self._modules["linear_proj"](self._joined(attended, gate, hidden.dim()), finish)  # type: ignore[no-any-return]
         if context.split is None:
             attended = self._attend_whole(query, key, value, context)
         else:
@@ -117,20 +117,22 @@ class SelfAttention(DirectModule):
             else:
                 attended = self._attend_ring(query, key, value, context)
             attended = to_positions(attended, ulysses)  # [b, a/t, s/ru, d]
-        joined, is_split = self._joined(attended, gate), context.splits_sequence
+        joined, is_split = self._joined(attended, gate, hidden.dim()), context.splits_sequence
         return self._modules["linear_proj"](joined, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
 
-    def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None, dimensions: int) -> torch.Tensor:
         """What the heads return, side by side for the output matrix, multiplied by the sigmoid of the gate if there is
         one.
 
-        Shapes: attended `[b, a/t, s, d]`, gate `[b, s, a/t, d]`; result `[b, s, a/t * d]`.
+        Shapes: attended `[b, a/t, s, d]`, gate `[b, s, a/t, d]`; result `[b, s, a/t * d]`, or in two dimensions
+            `[b * s, a/t * d]`.
 
         Source: Qiu et al., "Gated attention for large language models", 2025, section 2.2 (G1, elementwise);
         Qwen3-Next.
         """
         joined = attended.transpose(1, 2)
-        return (joined if gate is None else joined * gate.sigmoid()).flatten(2)
+        joined = joined if gate is None else joined * gate.sigmoid()
+        return joined.flatten(2) if dimensions == 3 else joined.reshape(-1, joined.shape[2] * joined.shape[3])
 
     def _attend_whole(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: StepContext
@@ -198,9 +200,10 @@ class SelfAttention(DirectModule):
     def prepare(self, hidden: torch.Tensor, context: StepContext) -> None:
         """Computes what layers share of a micro-batch, which a compiled program only reads.
 
-        Shapes: hidden `[b, s/t, h]`.
+        Shapes: hidden `[b, s/t, h]` or `[b * s, h]`.
         """
-        batch, length = hidden.shape[0], hidden.shape[1] * context.sequence_parallel.size
+        batch = context.sample_ids.shape[0]
+        length = hidden.shape[:-1].numel() // batch * context.sequence_parallel.size
         if self.is_rotary:
             rotation(self.config, self.layer, context, length)
         heads, size = self.query_dimension.local_size, self.config.kv_channels
@@ -212,17 +215,17 @@ class SelfAttention(DirectModule):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries, keys and values, with their positions if those are rotary, and the gates, if there are any.
 
-        Shapes: `[b, s/t, h]` to `[b, a/t, s, d]`, twice `[b, g/t, s, d]`, and `[b, s, a/t, d]`.
+        Shapes: `[b, s/t, h]` or `[b * s, h]` to `[b, a/t, s, d]`, twice `[b, g/t, s, d]`, and `[b, s, a/t, d]`.
         """
-        qkv, is_split = self._modules["linear_qkv"], context.splits_sequence
+        qkv, batch, is_split = self._modules["linear_qkv"], context.sample_ids.shape[0], context.splits_sequence
         if self.splits_and_rotates and context.caches is None:  # whose few tokens are rotated in fewer operations
-            joint = qkv.joint(hidden, is_split)
+            joint = qkv.joint(hidden, batch, is_split)
             angles = rotation(self.config, self.layer, context, joint.shape[1])
             interleaved, implementation = self.config.rotary_interleaved, self.kernels.rotary
             return *split_rotated(joint, *angles, interleaved=interleaved, implementation=implementation), None
         if self.joins_gradients and self._joins_now(hidden):
-            return *qkv.heads(hidden, is_split), None
-        query, key, value, gate = qkv.project(hidden, is_split)  # [b, s, a/t, d], [b, s, g, d]
+            return *qkv.heads(hidden, batch, is_split), None
+        query, key, value, gate = qkv.project(hidden, batch, is_split)  # [b, s, a/t, d], [b, s, g, d]
         if self.config.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if not qkv.is_split:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -43,13 +44,16 @@ class DropoutSite:
 def dropout_at(site: DropoutSite, probability: float, hidden: torch.Tensor, context: StepContext) -> Dropout | None:
     """What training drops at a site; None if nothing.
 
-    Shapes: hidden `[b, s/t, h]`; rows of the result `[b, s/t]`.
+    Shapes: hidden `[b, s/t, h]` or `[b * s, h]`; rows of the result as those of hidden.
     """
-    return hidden_dropout(
+    rows = hidden.shape[:-1]
+    length = rows.numel() // context.sample_ids.shape[0]
+    dropout = hidden_dropout(
         probability,
         keys=site.keys(context.seed),
         sample_ids=context.sample_ids.to(hidden.device),
-        length=hidden.shape[1],
-        first_position=context.first_position(hidden.shape[1]),
-        positions=context.hidden_positions(hidden.shape[1]),
+        length=length,
+        first_position=context.first_position(length),
+        positions=context.hidden_positions(length),
     )
+    return None if dropout is None else dataclasses.replace(dropout, rows=dropout.rows.view(rows))

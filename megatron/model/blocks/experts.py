@@ -68,7 +68,8 @@ class Experts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies the layer."""
-        is_split = context.splits_sequence
+        shape, is_split = hidden.shape, context.splits_sequence
+        hidden = context.by_sample(hidden)
         routing = self.router(hidden, is_split)
         slots = self.capacity.slots(routing.weights, routing.experts, context, training=self.training)
         # What is split over tensor-parallel ranks computes part of the gradients of tokens and weights on each of them.
@@ -93,11 +94,11 @@ class Experts(nn.Module):
         if self.residual is not None:
             result = self.residual(hidden, result, context)
         if not self.training:
-            return result
+            return result.view(shape)
         counts = dispatch.order.counts if self.are_split else expert_counts(routing.experts, self.count)
         dropped = None if slots is None else expert_counts(routing.experts, self.count, ~slots.kept)
         load = ExpertLoad(counts, dropped, self.router.expert_shares)
-        return self.losses.attach(result, routing, load, context.auxiliary, context.split)
+        return self.losses.attach(result, routing, load, context.auxiliary, context.split).view(shape)
 
     def _own(self, choices: torch.Tensor, batch: int) -> torch.Tensor:
         """Of the choices of all tensor-parallel ranks' tokens, those of this rank's. Shapes: `[n, k]` to `[n/t, k]`."""

@@ -102,10 +102,10 @@ class LatentAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries, keys and values, and no gates; with a cache queries, what it keeps, and no values.
 
-        Shapes: `[b, s/t, h]` to thrice `[b, a/t, s, d]`; with a cache to `[b, a/t, s, d]`, `[b, 1, s, c]` and
-            `[b, 1, s, 0]`, c the width of what it keeps.
+        Shapes: `[b, s/t, h]` or `[b * s, h]` to thrice `[b, a/t, s, d]`; with a cache to `[b, a/t, s, d]`,
+            `[b, 1, s, c]` and `[b, 1, s, 0]`, c the width of what it keeps.
         """
-        is_split = context.splits_sequence
+        hidden, is_split = context.by_sample(hidden), context.splits_sequence
         query = self._queries(hidden, is_split).unflatten(-1, (-1, self.config.kv_channels)).transpose(1, 2)
         latent, shared = self.linear_kv_down_proj(hidden).split([self.latent_size, self.rotary_size], dim=-1)
         latent = self.kv_layernorm(latent)  # [b, s/t, kv_lora_rank]
@@ -170,8 +170,8 @@ class LatentAttention(SelfAttention):
         of_pair = 2 * self.latent_size - self.plain_size - self.value_size
         return queries * (keys * of_pair + of_key) >= keys * of_key
 
-    def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        return super()._joined(attended[..., : self.value_size], gate)
+    def _joined(self, attended: torch.Tensor, gate: torch.Tensor | None, dimensions: int) -> torch.Tensor:
+        return super()._joined(attended[..., : self.value_size], gate, dimensions)
 
 
 def _built_norm(config: ModelConfig, mesh: ParallelMesh, size: int | None) -> nn.Module:

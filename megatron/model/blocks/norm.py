@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
-from megatron.model.interface.residual_sum import ResidualSum, as_sum, total
+from megatron.model.interface.residual_sum import ResidualSum, total
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import Dimension
@@ -88,14 +88,14 @@ class _LayerNormLayer(LayerNorm):
     takes_sum = True
 
     def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        return self.add(*as_sum(x))[1]
+        return super().forward(x) if isinstance(x, torch.Tensor) else context.by_sample(self.add(*x)[1])
 
 
 class _RMSNormLayer(RMSNorm):
     takes_sum = True
 
     def forward(self, x: torch.Tensor | ResidualSum, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        return self.add(*as_sum(x))[1]
+        return super().forward(x) if isinstance(x, torch.Tensor) else context.by_sample(self.add(*x)[1])
 
 
 def _settings(config: ModelConfig, mesh: ParallelMesh) -> dict[str, Any]:

@@ -55,20 +55,23 @@ class QueryKeyValue(ColumnParallelLinear):
             device=mesh.device,
         )
         self.is_split, self.divides_weight = is_split, not is_split
-        self.group_dimension = outputs[0]
+        self.group_dimension, self.groups = outputs[0], outputs[0].local_size
         self.query_dimension = Dimension("attention heads", heads, mesh.tp)
 
     def project(
-        self, hidden: torch.Tensor, splits_sequence: bool = False
+        self, hidden: torch.Tensor, batch: int, splits_sequence: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries of this rank's heads, keys and values: of its groups, or of all groups if they are not split; and the
         heads' gates, if there are any.
 
-        Shapes: `[b, s, h]` to `[b, s, a/t, d]`, twice `[b, s, g/t or g, d]`, and `[b, s, a/t, d]`.
+        Shapes: `[b, s, h]` or `[b * s, h]` to `[b, s, a/t, d]`, twice `[b, s, g/t or g, d]`, and `[b, s, a/t, d]`.
+
+        Args:
+            batch: b.
         """
         if not self.is_split:
-            return self._project_replicated(hidden, splits_sequence)
-        qkv = self.joint(hidden, splits_sequence)
+            return self._project_replicated(hidden, batch, splits_sequence)
+        qkv = self.joint(hidden, batch, splits_sequence)
         if self.is_gated:
             query, gate, key, value = qkv.split([self.group_size, self.group_size, 1, 1], dim=3)
             return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), gate.flatten(2, 3)
@@ -78,13 +81,15 @@ class QueryKeyValue(ColumnParallelLinear):
         query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), None
 
-    def joint(self, hidden: torch.Tensor, splits_sequence: bool = False) -> torch.Tensor:
+    def joint(self, hidden: torch.Tensor, batch: int, splits_sequence: bool = False) -> torch.Tensor:
         """Queries, gates, key and value of each of this rank's groups, which must be split, in one tensor.
 
-        Shapes: `[b, s, h]` to `[b, s, g/t, q + 2, d]`.
+        Shapes: `[b, s, h]` or `[b * s, h]` to `[b, s, g/t, q + 2, d]`.
         """
-        states = self.product(hidden, self._parameters["bias"], splits_sequence)
-        return states.view(*states.shape[:-1], -1, self.group_rows, self.head_size)
+        return self._by_group(self.product(hidden, self._parameters["bias"], splits_sequence), batch)
+
+    def _by_group(self, states: torch.Tensor, batch: int) -> torch.Tensor:
+        return states.view(batch, -1, self.groups, self.group_rows, self.head_size)
 
     @property
     def joins_gradients(self) -> bool:
@@ -92,11 +97,11 @@ class QueryKeyValue(ColumnParallelLinear):
         return self.is_split and not self.is_gated and self.bias is not None and self.head_size % 8 == 0
 
     def heads(
-        self, hidden: torch.Tensor, splits_sequence: bool = False
+        self, hidden: torch.Tensor, batch: int, splits_sequence: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `project`, heads first; the gradients of the projection and of its bias are made in one compiled pass.
 
-        Shapes: `[b, s, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
+        Shapes: `[b, s, h]` or `[b * s, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
 
         Raises:
             ValueError: the projection has no bias, see `joins_gradients`.
@@ -104,7 +109,7 @@ class QueryKeyValue(ColumnParallelLinear):
         if self.bias is None:
             raise ValueError("heads() joins the gradients of a projection with a bias, and this one has none.")
         product = self.product(hidden, self.bias.detach(), splits_sequence)
-        return split_heads(product.unflatten(-1, (-1, self.group_rows, self.head_size)), self.bias)
+        return split_heads(self._by_group(product, batch), self.bias)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values as this rank's heads use them, where the groups are not split.
@@ -119,7 +124,7 @@ class QueryKeyValue(ColumnParallelLinear):
         return states[:, :, groups]
 
     def _project_replicated(
-        self, hidden: torch.Tensor, splits_sequence: bool
+        self, hidden: torch.Tensor, batch: int, splits_sequence: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         weight = self._own_rows(copy_to(self.weight, self.axis))
         bias = None if self.bias is None else self._own_rows(copy_to(self.bias, self.axis))
@@ -128,9 +133,8 @@ class QueryKeyValue(ColumnParallelLinear):
         else:
             states = linear(copy_to(hidden, self.axis), weight, bias, self.float8)
         heads, groups = self.query_dimension.local_size, self.group_dimension.size
-        parts = states.unflatten(-1, (-1, self.head_size)).split(
-            [groups, groups, *(heads,) * (1 + self.is_gated)], dim=2
-        )
+        counts = [groups, groups, *(heads,) * (1 + self.is_gated)]
+        parts = states.view(batch, -1, sum(counts), self.head_size).split(counts, dim=2)
         key, value, query, *gates = parts
         return query, key, value, gates[0] if gates else None
 

@@ -121,15 +121,16 @@ class TransformerBlock(nn.Module):
         Args:
             leaves_sum: whether the result may be a sum that was not computed yet.
         """
-        given = as_sum(hidden)
+        given = as_sum(hidden, context)
+        result: ResidualSum
         if self._program is not None and self.training:  # what is scored or generated has any length
-            hidden = total(*given)
-            self.self_attention.prepare(hidden, context)
-            return self._as_one(self._program, hidden, context)
-        if context.recompute is not Recompute.NONE and self._recomputes(context):
-            return self._as_one(self._run, total(*given), context)
-        result = self._run_sum(*given, context, is_normed=leaves_sum)
-        return result if leaves_sum and result[1] is not None else total(*result)
+            self.self_attention.prepare(given[0], context)
+            result = self._as_one(self._program, total(*given), context), None, None
+        elif context.recompute is not Recompute.NONE and self._recomputes(context):
+            result = self._as_one(self._run, total(*given), context), None, None
+        else:
+            result = self._run_sum(*given, context, is_normed=leaves_sum)
+        return result if leaves_sum else context.by_sample(total(*result))
 
     def _recomputes(self, context: StepContext) -> bool:
         wants = context.recompute is Recompute.BLOCKS or context.recompute is Recompute.SPLIT_BLOCKS

@@ -179,6 +179,13 @@ class StepContext:
 
         return self.once(("positions", length), compute)
 
+    def by_sample(self, states: torch.Tensor) -> torch.Tensor:
+        """States of tokens, sample after sample, that are a matrix or are divided by samples already, so divided.
+
+        Shapes: `[b * s, h]` or `[b, s, h]` to `[b, s, h]`.
+        """
+        return states if states.dim() == 3 else states.view(self.sample_ids.shape[0], -1, states.shape[-1])
+
     def own_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Of values for the tokens along s those for hidden states. Shapes: `[..., s]` to `[..., s/t]`."""
         axis = self.sequence_parallel
