@@ -112,7 +112,8 @@ def _build_in(
     """Builds library and record in a folder."""
     built_from = digest_of_sources(sources)  # before they are read: a file edited meanwhile makes the library outdated
     runner = _Runner(request.jobs or os.cpu_count() or 1, request.seconds, report, can_be_fewer=len(operations) > 1)
-    objects, commands = [], []
+    objects: list[Path] = []
+    commands: list[tuple[str, list[str]]] = []
     shared = _host_units(sources, operations, runner.jobs)
     units = [(f"{', '.join(names)} for the CPU", names, "{0}/{0}.cpp") for names in shared]
     with_gradients = [name for name in operations if (sources / name / "autograd.cpp").is_file()]

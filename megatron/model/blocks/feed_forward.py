@@ -39,6 +39,7 @@ class FeedForward(DirectModule):
             mesh.tp,
             bias=config.mlp_bias,
             device=mesh.device,
+            implementation=mesh.kernels.linear,
         )
         self.linear_fc2 = RowParallelLinear(
             width,
@@ -47,6 +48,7 @@ class FeedForward(DirectModule):
             bias=config.mlp_bias,
             partial=mesh.sequence_parallel,
             device=mesh.device,
+            implementation=mesh.kernels.linear,
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:

@@ -35,6 +35,7 @@ class LatentProjection(nn.Module):
     def __init__(self, output_size: int, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
         self.queue: WeightGradientQueue | None = None
+        self.implementation = mesh.kernels.linear
         outputs, partial = Dimension("channels of a latent", output_size), mesh.sequence_parallel
         dimensions = (outputs, Dimension("hidden", config.hidden_size))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(partial,))
@@ -46,7 +47,7 @@ class LatentProjection(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
-        return deferrable_linear(x, self.weight, self.bias, self.queue)
+        return deferrable_linear(x, self.weight, self.bias, self.queue, implementation=self.implementation)
 
 
 class LatentAttention(SelfAttention):
@@ -86,7 +87,10 @@ class LatentAttention(SelfAttention):
 
         def by_heads(input_size: int, channels: int) -> ColumnParallelLinear:
             outputs = (heads, Dimension("channels of a head", channels))
-            return ColumnParallelLinear(input_size, outputs, mesh.tp, bias=False, device=mesh.device)
+            kernel = mesh.kernels.linear
+            return ColumnParallelLinear(
+                input_size, outputs, mesh.tp, bias=False, device=mesh.device, implementation=kernel
+            )
 
         if queries is None:
             self.linear_q_proj = by_heads(config.hidden_size, config.kv_channels)
