@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,13 @@ CASES: dict[str, tuple[tuple[int, int, int], int, list[str]]] = {
 }
 
 
-def _curves(rank: int, folder: Path) -> dict[tuple[str, Implementation], list[tuple[float, float]]]:
+def _curves(rank: int, folder: Path, settings: Path) -> dict[tuple[str, Implementation], list[tuple[float, float]]]:
     torch.set_num_threads(1)
     assert library(folder) is not None
     curves = {}
     for name, (layout, stage, flags) in CASES.items():
+        if stage == 3:
+            flags = [*flags, "--deepspeed_config", str(settings)]
         config = layout_config(RECIPE, layout, stage, flags)
         mesh = open_mesh(config.parallel)
         for norm in (Implementation.TORCH, Implementation.CSRC):
@@ -45,8 +48,12 @@ def _curves(rank: int, folder: Path) -> dict[tuple[str, Implementation], list[tu
 
 
 @pytest.fixture(scope="module")
-def curves(compiled: Library) -> list[dict[tuple[str, Implementation], list[tuple[float, float]]]]:
-    return run_ranks(_curves, 2, compiled.folder)
+def curves(
+    compiled: Library, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[tuple[str, Implementation], list[tuple[float, float]]]]:
+    settings = tmp_path_factory.mktemp("settings") / "deepspeed.json"  # with ZeRO-3, biases are divided as well
+    settings.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    return run_ranks(_curves, 2, compiled.folder, settings)
 
 
 @pytest.mark.parametrize("name", CASES)
