@@ -194,10 +194,10 @@ class Elapsed:
 
 
 def copy_to_device(array: np.ndarray, target: torch.device) -> torch.Tensor:
-    """Copies an array to a device; to a GPU through pinned memory, asynchronously."""
+    """Copies an array to a device; to a GPU through pinned memory, asynchronously. On a CPU it shares its memory."""
     tensor = torch.from_numpy(array)
     if target.type != "cuda":
-        return tensor.to(target)
+        return tensor if target.type == "cpu" else tensor.to(target)
     return tensor.pin_memory().to(target, non_blocking=True)
 
 

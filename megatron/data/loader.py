@@ -6,9 +6,10 @@ only distribute them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 
 import numpy as np
@@ -18,6 +19,11 @@ from megatron.data.read_ahead import PendingRead, ReadAhead
 from megatron.errors import ConfigError, DataError
 
 _Wanted = tuple[int, int, "int | None"]  # first sample, global batch size, and the sample where the data ends
+
+# What is read ahead at a time: this many global batches, or fewer, of about as many tokens. Of small batches one takes
+# less time than waking the thread, and than its first steps with cold caches.
+_MOST_AHEAD_BATCHES = 8
+_AHEAD_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ class Batch:
     token_types: np.ndarray | None = None
     predicted: np.ndarray | None = None
     swapped: np.ndarray | None = None
+
+    @cached_property
+    def counted_labels(self) -> float:
+        """The sum of the loss mask."""
+        return float(self.loss_mask.sum(dtype=np.float64))
 
 
 @dataclass(frozen=True)
@@ -147,7 +158,7 @@ class MicroBatches:
         if self.options.eod_mask_loss:
             mask[tokens == self.options.eod_id] = 0.0
         mask[len(numbers) - missing :] = 0.0
-        return Batch(
+        batch = Batch(
             tokens=tokens,
             labels=labels,
             loss_mask=mask,
@@ -159,6 +170,8 @@ class MicroBatches:
             predicted=None if self.options.predictions is None else predicted_places(mask, self.options.predictions),
             swapped=_stacked_orders(rows, missing),
         )
+        _ = batch.counted_labels  # here, where nobody waits for it
+        return batch
 
     def _tokens(self, rows: Sequence[Sample], first: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels of samples. Shapes: both int64 [b, s]."""
@@ -189,7 +202,7 @@ class MicroBatches:
 
     def _check_ids(self, text: np.ndarray, first: int) -> None:
         limit = self.options.vocab_size
-        if limit is None or (int(text.max()) < limit and int(text.min()) >= 0):
+        if limit is None or int(text.view(np.uint64).max()) < limit:  # negative ids are large ones
             return
         row, position = (int(value) for value in np.argwhere((text >= limit) | (text < 0))[0])
         raise DataError(
@@ -268,10 +281,10 @@ def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
 
 
 class BatchLoader:
-    """Yields the micro batches of one global batch after another, reading the likely next one in a thread meanwhile.
+    """Yields the micro batches of one global batch after another, reading the likely next ones in a thread meanwhile.
 
     The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; that batch is then read on demand.
-    An error met while reading ahead is raised when the batch is requested, not before.
+    An error met while reading ahead is raised when its batch is requested, not before.
 
     Args:
         ahead: the thread that reads ahead, which several loaders may share; None reads every batch when it is needed.
@@ -292,8 +305,7 @@ class BatchLoader:
             MicroBatches, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size, options=options
         )
         self.ahead = ahead
-        self._reading: PendingRead[Batch] | None = None
-        self._expected: _Wanted | None = None
+        self._reading: deque[tuple[_Wanted, PendingRead[Batch]]] = deque()
 
     def __enter__(self) -> BatchLoader:
         return self
@@ -311,14 +323,13 @@ class BatchLoader:
             StorageError: the thread that reads ahead ended.
         """
         wanted = (first_sample, global_batch_size, stop_sample)
-        reading, self._reading = self._reading, None
-        if reading is not None and self._expected == wanted:
-            batches = reading.result()
+        if self._reading and self._reading[0][0] == wanted:
+            batches = self._reading.popleft()[1].result()
         else:
-            if reading is not None:
-                reading.cancel()
+            self._cancel()
             batches = list(self._micro_batches(wanted))
-        self._read_ahead((first_sample + global_batch_size, global_batch_size, stop_sample))
+        if self.ahead is not None and not self._reading:
+            self._read_ahead(self.ahead, wanted, sum(batch.tokens.size for batch in batches))
         return batches
 
     def read_from(self, dataset: SampleDataset) -> None:
@@ -327,24 +338,35 @@ class BatchLoader:
         Raises:
             StorageError: the thread that reads ahead ended.
         """
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.cancel()
+        self._cancel()
         self.dataset = dataset
 
     def close(self) -> None:
         """Abandons what is being read ahead."""
-        if self._reading is not None:
-            self._reading.abandon()
-            self._reading = None
+        for _, reading in self._reading:
+            reading.abandon()
+        self._reading.clear()
 
-    def _read_ahead(self, expected: _Wanted) -> None:
-        """Has the thread read the batch that is expected to be wanted next, unless that is past the end."""
-        first, size, stop = expected
-        exists = first + size <= len(self.dataset) if stop is None else first < stop
-        if self.ahead is not None and exists:
-            self._reading = self.ahead.submit(self._micro_batches(expected))
-            self._expected = expected
+    def _cancel(self) -> None:
+        """Abandons what is being read ahead, and waits until the thread no longer uses the dataset."""
+        given_up = [reading for _, reading in self._reading]
+        self.close()
+        for reading in given_up:
+            reading.cancel()
+
+    def _read_ahead(self, ahead: ReadAhead, last: _Wanted, tokens: int) -> None:
+        """Has the thread read the batches that are expected to be wanted after one of this many tokens, unless they are
+        past the end.
+        """
+        first, size, stop = last
+        for _ in range(max(1, min(_MOST_AHEAD_BATCHES, _AHEAD_TOKENS // tokens))):
+            first += size
+            exists = first + size <= len(self.dataset) if stop is None else first < stop
+            wanted = (first, size, stop)
+            reading = ahead.submit(self._micro_batches(wanted)) if exists else None
+            if reading is None:
+                return
+            self._reading.append((wanted, reading))
 
     def _micro_batches(self, wanted: _Wanted) -> MicroBatches:
         first, size, stop = wanted

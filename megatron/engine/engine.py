@@ -381,7 +381,7 @@ class Engine:
         if self._gradient_figures is not None:
             figures.append(self._gradient_figures.measure(self._losses.micro_batches, self._loss_scale()))
         self._step_figures = torch.cat(figures)
-        return self._step_figures[:3]
+        return self._step_figures if len(self._step_figures) == 3 else self._step_figures[:3]
 
     def _loss_scale(self) -> float | torch.Tensor:
         return self.view.loss_scale() if self.precision.fp16 else 1.0

@@ -53,15 +53,18 @@ class DeviceBatch:
         batch: MicroBatch,
         objective: Objective,
         settings: StepSettings,
-        scales: torch.Tensor,
+        target: torch.device,
+        scales: torch.Tensor | None,
         *,
         with_inputs: bool = True,
-        with_targets: bool = True,
     ) -> DeviceBatch:
-        """Copies what a stage uses to the device of `scales`, without synchronizing.
+        """Copies what a stage uses to a device, without synchronizing.
 
         Where ranks share the samples, that is what lies at this rank's places; samples that cannot be divided over
         them, or over those that split hidden states, are padded with tokens that have no loss.
+
+        Args:
+            scales: the factors of the loss sums; None where the loss is not seen, and no targets are needed.
         """
         inputs, split, places = objective.inputs(batch), settings.split, None
         samples, length = inputs[0].shape[:2]
@@ -79,15 +82,15 @@ class DeviceBatch:
                 array = _padded(name, array, added)
                 if places is not None and not name.endswith(WHOLE_TENSORS):
                     array = _taken(array, places)
-            return device.copy_to_device(array, scales.device)
+            return device.copy_to_device(array, target)
 
-        targets = objective.targets(batch) if with_targets else {}
+        targets = {} if scales is None else objective.targets(batch)
         return cls(
             inputs=tuple(move("inputs", array) for array in inputs) if with_inputs else (),
             passed=tuple(move(name, getattr(batch, name)) for name in ("sample_ids", *settings.passed)),
             shape=(samples, length),
             first_sample=int(batch.sample_ids[0]),
-            targets=(scales, *(move(name, array) for name, array in targets.items())) if with_targets else (),
+            targets=() if scales is None else (scales, *(move(name, array) for name, array in targets.items())),
             target_names=tuple(targets),
         )
 

@@ -23,8 +23,8 @@ class StepTotals:
     """
 
     def __init__(self, metric_sizes: Mapping[str, int], on_device: torch.device) -> None:
-        self._sizes = dict(metric_sizes)
-        self._sums = torch.zeros(2 + sum(self._sizes.values()), dtype=torch.float64, device=on_device)
+        self._sizes, self._device = dict(metric_sizes), on_device
+        self._sums: torch.Tensor | None = None  # none before the first micro-batch
         self._is_reduced = False
 
     def add(self, result: ObjectiveResult, auxiliary: Mapping[str, torch.Tensor]) -> None:
@@ -36,24 +36,30 @@ class StepTotals:
         parts = [result.loss_sum.detach().reshape(1), result.token_count.reshape(1)]
         for name, size in self._sizes.items():
             value = result.metrics.get(name, auxiliary.get(name))
-            parts.append(self._sums.new_zeros(size) if value is None else value.reshape(size))
-        self._sums += torch.cat([part.to(self._sums) for part in parts])
+            parts.append(parts[0].new_zeros(size) if value is None else value.reshape(size))
+        if all(part.dtype is torch.float32 for part in parts):
+            own = torch.cat(parts).to(torch.float64)
+        else:
+            own = torch.cat([part.to(torch.float64) for part in parts])
+        self._sums = own if self._sums is None else self._sums.add_(own)
 
     @property
     def sums(self) -> torch.Tensor:
         """The sums of this rank so far. Shapes: `[2 + metrics]` float64."""
+        if self._sums is None:
+            self._sums = torch.zeros(2 + sum(self._sizes.values()), dtype=torch.float64, device=self._device)
         return self._sums
 
     def add_sums(self, sums: torch.Tensor) -> None:
         """Adds the sums of other totals. Shapes: `[2 + metrics]` float64."""
-        self._sums += sums
+        self.sums.add_(sums)
 
     def add_auxiliary(self, auxiliary: Mapping[str, torch.Tensor]) -> None:
         """Adds the auxiliary losses of layers on a stage that does not compute the objective."""
         offset = 2
         for name, size in self._sizes.items():
             if name in auxiliary:
-                self._sums[offset : offset + size] += auxiliary[name].reshape(size).to(self._sums)
+                self.sums[offset : offset + size] += auxiliary[name].reshape(size).to(self.sums)
             offset += size
 
     def over_ranks(self, mesh: ParallelMesh) -> torch.Tensor:
@@ -63,8 +69,8 @@ class StepTotals:
         """
         if not self._is_reduced:
             self._is_reduced = True
-            all_reduce_sum(all_reduce_sum(self._sums, mesh.loss), mesh.pp)
-        return self._sums
+            all_reduce_sum(all_reduce_sum(self.sums, mesh.loss), mesh.pp)
+        return self.sums
 
     def by_name(self, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
         """The metrics of the whole global batch, on the device of every rank; collective as `over_ranks`.

@@ -124,7 +124,7 @@ class LanguageModelObjective:
         """Number of tokens that the loss mask keeps, or of samples if the loss is a mean over samples."""
         if self.averages_samples:
             return float(self._sample_means(batch).samples)
-        return float(batch.loss_mask.sum(dtype=np.float64))
+        return batch.counted_labels
 
     def __call__(
         self,

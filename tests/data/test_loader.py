@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
+from megatron.data import loader as module
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.blended import BlendedDataset
 from megatron.data.datasets.changed_samples import ShortenedDataset
@@ -264,25 +265,31 @@ def test_the_loader_returns_batches_in_any_requested_order(dataset, ahead):
             ]
 
 
-def test_the_next_batch_is_prefetched_but_never_beyond_the_end(ahead):
-    rows = Rows([[k, k] for k in range(12)])
+@pytest.mark.parametrize(("tokens", "batches"), [(1, 1), (11, 2), (1 << 16, 8)])
+def test_small_batches_are_prefetched_several_at_a_time_but_never_beyond_the_end(ahead, monkeypatch, tokens, batches):
+    monkeypatch.setattr(module, "_AHEAD_TOKENS", tokens)
+    rows = Rows([[k, k] for k in range(44)])
     with BatchLoader(rows, micro_batch_size=2, ahead=ahead) as loader:
         loader.micro_batches(0, 4)
-        loader._reading.result()
-        assert rows.numbers == [0, 1, 2, 3, 4, 5, 6, 7]
-        loader.micro_batches(4, 4)
-        loader.micro_batches(8, 4)
-        assert loader._reading is None and rows.numbers == list(range(12))
+        for until in [4 + 4 * batches * burst for burst in (1, 2)]:
+            loader._reading[-1][1].result()
+            assert rows.numbers == list(range(min(until, 44)))
+            for first in range(until - 4 * batches, min(until, 44), 4):
+                assert loader.micro_batches(first, 4)[0].tokens[0, 0] == first
+        for first in range(until, 44, 4):
+            loader.micro_batches(first, 4)
+        assert not loader._reading and rows.numbers == list(range(44))
         evaluation = [loader.micro_batches(first, 4, stop_sample=6) for first in (0, 4)]
         assert [int(batch.loss_mask.sum()) for batch in evaluation[1]] == [2, 0]
 
 
 def test_an_error_in_the_thread_is_raised_when_the_batch_is_requested(ahead):
-    rows = Rows([[1, 2]] * 4 + [[1, 99]] * 4)
+    rows = Rows([[1, 2]] * 12 + [[1, 99]] * 8)
     with BatchLoader(rows, micro_batch_size=4, options=BatchOptions(vocab_size=10), ahead=ahead) as loader:
-        assert len(loader.micro_batches(0, 4)) == 1
-        with pytest.raises(DataError, match="row 4 column 1 has id 99"):
-            loader.micro_batches(4, 4)
+        for first in (0, 4, 8):
+            assert len(loader.micro_batches(first, 4)) == 1
+        with pytest.raises(DataError, match="row 12 column 1 has id 99"):
+            loader.micro_batches(12, 4)
 
 
 def test_a_blend_that_requests_too_many_samples_is_rejected(dataset):

@@ -20,8 +20,10 @@ BATCH = Batch(TOKENS, TOKENS + 1, np.ones((2, 4), np.float32), np.array([5, 6]),
 SCALES = torch.tensor([0.5, 0.25])
 
 
-def moved(objective: LanguageModelObjective, settings: StepSettings, **wanted: bool) -> DeviceBatch:
-    return DeviceBatch.of(BATCH, objective, settings, SCALES, **wanted)
+def moved(
+    objective: LanguageModelObjective, settings: StepSettings, scales: torch.Tensor | None = SCALES, **wanted: bool
+) -> DeviceBatch:
+    return DeviceBatch.of(BATCH, objective, settings, SCALES.device, scales, **wanted)
 
 
 def test_one_process_uses_everything() -> None:
@@ -36,7 +38,7 @@ def test_one_process_uses_everything() -> None:
 
 def test_ranks_of_a_pipeline_take_what_they_use() -> None:
     objective, settings = LanguageModelObjective(Axis.single("tp"), 100), StepSettings(mask=MaskKind.DOCUMENTS)
-    first = moved(objective, settings, with_targets=False)
+    first = moved(objective, settings, None)
     assert (len(first.inputs), len(first.passed), first.targets) == (1, 2, ())
     assert torch.equal(first.passed[1], torch.from_numpy(SEGMENTS))
     last = moved(objective, settings, with_inputs=False)

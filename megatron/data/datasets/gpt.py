@@ -5,7 +5,7 @@ Source: bigscience Megatron-DeepSpeed `megatron/data/gpt_dataset.py` (`GPTDatase
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -67,16 +67,12 @@ class GPTDataset(SegmentedSamples):
         raise IndexError(f"A sample has {self.sequence_length + 1} tokens; it has no token {position} beyond its end.")
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        return list(self._spans(sample))
-
-    def _spans(self, sample: int) -> Iterator[DocumentSpan]:
         number, place = self._segment_of(sample)
-        segment = self._segments[number]
+        segment, spans = self._segments[number], []
         row = int(segment.shuffle[place])
-        first, offset = (int(value) for value in segment.sample[row])
-        last, end = (int(value) for value in segment.sample[row + 1])
-        for document in range(first, last + 1):
-            sequence = int(segment.document[document])
+        (first, offset), (last, end) = segment.sample[row : row + 2].tolist()
+        for document, sequence in enumerate(segment.document[first : last + 1].tolist(), start=first):
             stop = end + 1 if document == last else int(self.indexed.lengths[sequence])
-            yield DocumentSpan(sequence, offset, stop - offset)
+            spans.append(DocumentSpan(sequence, offset, stop - offset))
             offset = 0
+        return spans

@@ -54,8 +54,10 @@ class OwningView(GradientOwner, OptimizerView):
         self._device, self._implementation = clipping.device, clipping.implementation
         self._scale = loss_scale_of(self._wrapper.loss_scaler, clipping.device) if engine.fp16_enabled() else None
         self._tells_scaler = engine.pipeline_parallelism
-        # the network's own weights, unless each rank updates a part of them, and all are gathered afterwards
+        # The network's weights, if an update is to write them besides those of the optimizer; and whether they are all
+        # new after it: of several ranks each updates a part, and all parts are gathered.
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
+        self._updates_network = False
         trained = [parameter for group in self.groups() for parameter in group]
         factor = engine.gradient_predivide_factor() if engine.postscale_gradients() else 1.0
         how = (engine.communication_data_type, None if factor == 1.0 else factor)
@@ -95,7 +97,7 @@ class OwningView(GradientOwner, OptimizerView):
         def step(*_: Any, **__: Any) -> None:
             norm = self.measure(self._scale)
             self._wrapper._global_grad_norm = norm
-            if self.update(self.optimizer, gate, norm, self._copies, self._scale) and not self._copies:
+            if self.update(self.optimizer, gate, norm, self._copies, self._scale) and not self._updates_network:
                 self.refresh_weights()
             self._tell_scaler()
             self._sum.clear()
@@ -163,7 +165,8 @@ class PartitionedView(OwningView):
         wrapper, masters, device = self._wrapper, self.masters(), self._device
         dtype, is_alone = wrapper.gradient_accumulation_dtype, averaging.axis.size == 1 and averaging.experts is None
         is_whole = is_alone and masters[0].device == device
-        if is_whole:
+        self._updates_network = is_whole
+        if not self._update_in_place(groups, averaging) and is_whole:
             self._copies = list(wrapper.parallel_partitioned_bit16_groups)
         if not wrapper.partition_gradients:
             buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
@@ -173,6 +176,23 @@ class PartitionedView(OwningView):
             return MainGradients(parts, groups, is_measured, averaging, self._implementation)
         self.takes_by_hooks = sum(group.length for group in groups) > wrapper.reduce_bucket_size
         return PartitionGradients(parts, groups, is_measured, averaging, wrapper.reduce_bucket_size)
+
+    def _update_in_place(self, groups: Sequence[FlatGroup], averaging: Averaging) -> bool:
+        """Has the optimizer update this rank's part of the network's own weights instead of DeepSpeed's copy of it, if
+        they are float32 and the copy is not in the memory of the host; returns whether they are.
+        """
+        ranks = [averaging.of(group.parameters[0]).axis.rank for group in groups]
+        partitions = zip(self._wrapper.parallel_partitioned_bit16_groups, ranks, strict=True)
+        parts, masters = [partition[rank] for partition, rank in partitions], self.masters()
+        if self._wrapper.cpu_offload or any(part.dtype is not torch.float32 for part in parts):
+            return False
+        for master, part, group in zip(masters, parts, groups, strict=True):
+            master.data = part.data
+            for mapping in (getattr(parameter, "_hp_mapping", None) for parameter in group.parameters):
+                if mapping is not None:  # which would keep the copy's memory
+                    address = mapping.hp_fragment_address
+                    mapping.hp_fragment = part.data.narrow(0, address.start, address.numel)
+        return True
 
     def _serve_pipeline(self, engine: Any) -> None:
         """Has it accumulate here as well, as it does with DeepSpeed's optimizer for bf16."""
@@ -202,9 +222,8 @@ class AccumulatedView(PartitionedView):
         wrapper = self._wrapper
         wrapper.clear_hp_grads = lambda: None
         self.takes_by_hooks = bool(wrapper.immediate_grad_update)
-        # the network's own weights, unless each rank updates a part of them, and all are gathered afterwards
         is_alone = averaging.axis.size == 1 and averaging.experts is None
-        self._copies = list(wrapper.bf16_partitioned_groups) if is_alone else ()
+        self._copies, self._updates_network = list(wrapper.bf16_partitioned_groups) if is_alone else [], is_alone
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))

@@ -205,16 +205,19 @@ class UpdateGate:
         Args:
             loss_scale: learns whether the gradients overflowed.
         """
-        agreed = self._agreed(is_before_update=True)
-        wrong, *_, tokens = agreed.unbind()
-        if loss_scale is not None:
-            loss_scale.update(wrong > 0)
-        if self._is_on_device:
-            self._pending.append((self.verdict, HostCopy(agreed)))
-            self._skip = torch.where(tokens == 0, self._one, wrong).to(torch.float32)
-            update(optimizer, gradient_factor=gradient_factor, skip=self._skip, copies=copies)
-            return True
-        self._judge(self.verdict, agreed.tolist())
+        if self._is_on_device or loss_scale is not None:
+            agreed = self._agreed(is_before_update=True)
+            if loss_scale is not None:
+                loss_scale.update(agreed[0] > 0)
+            if self._is_on_device:
+                self._pending.append((self.verdict, HostCopy(agreed)))
+                wrong, *_, tokens = agreed.unbind()
+                self._skip = torch.where(tokens == 0, self._one, wrong).to(torch.float32)
+                update(optimizer, gradient_factor=gradient_factor, skip=self._skip, copies=copies)
+                return True
+            self._judge(self.verdict, agreed.tolist())
+        else:
+            self._judge(self.verdict, self._agreed_on_host(is_before_update=True))
         if self.verdict.is_dropped:
             return False
         update(optimizer, gradient_factor=gradient_factor, copies=copies)
@@ -241,18 +244,29 @@ class UpdateGate:
 
         Shapes: result `[6]` float64.
         """
-        figures, self._figures = self._figures, None
-        own = figures()  # type: ignore[misc]
+        own = self._own_figures()
         finite = own.nan_to_num(0.0, 0.0, 0.0)
         is_wrong = (own != finite).any(dim=0, keepdim=True)
         side = self._sides[0 if is_before_update else 1]
         return all_reduce_max(torch.cat([is_wrong, side, finite]), self._mesh.world)
 
+    def _agreed_on_host(self, *, is_before_update: bool) -> Sequence[float]:
+        """The same as numbers, for which the host waits; where there is one rank, it computes them itself."""
+        if self._mesh.world.size > 1:
+            return self._agreed(is_before_update=is_before_update).tolist()  # type: ignore[no-any-return]
+        own = self._own_figures().tolist()
+        finite = [figure if math.isfinite(figure) else 0.0 for figure in own]
+        return [float(own != finite), float(is_before_update), float(not is_before_update), *finite]
+
+    def _own_figures(self) -> torch.Tensor:
+        figures, self._figures = self._figures, None
+        return figures()  # type: ignore[misc]
+
     def _decide(self, *, is_before_update: bool) -> bool:
         """Decides, unless that has happened; returns whether others update and this rank does not."""
         if self._figures is None:
             return False
-        agreed = self._agreed(is_before_update=is_before_update).tolist()
+        agreed = self._agreed_on_host(is_before_update=is_before_update)
         self._judge(self.verdict, agreed)
         return bool(agreed[1]) and not self.verdict.is_overflow and not is_before_update
 

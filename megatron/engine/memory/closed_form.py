@@ -5,13 +5,14 @@ precision), and m bytes that the optimizer keeps of an element (AdamW's two mome
 
     stage      parameters   gradients     optimizer
     0, fp32    4 P          4 P           m P
-    1          k P          4 P           (4 + m) O
-    2          k P          4 O           (4 + m) O
+    1          k P          4 P           (4 + m) O; in fp32 m O
+    2          k P          4 O           (4 + m) O; in fp32 m O
     3          k O          4 O           (4 + m) O
 
 Gradients are accumulated in fp32, all of them by each rank at stage 1. Those that backward has just computed come on
-top of that, k P, until they have been added at its end. From stage 1 on, DeepSpeed copies the weights that the
-optimizer updates, in fp32 too.
+top of that, k P, until they have been added at its end. The optimizer updates a copy of the weights in fp32, except at
+stages 1 and 2 in fp32, where it updates them in place unless it is offloaded. At stage 3 DeepSpeed copies them in fp32
+too.
 
 Offloading puts the optimizer's part into the memory of the host, with the gradients that it reads: at stage 1 a copy of
 the part that falls to the rank, at stage 2 the part itself. At stage 3 the partition of the parameters can follow.
@@ -112,7 +113,9 @@ def predicted_bytes(
     own = sum(owned)
     weights = how.weight_bytes * (everything if how.stage < 3 else own)
     updated = [sum(group) for group in groups] if how.stage == 0 else owned
-    optimizer = sum(count * each for count, each in zip(updated, kept, strict=True)) + _FP32 * own * (how.stage > 0)
+    updates_in_place = how.weight_bytes == _FP32 and how.stage < 3 and not how.offloads_optimizer
+    copied = 0 if how.stage == 0 or updates_in_place else own
+    optimizer = sum(count * each for count, each in zip(updated, kept, strict=True)) + _FP32 * copied
     on_device, on_host = _gradients(how, everything, own)
     here = on_device
     here += 0 if how.offloads_parameters else weights

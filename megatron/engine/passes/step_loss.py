@@ -71,21 +71,29 @@ class StepLoss:
             with_inputs: whether this rank has the first layer.
             with_targets: whether it sees the loss.
         """
-        mesh = self._mesh
-        scales = torch.ones(2, device=mesh.device)
-        if with_targets:
-            tokens = sum(self.objective.token_count(batch) for batch in micro_batches)
-            samples = sum(len(batch.sample_ids) for batch in micro_batches)
-            counted = device.copy_to_device(np.array([tokens, samples], dtype=np.float64), mesh.device)
-            counted = all_reduce_sum(counted, mesh.batch)
-            divisors = counted.masked_fill(counted <= 0, 1.0)  # without a counted token there is nothing to divide
-            scales = (len(micro_batches) * mesh.gradient.size / divisors).to(torch.float32)
-        given = self.objective, self.settings, scales
-        batches = [
-            DeviceBatch.of(batch, *given, with_inputs=with_inputs, with_targets=with_targets) for batch in micro_batches
-        ]
+        given = self.objective, self.settings, self._mesh.device
+        scales = self._scales(micro_batches) if with_targets else None
+        batches = [DeviceBatch.of(batch, *given, scales, with_inputs=with_inputs) for batch in micro_batches]
         self._target_names = batches[0].target_names if batches else ()
         return batches
+
+    def _scales(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """The factors of the loss sums over tokens and over samples; collective over the ranks that see the loss.
+
+        One rank alone divides on the host, by the same two roundings as the device.
+
+        Shapes: `[2]` float32.
+        """
+        mesh, objective = self._mesh, self.objective
+        tokens = sum(objective.token_count(batch) for batch in micro_batches)
+        samples = sum(len(batch.sample_ids) for batch in micro_batches)
+        gradients = len(micro_batches) * mesh.gradient.size
+        if mesh.batch.size == 1:  # without a counted token there is nothing to divide
+            scales = [gradients * (1.0 / (1.0 if counted <= 0 else counted)) for counted in (tokens, samples)]
+            return device.copy_to_device(np.array(scales, dtype=np.float32), mesh.device)
+        counts = device.copy_to_device(np.array([tokens, samples], dtype=np.float64), mesh.device)
+        counts = all_reduce_sum(counts, mesh.batch)
+        return (gradients * counts.masked_fill(counts <= 0, 1.0).reciprocal()).to(torch.float32)
 
     def context_of(self, batch: DeviceBatch) -> StepContext:
         """The context of a micro-batch."""

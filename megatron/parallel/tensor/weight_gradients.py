@@ -27,7 +27,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 AddProduct = Callable[[nn.Parameter, torch.Tensor, torch.Tensor], bool]
 # Fewest values of a weight whose gradient is added by the product: with fewer, a function in Python costs more than the
 # pass over memory that it saves. Measured on a CPU; for a GPU a guess, from 40 microseconds of the host.
-FEWEST_ADDED_CPU, FEWEST_ADDED_GPU = 1 << 18, 1 << 22
+FEWEST_ADDED_CPU, FEWEST_ADDED_GPU = 1 << 19, 1 << 22
 
 
 class WeightGradientQueue:

@@ -110,7 +110,7 @@ def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:
 
 def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
     """Why the products that compute gradients of weights do not add to the sums of these; None if they do."""
-    kernels, parallel = config.kernels, config.parallel
+    kernels, parallel, optim = config.kernels, config.parallel, config.optim
     is_staged, can_add = parallel.pipeline_model_parallel_size > 1, engine.product_adder is not None
     has_product = can_add_product(torch.empty(0, device=engine.mesh.device), engine.steps.dtype)
     reasons = {
@@ -128,6 +128,9 @@ def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
             engine.zero_stage == 2 and not can_add
         ),
         "gradients do not add up in float32": not can_add,
+        "the gradients of the only micro-batch are the sums (ZeRO stage 0)": (
+            engine.zero_stage == 0 and optim.global_batch_size <= optim.micro_batch_size * engine.mesh.batch.size
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -118,8 +118,12 @@ def check_owned_gradients(engine: Engine) -> None:
     ranks = engine.mesh.gradient.size
     parts = list(view.reduced_gradients())
     for part, master, flat in zip(parts, view.masters(), flats, strict=True):
-        assert len(part) == len(master) == len(flat) / ranks
-        assert torch.equal(master.to(flat.dtype), flat.view(ranks, -1)[engine.mesh.gradient.rank])
+        own = flat.view(ranks, -1)[engine.mesh.gradient.rank]
+        assert part.shape == master.shape == own.shape and torch.equal(master.to(flat.dtype), own)
+        assert (master.data_ptr() == own.data_ptr()) is (flat.dtype is torch.float32)  # which is updated in place
+    fragments = [each._hp_mapping.hp_fragment for each in trained if getattr(each, "_hp_mapping", None) is not None]
+    held = {each.untyped_storage().data_ptr() for each in (*flats, *view.masters())}
+    assert {fragment.untyped_storage().data_ptr() for fragment in fragments} <= held  # no other copy is kept
     if isinstance(view, AccumulatedView):
         own = [
             each.narrow(0, engine.mesh.gradient.rank * len(part), len(part)).data_ptr()

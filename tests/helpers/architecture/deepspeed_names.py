@@ -68,6 +68,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "the network's parameters, their groups and this rank's part of each are known": (
             *("bit16_groups", "bit16_groups_flat", "parallel_partitioned_bit16_groups", "partition_gradients"),
         ),
+        "the network's float32 weights are updated in place unless the optimizer is offloaded": ("cpu_offload",),
         "its hooks, which would average gradients, are removed": ("_grad_acc_hooks",),
         "gradients are added up in the dtype and sent in the buckets of the settings": (
             *("gradient_accumulation_dtype", "reduce_bucket_size"),
@@ -109,7 +110,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     _FRAGMENTS: {
         "the place of a parameter in the fp32 weights is found": (
             *("_hp_mapping", "hp_fragment_address", "lp_fragment_address", "param_group_index", "start"),
-        )
+        ),
+        "weights that are updated in place are not held twice": ("hp_fragment",),
     },
     _NORMS: {"each parameter is counted once in norms": ("ds_pipe_replicated", "tensor_model_parallel")},
     _GROUPS: {

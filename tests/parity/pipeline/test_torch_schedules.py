@@ -54,7 +54,7 @@ class TorchStage(nn.Module):
         context = self.settings.context(sample_ids)
         for layer in self.layers:
             hidden = layer(hidden, context)
-        return hidden
+        return hidden.clone()  # torch detaches it in place, and a block returns a view
 
 
 class TorchPipeline:

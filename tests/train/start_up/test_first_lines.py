@@ -51,7 +51,7 @@ def test_the_summary_says_what_was_built(run: Path) -> None:
         f"also to      TensorBoard {run.parent / 'tensorboard'}",
     ]
     # The first stage has 20,480 + 1,024 parameters of embeddings and 12,704 of a block; 20 bytes each.
-    assert lines[2].startswith("layout       2 ranks = 2 pp x 1 dp x 1 tp, ZeRO stage 1; 668 KiB per rank for weights")
+    assert lines[2].startswith("layout       2 ranks = 2 pp x 1 dp x 1 tp, ZeRO stage 1; 534 KiB per rank for weights")
     assert lines[9].startswith("kernels      ") and "; blocks compiled (aot_eager)" in lines[9]
     assert lines[9].endswith("; gradient accumulation not fused: blocks are compiled; no CUDA graphs: there is no GPU")
     assert lines[15] == f"steps 3 to 3 are profiled on rank 0, 1, into {run / 'profile'}"
