@@ -115,7 +115,7 @@ def _activation_cases(size: Size, like: torch.Tensor) -> list[Case]:
 
 def _norm_cases(size: Size, like: torch.Tensor) -> list[Case]:
     x, residual = (_random(size.rows, size.columns, like=like) for _ in range(2))
-    weight, bias = (_random(size.columns, like=like) for _ in range(2))
+    weight, bias, branch_bias = (_random(size.columns, like=like) for _ in range(3))
 
     def layer(implementation: Implementation) -> Outputs:
         return [layer_norm(x, weight, bias, 1e-5, implementation=implementation)]
@@ -126,11 +126,23 @@ def _norm_cases(size: Size, like: torch.Tensor) -> list[Case]:
     def added(implementation: Implementation) -> Outputs:
         return add_norm(x, residual, weight, bias, 1e-5, subtract_mean=True, implementation=implementation)
 
+    def biased(implementation: Implementation) -> Outputs:
+        given: dict[str, Any] = {"branch_bias": branch_bias, "implementation": implementation}
+        return add_norm(x, residual, weight, bias, 1e-5, subtract_mean=True, **given)
+
     one = size_of(x)
     return [
         Case("norm", f"layer norm, {size}", layer, (x, weight, bias), 2 * one, 3 * one),
         Case("norm", f"RMS norm, {size}", root_mean_square, (x, weight), 2 * one, 3 * one),
         Case("norm", f"residual and layer norm, {size}", added, (x, residual, weight, bias), 4 * one, 4 * one),
+        Case(
+            "norm",
+            f"bias, residual and layer norm, {size}",
+            biased,
+            (x, residual, weight, bias, branch_bias),
+            4 * one,
+            4 * one,
+        ),
     ]
 
 

@@ -71,19 +71,26 @@ def add_norm(
     eps: float,
     *,
     subtract_mean: bool,
+    branch_bias: torch.Tensor | None = None,
     zero_centered: bool = False,
     implementation: Implementation = Implementation.TORCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual + x`, or x if there is no residual, and its norm; the compiled implementation does both in one pass.
+    """`residual + (x + branch_bias)`, or what of it there is, and its norm; the compiled form does both in one pass.
 
-    Shapes: x, residual and both results `[..., h]`.
+    In half precision the compiled one rounds the sum once, at its end, and the gradient of `branch_bias` is a sum of
+    values that were not rounded, unless a GPU's registers are too few for rows as long as these.
+
+    Shapes: x, residual and both results `[..., h]`; branch_bias `[h]`.
 
     Args:
         subtract_mean: whether it is the layer norm; otherwise the RMS norm, which has no bias.
+        branch_bias: of the layer that made x.
     """
     if implementation is Implementation.CSRC and residual is not None and x.dtype is residual.dtype:
         operation = torch.ops.megatron.add_norm
-        return operation(x, residual, weight, bias, eps, subtract_mean, zero_centered)[:2]  # type: ignore[no-any-return]
+        return operation(x, residual, weight, bias, branch_bias, eps, subtract_mean, zero_centered)[:2]  # type: ignore[no-any-return]
+    if branch_bias is not None:
+        x = x + branch_bias
     total = x if residual is None else residual + x
     if subtract_mean:
         normalized = layer_norm(total, weight, bias, eps, zero_centered=zero_centered, implementation=implementation)
@@ -166,10 +173,11 @@ def _norm_shapes(x, weight, bias, eps, subtract_mean, zero_centered):  # type: i
     return x.new_empty(x.shape), mean, x.new_empty(rows, dtype=wide)
 
 
-def _add_norm_shapes(x, residual, *others):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), *_norm_shapes(x, *others)
+def _add_norm_shapes(x, residual, weight, bias, branch_bias, *settings):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), *_norm_shapes(x, weight, bias, *settings)
 
 
-def _backward_shapes(dy, total_gradient, x, weight, mean, inverse, zero_centered, has_bias):  # type: ignore[no-untyped-def]
+def _backward_shapes(dy, total_gradient, x, weight, mean, inverse, zero_centered, has_bias, branch_dtype):  # type: ignore[no-untyped-def]
     of_bias = weight.new_empty(weight.shape if has_bias else (0,))
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
+    of_branch_bias = weight.new_empty((0,) if branch_dtype is None else weight.shape, dtype=branch_dtype)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias, of_branch_bias

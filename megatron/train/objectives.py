@@ -72,6 +72,7 @@ def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSe
     packed, masked = packs_examples(config), config.loss.objective == MASKED
     separates = config.documents.reset_attention_mask or packed or masked  # of masked text, the padding
     mask = MaskKind.DOCUMENTS if separates else MaskKind.CAUSAL
+    holds_parameters = config.parallel.effective_zero_stage != 3
     split = None
     if mesh is not None:
         causal, window = not config.model.bidirectional, config.model.widest_window
@@ -90,7 +91,8 @@ def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSe
         explicit_attention=not config.kernels.fused_attention,
         # ZeRO-3 takes the weight of the head apart again before the losses are computed; a teacher's logits are
         # compared with the network's logits, which then have to be materialized.
-        factored_logits=not (masked or config.distillation.is_on or config.parallel.effective_zero_stage == 3),
+        factored_logits=not (masked or config.distillation.is_on) and holds_parameters,
+        holds_parameters=holds_parameters,
         split=split,
     )
 

@@ -40,7 +40,7 @@ def results(built: list[TransformerBlock]) -> list[torch.Tensor]:
     """The output of the blocks and the gradients of their input and parameters."""
     generator = torch.Generator().manual_seed(4)
     start = torch.randn(2, 6, built[0].input_layernorm.weight.numel(), generator=generator).requires_grad_()
-    hidden, context = start, StepSettings(seed=SEED).context(torch.arange(2))
+    hidden, context = start, StepSettings(seed=SEED, holds_parameters=True).context(torch.arange(2))
     for block in built:
         hidden = block(hidden, context)
     parameters = [parameter for block in built for parameter in block.parameters()]

@@ -93,14 +93,15 @@ def test_large_half_precision_values_do_not_overflow() -> None:
 def _run(
     kind: str, zero_centered: bool, parts: list[torch.Tensor], implementation: Implementation, is_added: bool = False
 ) -> list[torch.Tensor]:
-    """The norm, with `is_added` of twice x, and the gradients of its arguments."""
+    """The norm, with `is_added` of twice x and a bias, and the gradients of its arguments."""
     x, weight, bias = (part.detach().requires_grad_() for part in parts[:3])
     options = {"zero_centered": zero_centered, "implementation": implementation}
     leaves = [x, weight] + ([bias] if kind == "layer" else [])
     with_bias = bias if kind == "layer" else None
     if is_added:
-        residual = x.detach().clone().requires_grad_()
-        leaves.append(residual)
+        residual, branch_bias = x.detach().clone().requires_grad_(), parts[2].detach().flip(0).requires_grad_()
+        leaves += [residual, branch_bias]
+        options["branch_bias"] = branch_bias
         subtract_mean = kind != "rms"
         shift = with_bias if subtract_mean else None
         total, y = add_norm(x, residual, weight, shift, EPS, subtract_mean=subtract_mean, **options)
@@ -127,6 +128,8 @@ def test_compiled_is_as_exact_as_the_reference(compiled: Library, kind: str, dty
             for place, (expected, ours, one) in enumerate(zip(exact, found, reference, strict=True)):
                 assert ours.dtype == dtype and ours.shape == expected.shape
                 largest = max(expected.abs().max().item(), of_x if ours.shape == shape and place > is_added else 0.0)
+                if is_added and place == len(found) - 1:  # the bias's gradient sums that of x
+                    largest = max(largest, of_x)
                 ulps = 1
                 if dtype == torch.float64:  # then what counts as exact is rounded as well
                     ulps, largest = 8, max(largest, 1.0)
@@ -201,20 +204,24 @@ def test_torch_knows_the_compiled_norms(compiled: Library) -> None:
         if subtracts_mean:
             torch.library.opcheck(torch.ops.megatron.norm.default, (x, weight, shift, *settings))
         else:
-            torch.library.opcheck(torch.ops.megatron.add_norm.default, (x, x.detach(), weight, shift, *settings))
+            given = (x, x.detach(), weight, shift, bias, *settings)
+            torch.library.opcheck(torch.ops.megatron.add_norm.default, given)
         _, *statistics = torch.ops.megatron.norm(*plain, *settings)
         gradients = (gradient, gradient, *plain[:2], *statistics, True, shift is not None)
-        torch.library.opcheck(torch.ops.megatron.norm_backward.default, gradients)
-        leaves = [part for part in (x, gradient.requires_grad_(), weight, shift) if part is not None]
+        for branch_dtype in (None, torch.float32):
+            torch.library.opcheck(torch.ops.megatron.norm_backward.default, (*gradients, branch_dtype))
+        branch_bias = plain[2].clone().requires_grad_()
+        leaves = [part for part in (x, gradient.requires_grad_(), branch_bias, weight, shift) if part is not None]
 
         def both(x: torch.Tensor, residual: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            scale, offset = (*others, None)[:2]
-            return torch.ops.megatron.add_norm(x, residual, scale, offset, *settings)[:2]  # noqa: B023
+            branch_bias, scale, offset = (*others, None)[:3]
+            return torch.ops.megatron.add_norm(x, residual, scale, offset, branch_bias, *settings)[:2]  # noqa: B023
 
         assert torch.autograd.gradcheck(both, leaves)
         gradient = gradient.detach()
-    of_total = torch.autograd.grad(_add_rms(x, x, weight)[0].sum(), x)[0]
-    assert torch.equal(of_total, torch.full_like(x, 2))  # the norm itself is not used
+    total = _add_rms(x, x, weight, bias)[0]
+    of_total, of_branch_bias = torch.autograd.grad(total.sum(), (x, bias))  # the norm itself is not used
+    assert torch.equal(of_total, torch.full_like(x, 2)) and torch.equal(of_branch_bias, torch.full_like(bias, 3))
     with pytest.raises(NotImplementedError, match="first derivatives only.*--kernels norm=torch"):
         torch.autograd.grad(rms_norm(x, weight, EPS, implementation=CSRC).sum(), x, create_graph=True)
 
@@ -222,14 +229,17 @@ def test_torch_knows_the_compiled_norms(compiled: Library) -> None:
 def test_compiled_norms_in_compiled_functions(compiled: Library) -> None:
     x, weight, bias, gradient = _case(torch.float32, 4, 24)
 
+    branch_bias = bias.detach().bfloat16().requires_grad_()
+
     def norm(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        total, y = add_norm(x, residual, weight, bias, EPS, subtract_mean=True, implementation=CSRC)
+        settings = {"subtract_mean": True, "branch_bias": branch_bias, "implementation": CSRC}
+        total, y = add_norm(x, residual, weight, bias, EPS, **settings)
         return total.sin() + y
 
-    expected = torch.autograd.grad(norm(x, gradient), (x, weight, bias), gradient)
-    found = torch.autograd.grad(
-        torch.compile(norm, backend="aot_eager", fullgraph=True)(x, gradient), (x, weight, bias), gradient
-    )
+    leaves = (x, weight, bias, branch_bias)
+    expected = torch.autograd.grad(norm(x, gradient), leaves, gradient)
+    found = torch.autograd.grad(torch.compile(norm, backend="aot_eager", fullgraph=True)(x, gradient), leaves, gradient)
+    assert found[-1].dtype == torch.bfloat16
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other)
     assert rms_norm(x.to("meta"), weight.to("meta"), EPS, implementation=CSRC).shape == x.shape
@@ -243,6 +253,10 @@ def test_compiled_norms_in_compiled_functions(compiled: Library) -> None:
         ({"x": torch.tensor(1.0)}, "x has no dimensions; it needs at least one"),
         ({"x": torch.ones(2, 4, dtype=torch.int64)}, "expected float32, float64, float16 or bfloat16, not Long"),
         ({"residual": torch.ones(3, 4)}, r"residual is Float\[3, 4\] and x is Float\[2, 4\]; both must have"),
+        (
+            {"residual": torch.ones(2, 4), "branch_bias": torch.ones(2)},
+            r"branch_bias must have one entry for each of the 4 columns of x; its shape is \[2\]",
+        ),
     ],
 )
 def test_wrong_inputs_are_refused(compiled: Library, changes: dict[str, torch.Tensor], sentence: str) -> None:
@@ -252,8 +266,35 @@ def test_wrong_inputs_are_refused(compiled: Library, changes: dict[str, torch.Te
         operation(**given, eps=EPS, implementation=CSRC)
 
 
-def _add_rms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return add_norm(x, residual, weight, None, EPS, subtract_mean=False, implementation=CSRC)
+def _add_rms(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, branch_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    settings: dict[str, Any] = {"branch_bias": branch_bias, "implementation": CSRC}
+    return add_norm(x, residual, weight, None, EPS, subtract_mean=False, **settings)
+
+
+def test_bias_of_a_branch(compiled: Library) -> None:
+    x, weight, bias, gradient = _case(torch.bfloat16, 70, 96)
+    branch_bias = bias.detach().float().flip(0).requires_grad_()
+    residual = x.detach().flip(0).requires_grad_()
+    total, y = _add_rms(x, residual, weight, branch_bias)
+    once = (x.float() + branch_bias + residual.float()).bfloat16()
+    assert torch.equal(total, once)  # rounded at the end only
+    expected = torch.autograd.grad(_add_rms(once, torch.zeros_like(once), weight), (once,), [gradient] * 2)[0]
+    leaves = (x, residual, weight, branch_bias)
+    wanted = torch.autograd.grad((total, y), leaves, [gradient] * 2, retain_graph=True)
+    assert torch.equal(wanted[0], wanted[1]) and torch.equal(wanted[0], expected)
+    assert wanted[3].dtype == torch.float32
+    torch.testing.assert_close(wanted[3], wanted[0].double().sum(0).float(), atol=0.1, rtol=0)
+    for place, leaf in enumerate(leaves):  # alone, or all others: the same bits
+        for parts in ((leaf,), leaves[:place] + leaves[place + 1 :]):
+            frozen = [part.detach().requires_grad_(any(part is one for one in parts)) for part in leaves]
+            results = _add_rms(*frozen)
+            places = [index for index, part in enumerate(frozen) if part.requires_grad]
+            found = torch.autograd.grad(results, [frozen[index] for index in places], [gradient] * 2)
+            assert all(torch.equal(one, wanted[index]) for one, index in zip(found, places, strict=True))
+    with torch.no_grad():
+        assert torch.equal(_add_rms(x, residual, weight, branch_bias)[1], y)
 
 
 def _fake_apex() -> dict[str, ModuleType]:

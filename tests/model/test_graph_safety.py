@@ -110,7 +110,9 @@ class MicroBatch:
         self.objective, depths = LanguageModelObjective(mesh.tp, config.vocab_size), config.mtp_num_layers
         if depths:
             self.objective = MultiTokenObjective(mesh.tp, config.vocab_size, depths=depths)
-        self.settings = StepSettings(seed=SEED, factored_logits=True, recompute=recompute, has_tokens=depths > 0)
+        self.settings = StepSettings(
+            seed=SEED, factored_logits=True, holds_parameters=True, recompute=recompute, has_tokens=depths > 0
+        )
         self.tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
         self.labels = torch.zeros((1 + depths) * BATCH, LENGTH, dtype=torch.int64)
         self.sample_ids = torch.zeros_like(self.tokens[:, 0])

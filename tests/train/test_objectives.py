@@ -61,6 +61,8 @@ def test_multi_token_prediction_has_an_objective_and_the_tokens() -> None:
 def test_masked_text_passes_what_only_it_has() -> None:
     masked = "--objective masked --bidirectional"
     assert step_settings(_config(masked)).passed == ("segment_ids", "predicted")
+    stages = [step_settings(_config(f"--zero-stage {stage}")) for stage in (2, 3)]
+    assert [of.holds_parameters for of in stages] == [of.factored_logits for of in stages] == [True, False]
     assert step_settings(_config(f"{masked} --num-token-types 2")).passed == ("segment_ids", "token_types", "predicted")
     assert build_objective(_config(f"{masked} --sentence-order-head"), ParallelMesh.single()) == (
         MaskedLanguageModelObjective(ParallelMesh.single().tp, 1000, has_sentence_order=True)

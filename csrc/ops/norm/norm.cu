@@ -139,7 +139,7 @@ struct Forward {
   T *y, *total;
   float *mean, *inverse;
   const T *x, *residual;
-  Vector<T> weight, bias;
+  Vector<T> weight, bias, branch_bias;  // null without one
   int64_t rows, columns;
   float eps, weight_offset;  // 1 for a zero-centred weight
 };
@@ -175,10 +175,11 @@ __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of
       if (!own.has(k)) continue;
       own.load(x[k], of.x + begin, k);
       if (of.residual != nullptr) {
-        float residual[kSize];
+        float residual[kSize], branch_bias[kSize] = {};
         own.load(residual, of.residual + begin, k);
+        if (of.branch_bias.data != nullptr) own.load(branch_bias, of.branch_bias, k);
         MEGATRON_UNROLL
-        for (int i = 0; i < kSize; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + residual[i]));
+        for (int i = 0; i < kSize; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + branch_bias[i] + residual[i]));
         own.store(of.total + begin, x[k], k);
       }
       MEGATRON_UNROLL
@@ -215,13 +216,14 @@ __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of
 template <typename T>
 struct Backward {
   T* dx;
-  float* partials;  // [1 or 2, row blocks, h]
+  float* partials;  // [1 to 3, row blocks, h]: of weight, bias and branch_bias
   const T *dy, *total_gradient, *x;
   Vector<T> weight;
   const float *mean, *inverse;
   int64_t rows, columns, rows_per_block;
   float weight_offset;
-  bool has_bias;
+  bool has_bias;         // whether the gradient of the bias is wanted
+  bool has_branch_bias;  // and that of the branch's
 };
 
 template <typename T>
@@ -262,14 +264,16 @@ __device__ __forceinline__ void write_partials(float* to, const float (*sums)[Pa
   }
 }
 
-// The gradient of x for one block of rows, and that block's sums for weight and bias, in registers until the end.
-template <typename T, int kPackets, bool kPacked>
+// The gradient of x for one block of rows, and that block's sums for weight and biases, in registers until the end.
+// kSumsX: whether the gradient of x is summed, which is that of the branch's bias.
+template <typename T, int kPackets, bool kPacked, bool kSumsX>
 __global__ void __launch_bounds__(kMostThreads, kPackets == 1 && kPacked ? 2 : 1) backward_held(const Backward<T> of) {
   constexpr int kSize = Packet<T>::kSize;
   __shared__ Pair parts[2 * kMostWarps];
   MEGATRON_DYNAMIC_SHARED(float, shared);
   Meeting meeting{parts, 0};
   float of_weight[kPackets][kSize] = {}, of_bias[kPackets][kSize] = {};
+  float of_branch_bias[kSumsX ? kPackets : 1][kSize] = {};
   const int64_t start = static_cast<int64_t>(blockIdx.x) * of.rows_per_block;
   const int64_t end = start + of.rows_per_block < of.rows ? start + of.rows_per_block : of.rows;
   for (int64_t first = start; first < end; first += blockDim.y) {
@@ -308,13 +312,19 @@ __global__ void __launch_bounds__(kMostThreads, kPackets == 1 && kPacked ? 2 : 1
         const float normal = megatron::normalized(to_float(x[k].values[i]), mean, inverse);
         const float scaled_gradient = to_float(dy[k].values[i]) * (weight[i] + of.weight_offset);
         dx[i] += megatron::input_gradient(scaled_gradient, normal, inverse, means);
+        if constexpr (kSumsX) of_branch_bias[k][i] += dx[i];
       }
       own.store(of.dx + begin, dx, k);
     }
   }
   float* to = of.partials + static_cast<int64_t>(blockIdx.x) * of.columns;
   write_partials<T, kPackets, kPacked>(to, of_weight, shared, of.columns);
-  if (of.has_bias) write_partials<T, kPackets, kPacked>(to + gridDim.x * of.columns, of_bias, shared, of.columns);
+  const int64_t row_blocks = gridDim.x;
+  if (of.has_bias) write_partials<T, kPackets, kPacked>(to + row_blocks * of.columns, of_bias, shared, of.columns);
+  if constexpr (kSumsX) {
+    to += (of.has_bias ? 2 : 1) * row_blocks * of.columns;
+    write_partials<T, kPackets, kPacked>(to, of_branch_bias, shared, of.columns);
+  }
 }
 
 template <typename T>
@@ -327,7 +337,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_streamed(const Forward<T
     const int64_t columns = row < of.rows ? of.columns : 0;  // threads without a row only keep the barriers company
     if (of.residual != nullptr) {
       for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
-        of.total[begin + j] = from_float<T>(to_float(of.x[begin + j]) + to_float(of.residual[begin + j]));
+        const float branch_bias = of.branch_bias.data != nullptr ? of.branch_bias.at(j) : 0.0f;
+        of.total[begin + j] = from_float<T>(to_float(of.x[begin + j]) + branch_bias + to_float(of.residual[begin + j]));
       }
     }
     const T* x = of.residual != nullptr ? of.total : of.x;  // each thread reads what it wrote itself
@@ -414,11 +425,32 @@ __global__ void __launch_bounds__(kWarp* kColumnRows) sum_columns(const Backward
   if (of.has_bias) of.partials[gridDim.y * of.columns + to] = of_bias;
 }
 
-// The sums over the row blocks: of the weight for blockIdx.y = 0, of the bias for 1.
+// The same of the branch's bias, from the gradient of x as it was written: for threads that have no registers for it.
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kColumnRows) sum_written(const Backward<T> of) {
+  __shared__ float shared[kColumnRows][kWarp];
+  const int64_t start = static_cast<int64_t>(blockIdx.y) * of.rows_per_block;
+  const int64_t end = start + of.rows_per_block < of.rows ? start + of.rows_per_block : of.rows;
+  const int64_t j = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  float sum = 0.0f;
+  for (int64_t row = start + threadIdx.y; row < end && j < of.columns; row += kColumnRows) {
+    sum += to_float(of.dx[row * of.columns + j]);
+  }
+  sum = column_sum(sum, shared);
+  if (threadIdx.y != 0 || j >= of.columns) return;
+  of.partials[((of.has_bias ? 2 : 1) * static_cast<int64_t>(gridDim.y) + blockIdx.y) * of.columns + j] = sum;
+}
+
+// Where the gradients of vectors go, in the order of their partial sums.
+struct Sums {
+  void* to[3];
+  bool is_wide[3];
+};
+
+// The sums over the row blocks, of the vector that blockIdx.y counts.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kColumnRows)
-    sum_partials(void* dweight, void* dbias, bool is_wide, const float* partials, int64_t row_blocks,
-                 int64_t columns) {
+    sum_partials(const Sums sums, const float* partials, int64_t row_blocks, int64_t columns) {
   __shared__ float shared[kColumnRows][kWarp];
   const int64_t j = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   const float* from = partials + static_cast<int64_t>(blockIdx.y) * row_blocks * columns;
@@ -428,11 +460,10 @@ __global__ void __launch_bounds__(kWarp* kColumnRows)
   }
   sum = column_sum(sum, shared);
   if (threadIdx.y != 0 || j >= columns) return;
-  void* to = blockIdx.y == 0 ? dweight : dbias;
-  if (is_wide) {
-    static_cast<float*>(to)[j] = sum;
+  if (sums.is_wide[blockIdx.y]) {
+    static_cast<float*>(sums.to[blockIdx.y])[j] = sum;
   } else {
-    static_cast<T*>(to)[j] = from_float<T>(sum);
+    static_cast<T*>(sums.to[blockIdx.y])[j] = from_float<T>(sum);
   }
 }
 
@@ -468,7 +499,7 @@ bool is_aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(point
 template <typename T>
 int forward(const Forward<T>& of, void* stream) {
   const bool aligned = is_aligned(of.y) && is_aligned(of.total) && is_aligned(of.x) && is_aligned(of.residual) &&
-                       is_aligned(of.weight.data) && is_aligned(of.bias.data);
+                       is_aligned(of.weight.data) && is_aligned(of.bias.data) && is_aligned(of.branch_bias.data);
   const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, 256);
   const unsigned grid = row_grid(of.rows, layout.block);
   switch (layout.packets * (layout.packed ? 1 : -1)) {
@@ -482,57 +513,83 @@ int forward(const Forward<T>& of, void* stream) {
   return static_cast<int>(cudaGetLastError());
 }
 
+// Whether threads that hold rows sum the gradient of x: not with 32 values each, which would not fit their registers.
 template <typename T>
-int backward(const Backward<T>& of, void* dweight, void* dbias, void* stream) {
+constexpr bool sums_held(int packets) {
+  return packets * Packet<T>::kSize < 32;
+}
+
+template <typename T, bool kSumsX>
+void launch_backward(const Backward<T>& of, const Layout& layout, unsigned row_blocks, void* stream) {
+  constexpr bool kSumsFour = kSumsX && sums_held<T>(4);
+  const size_t shared = layout.block.y > 1 ? layout.block.y * of.columns * sizeof(float) : 0;
+  switch (layout.packets * (layout.packed ? 1 : -1)) {
+    case 1: MEGATRON_LAUNCH((backward_held<T, 1, true, kSumsX>), row_blocks, layout.block, shared, stream, of); break;
+    case 2: MEGATRON_LAUNCH((backward_held<T, 2, true, kSumsX>), row_blocks, layout.block, 0, stream, of); break;
+    case 4: MEGATRON_LAUNCH((backward_held<T, 4, true, kSumsFour>), row_blocks, layout.block, 0, stream, of); break;
+    case -1: MEGATRON_LAUNCH((backward_held<T, 1, false, kSumsX>), row_blocks, layout.block, shared, stream, of); break;
+    case -2: MEGATRON_LAUNCH((backward_held<T, 2, false, kSumsX>), row_blocks, layout.block, 0, stream, of); break;
+    default: MEGATRON_LAUNCH((backward_streamed<T>), row_grid(of.rows, layout.block), layout.block, 0, stream, of);
+  }
+}
+
+template <typename T>
+int backward(const Backward<T>& of, const Sums& sums, void* stream) {
   const bool aligned = is_aligned(of.dx) && is_aligned(of.dy) && is_aligned(of.total_gradient) && is_aligned(of.x) &&
                        is_aligned(of.weight.data) && is_aligned(of.partials);
   const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, kMostThreads);
   const unsigned row_blocks = static_cast<unsigned>(blocks_for(of.rows, of.rows_per_block));
   const unsigned column_blocks = static_cast<unsigned>(blocks_for(of.columns, kWarp));
-  const size_t shared = layout.block.y > 1 ? layout.block.y * of.columns * sizeof(float) : 0;
   const dim3 column_block(kWarp, kColumnRows);
-  switch (layout.packets * (layout.packed ? 1 : -1)) {
-    case 1: MEGATRON_LAUNCH((backward_held<T, 1, true>), row_blocks, layout.block, shared, stream, of); break;
-    case 2: MEGATRON_LAUNCH((backward_held<T, 2, true>), row_blocks, layout.block, 0, stream, of); break;
-    case 4: MEGATRON_LAUNCH((backward_held<T, 4, true>), row_blocks, layout.block, 0, stream, of); break;
-    case -1: MEGATRON_LAUNCH((backward_held<T, 1, false>), row_blocks, layout.block, shared, stream, of); break;
-    case -2: MEGATRON_LAUNCH((backward_held<T, 2, false>), row_blocks, layout.block, 0, stream, of); break;
-    default:
-      MEGATRON_LAUNCH((backward_streamed<T>), row_grid(of.rows, layout.block), layout.block, 0, stream, of);
-      MEGATRON_LAUNCH((sum_columns<T>), dim3(column_blocks, row_blocks), column_block, 0, stream, of);
+  if (of.has_branch_bias) {
+    launch_backward<T, true>(of, layout, row_blocks, stream);
+  } else {
+    launch_backward<T, false>(of, layout, row_blocks, stream);
   }
-  MEGATRON_LAUNCH((sum_partials<T>), dim3(column_blocks, of.has_bias ? 2 : 1), column_block, 0, stream, dweight, dbias,
-                  of.weight.is_wide, of.partials, static_cast<int64_t>(row_blocks), of.columns);
+  if (layout.packets == 0) {
+    MEGATRON_LAUNCH((sum_columns<T>), dim3(column_blocks, row_blocks), column_block, 0, stream, of);
+  }
+  if (of.has_branch_bias && (layout.packets == 0 || !sums_held<T>(layout.packets))) {
+    MEGATRON_LAUNCH((sum_written<T>), dim3(column_blocks, row_blocks), column_block, 0, stream, of);
+  }
+  MEGATRON_LAUNCH((sum_partials<T>), dim3(column_blocks, 1 + of.has_bias + of.has_branch_bias), column_block, 0, stream,
+                  sums, of.partials, static_cast<int64_t>(row_blocks), of.columns);
   return static_cast<int>(cudaGetLastError());
 }
 
 }  // namespace
 
 extern "C" int megatron_norm_forward(void* y, void* total, float* mean, float* inverse, const void* x,
-                                     const void* residual, const void* weight, const void* bias, int64_t rows,
-                                     int64_t columns, float eps, int zero_centered, int dtype, int weight_dtype,
+                                     const void* residual, const void* weight, const void* bias,
+                                     const void* branch_bias, int64_t rows, int64_t columns, float eps,
+                                     int zero_centered, int dtype, int weight_dtype, int branch_bias_dtype,
                                      void* stream) {
   return with_type(dtype, [&](auto element) {
     using T = decltype(element);
     const bool is_wide = weight_dtype == DType::kFloat32;
     return forward(Forward<T>{static_cast<T*>(y), static_cast<T*>(total), mean, inverse, static_cast<const T*>(x),
-                              static_cast<const T*>(residual), {weight, is_wide}, {bias, is_wide}, rows, columns, eps,
+                              static_cast<const T*>(residual), {weight, is_wide}, {bias, is_wide},
+                              {branch_bias, branch_bias_dtype == DType::kFloat32}, rows, columns, eps,
                               zero_centered ? 1.0f : 0.0f},
                    stream);
   });
 }
 
-extern "C" int megatron_norm_backward(void* dx, void* dweight, void* dbias, float* partials, const void* dy,
-                                      const void* total_gradient, const void* x, const void* weight,
+extern "C" int megatron_norm_backward(void* dx, void* dweight, void* dbias, void* dbranch_bias, float* partials,
+                                      const void* dy, const void* total_gradient, const void* x, const void* weight,
                                       const float* mean, const float* inverse, int64_t rows, int64_t columns,
-                                      int zero_centered, int dtype, int weight_dtype, void* stream) {
+                                      int zero_centered, int dtype, int weight_dtype, int branch_bias_dtype,
+                                      void* stream) {
+  const bool is_wide = weight_dtype == DType::kFloat32, is_branch_wide = branch_bias_dtype == DType::kFloat32;
+  Sums sums{{dweight, dbias, dbranch_bias}, {is_wide, is_wide, is_branch_wide}};
+  if (dbias == nullptr) sums = {{dweight, dbranch_bias, nullptr}, {is_wide, is_branch_wide, false}};
   return with_type(dtype, [&](auto element) {
     using T = decltype(element);
     return backward(Backward<T>{static_cast<T*>(dx), partials, static_cast<const T*>(dy),
                                 static_cast<const T*>(total_gradient), static_cast<const T*>(x),
-                                {weight, weight_dtype == DType::kFloat32}, mean, inverse, rows, columns,
-                                megatron::device_rows_per_block(rows), zero_centered ? 1.0f : 0.0f,
-                                dbias != nullptr},
-                    dweight, dbias, stream);
+                                {weight, is_wide}, mean, inverse, rows, columns,
+                                megatron::device_rows_per_block(rows), zero_centered ? 1.0f : 0.0f, dbias != nullptr,
+                                dbranch_bias != nullptr},
+                    sums, stream);
   });
 }

@@ -36,7 +36,7 @@ MEGATRON_HOST_DEVICE T input_gradient(T scaled_gradient, T normal, T inverse, Gr
   return inverse * (scaled_gradient - means.of_gradient - normal * means.of_product);
 }
 
-// Gradients of weight and bias are summed over blocks of rows, then over the blocks. How many there are depends on the
+// Gradients of weight and biases are summed over blocks of rows, then over the blocks. How many there are depends on the
 // number of rows alone, so that the sums are the same for every number of threads and multiprocessors: on a GPU 256 or
 // 512, one or two waves of two blocks on the 132 multiprocessors of an H100; on a CPU up to 128, of 64 rows or more.
 MEGATRON_HOST_DEVICE int64_t device_rows_per_block(int64_t rows) {
@@ -52,19 +52,21 @@ MEGATRON_HOST_DEVICE int64_t host_rows_per_block(int64_t rows) {
 
 extern "C" {
 
-// Normalizes x, or with a residual total = x + residual, which is written too. mean is null for RMS norm, bias may be.
-// With zero_centered the weight is its difference from 1.
-// Shapes: y, total, x and residual `[n, h]`; mean and inverse `[n]`; weight and bias `[h]`.
+// Normalizes x, or with a residual total = x + branch_bias + residual, which is rounded once and written too. mean is null
+// for RMS norm, either bias may be. With zero_centered the weight is its difference from 1.
+// Shapes: y, total, x and residual `[n, h]`; mean and inverse `[n]`; weight, bias and branch_bias `[h]`.
 int megatron_norm_forward(void* y, void* total, float* mean, float* inverse, const void* x, const void* residual,
-                          const void* weight, const void* bias, int64_t rows, int64_t columns, float eps,
-                          int zero_centered, int dtype, int weight_dtype, void* stream);
+                          const void* weight, const void* bias, const void* branch_bias, int64_t rows, int64_t columns,
+                          float eps, int zero_centered, int dtype, int weight_dtype, int branch_bias_dtype,
+                          void* stream);
 
-// The gradients of x, weight and bias; total_gradient, which may be null, is added to that of x. mean is null for RMS
-// norm; without a bias dbias is null and the second half of the partial sums is not needed.
-// Shapes: dx, dy, total_gradient and x `[n, h]`; dweight, dbias and weight `[h]`; mean and inverse `[n]`; partials
-// `[2, ceil(n / device_rows_per_block(n)), h]`.
-int megatron_norm_backward(void* dx, void* dweight, void* dbias, float* partials, const void* dy,
+// The gradients of x, weight, bias and branch_bias, which is the sum over the rows of that of x; total_gradient, which may
+// be null, is added to the gradient of x. mean is null for RMS norm; dbias and dbranch_bias are null where they are not
+// wanted.
+// Shapes: dx, dy, total_gradient and x `[n, h]`; dweight, dbias, dbranch_bias and weight `[h]`; mean and inverse `[n]`;
+// partials `[1 to 3, ceil(n / device_rows_per_block(n)), h]`, as many as there are gradients of vectors.
+int megatron_norm_backward(void* dx, void* dweight, void* dbias, void* dbranch_bias, float* partials, const void* dy,
                            const void* total_gradient, const void* x, const void* weight, const float* mean,
                            const float* inverse, int64_t rows, int64_t columns, int zero_centered, int dtype,
-                           int weight_dtype, void* stream);
+                           int weight_dtype, int branch_bias_dtype, void* stream);
 }

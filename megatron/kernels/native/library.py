@@ -31,7 +31,7 @@ from megatron.kernels import (
 from megatron.kernels.attention import softmax as attention_softmax
 from megatron.kernels.processor import cpu_features
 
-INTERFACE = 3  # raised when the signature of an operation changes, so that an older library is not used
+INTERFACE = 4  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
 FOLDER_VARIABLE = "MEGATRON_KERNELS"
 REBUILD = "python tools/build_kernels.py"

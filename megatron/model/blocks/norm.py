@@ -76,9 +76,11 @@ def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
 class NoNorm(nn.Identity):
     """In the place of a norm of hidden states that a block does not have."""
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + x`, or x if there is no residual, twice."""
-        hidden = total(x, residual)
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + (x + branch_bias)`, or what of it there is, twice."""
+        hidden = total(x, residual, branch_bias)
         return hidden, hidden
 
 

@@ -24,6 +24,7 @@ from megatron.model.interface.residual_sum import ResidualSum, as_sum, total
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from, scatter_to
+from megatron.parallel.tensor.layers import RowParallelLinear
 from megatron.parallel.tensor.norms import LayerNorm, RMSNorm
 
 
@@ -36,6 +37,7 @@ class _Branch(NamedTuple):
         outer_norm: the norm of its output before the residual addition, if any.
         site: its dropout site.
         bias_joins: whether its bias is added together with dropout and the residual.
+        last: its last product, if the compiled norm of the sum with the residual can add the bias of that.
     """
 
     inner_norm: LayerNorm | RMSNorm | NoNorm
@@ -43,6 +45,7 @@ class _Branch(NamedTuple):
     outer_norm: nn.Module | None
     site: DropoutSite
     bias_joins: bool
+    last: RowParallelLinear | None
 
 
 class TransformerBlock(nn.Module):
@@ -86,7 +89,10 @@ class TransformerBlock(nn.Module):
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
         self.post_mlp_layernorm = build_hidden_norm(config, mesh) if has_outer else NoNorm()
         # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
-        joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
+        meets = not has_outer or self.norms_residual
+        joins = mesh.kernels.dropout_add is Implementation.CSRC and meets
+        is_normed = mesh.kernels.norm is Implementation.CSRC and meets and self.adds_in_norm
+        has_biases = config.attention_output_bias, config.mlp_bias and isinstance(self.mlp, FeedForward)
         self._program: Callable[[torch.Tensor, StepContext], torch.Tensor] | None = None
         norms = (self.post_self_attn_layernorm, self.post_mlp_layernorm)
         before_residual = norms if has_outer and not self.norms_residual else (None, None)
@@ -95,14 +101,16 @@ class TransformerBlock(nn.Module):
             self.self_attention,
             before_residual[0],
             self.attention_site,
-            joins and config.attention_output_bias,
+            joins and has_biases[0],
+            self.self_attention.linear_proj if is_normed and has_biases[0] and not self.is_parallel else None,
         )
         self._feed_forward = _Branch(
             self.pre_mlp_layernorm,
             self.mlp,
             before_residual[1],
             self.feed_forward_site,
-            joins and config.mlp_bias and isinstance(self.mlp, FeedForward),
+            joins and has_biases[1],
+            self.mlp.linear_fc2 if is_normed and has_biases[1] else None,
         )
 
     def forward(
@@ -113,15 +121,16 @@ class TransformerBlock(nn.Module):
         Args:
             leaves_sum: whether the result may be a sum that was not computed yet.
         """
-        branch, residual = as_sum(hidden, context)
+        given = as_sum(hidden, context)
+        result: ResidualSum
         if self._program is not None and self.training:  # what is scored or generated has any length
-            self.self_attention.prepare(branch, context)
-            branch, residual = self._as_one(self._program, total(branch, residual), context), None
+            self.self_attention.prepare(given[0], context)
+            result = self._as_one(self._program, total(*given), context), None, None
         elif context.recompute is not Recompute.NONE and self._recomputes(context):
-            branch, residual = self._as_one(self._run, total(branch, residual), context), None
+            result = self._as_one(self._run, total(*given), context), None, None
         else:
-            branch, residual = self._run_sum(branch, residual, context)
-        return (branch, residual) if leaves_sum else context.by_sample(total(branch, residual))
+            result = self._run_sum(*given, context, is_normed=leaves_sum)
+        return result if leaves_sum else context.by_sample(total(*result))
 
     def _recomputes(self, context: StepContext) -> bool:
         wants = context.recompute is Recompute.BLOCKS or context.recompute is Recompute.SPLIT_BLOCKS
@@ -155,34 +164,58 @@ class TransformerBlock(nn.Module):
         self._program = torch.compile(self._run, fullgraph=True, dynamic=False, backend=backend)
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        return total(*self._run_sum(hidden, None, context))
+        return total(*self._run_sum(hidden, None, None, context))
 
-    def _run_sum(self, branch: torch.Tensor, residual: torch.Tensor | None, context: StepContext) -> ResidualSum:
+    def _run_sum(
+        self,
+        branch: torch.Tensor,
+        residual: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        context: StepContext,
+        *,
+        is_normed: bool = False,
+    ) -> ResidualSum:
+        """Runs the block.
+
+        Args:
+            is_normed: whether a norm takes the sum.
+        """
         attention, feed_forward = self._attention, self._feed_forward
         if self.norms_residual:
-            hidden = total(branch, residual)
+            hidden = total(branch, residual, bias)
             _, hidden = self.post_self_attn_layernorm.add(*self._sum(attention, hidden, hidden, context))
             _, hidden = self.post_mlp_layernorm.add(*self._sum(feed_forward, hidden, hidden, context))
-            return hidden, None
-        hidden, inputs = attention.inner_norm.add(branch, residual)
+            return hidden, None, None
+        hidden, inputs = attention.inner_norm.add(branch, residual, bias)
         attended = self._sum(attention, inputs if self.residual_after_norm else hidden, inputs, context)
         if self.is_parallel:
             after_attention, inputs = total(*attended), feed_forward.inner_norm(hidden)
         else:
             after_attention, inputs = feed_forward.inner_norm.add(*attended)
-        return self._sum(feed_forward, inputs if self.residual_after_norm else after_attention, inputs, context)
+        residual = inputs if self.residual_after_norm else after_attention
+        return self._sum(feed_forward, residual, inputs, context, is_normed=is_normed)
 
-    def _sum(self, branch: _Branch, residual: torch.Tensor, inputs: torch.Tensor, context: StepContext) -> ResidualSum:
+    def _sum(
+        self,
+        branch: _Branch,
+        residual: torch.Tensor,
+        inputs: torch.Tensor,
+        context: StepContext,
+        *,
+        is_normed: bool = True,
+    ) -> ResidualSum:
         """The residual and what a branch makes of its normed inputs."""
         drops = self.training and self.dropout > 0
         if branch.bias_joins and drops:
-            return branch.layer(inputs, context, partial(self._add, residual, branch.site, context)), None
+            return branch.layer(inputs, context, partial(self._add, residual, branch.site, context)), None, None
+        if branch.last is not None and is_normed and not drops and context.holds_parameters:
+            return branch.layer(inputs, context, _without_bias), residual, branch.last._parameters["bias"]
         output = branch.layer(inputs, context)
         if branch.outer_norm is not None:
             output = branch.outer_norm(output)
         if drops or not self.adds_in_norm:
-            return self._add(residual, branch.site, context, output), None
-        return output, residual
+            return self._add(residual, branch.site, context, output), None, None
+        return output, residual, None
 
     def _add(
         self,
@@ -201,3 +234,7 @@ class TransformerBlock(nn.Module):
             multiplier=self.multiplier,
             implementation=self.dropout_kernel,
         )
+
+
+def _without_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product

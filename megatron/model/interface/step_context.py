@@ -95,6 +95,7 @@ class StepContext:
         recompute: what is recomputed during backward.
         explicit_attention: whether attention keeps its probabilities where one fused call would do.
         factored_logits: whether the head returns the factors of the logits instead of their product.
+        holds_parameters: whether parameters are there between the calls of their modules; with ZeRO-3 they are not.
         sequence_parallel: the ranks over which the tokens of hidden states are split between matrix products; all other
             tensors of the context are of whole sequences.
         caches: keys and values of earlier tokens; None outside generation.
@@ -124,6 +125,7 @@ class StepContext:
     recompute: Recompute = Recompute.NONE
     explicit_attention: bool = False
     factored_logits: bool = False
+    holds_parameters: bool = False
     sequence_parallel: Axis = _ALONE
     caches: KeyValueCaches | None = None
     drops_tokens: bool = True
@@ -228,6 +230,7 @@ class StepSettings:
         hidden_size: width of the hidden states.
         explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
         factored_logits: whether the head returns `FactoredLogits`, for objectives that never hold the logits.
+        holds_parameters: see `StepContext`.
         drops_tokens: see `StepContext`.
         split: how ranks share the samples; None if each rank computes on whole ones.
         sequence_parallel: the ranks over which the tokens of hidden states are split; see `StepContext`.
@@ -246,6 +249,7 @@ class StepSettings:
     hidden_size: int = 0
     explicit_attention: bool = False
     factored_logits: bool = False
+    holds_parameters: bool = False
     drops_tokens: bool = True
     split: SequenceSplit | None = None
     sequence_parallel: Axis = _ALONE
@@ -329,6 +333,7 @@ class StepSettings:
             recompute=self.recompute,
             explicit_attention=self.explicit_attention,
             factored_logits=self.factored_logits,
+            holds_parameters=self.holds_parameters,
             sequence_parallel=self.sequence_parallel,
             caches=caches,
             drops_tokens=self.drops_tokens,

@@ -66,8 +66,10 @@ class LayerNorm(_ReplicatedNorm):
             implementation=self.implementation,
         )
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + x`, or x if there is no residual, and the norm of it."""
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + (x + branch_bias)`, or what of it there is, and the norm of it."""
         own = self._parameters
         return add_norm(
             x,
@@ -76,6 +78,7 @@ class LayerNorm(_ReplicatedNorm):
             own["bias"],
             self.eps,
             subtract_mean=True,
+            branch_bias=branch_bias,
             zero_centered=self.zero_centered,
             implementation=self.implementation,
         )
@@ -94,8 +97,10 @@ class RMSNorm(_ReplicatedNorm):
         weight = self._parameters["weight"]
         return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + x`, or x if there is no residual, and the norm of it."""
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + (x + branch_bias)`, or what of it there is, and the norm of it."""
         return add_norm(
             x,
             residual,
@@ -103,6 +108,7 @@ class RMSNorm(_ReplicatedNorm):
             None,
             self.eps,
             subtract_mean=False,
+            branch_bias=branch_bias,
             zero_centered=self.zero_centered,
             implementation=self.implementation,
         )

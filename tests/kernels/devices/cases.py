@@ -86,6 +86,7 @@ def _norm_cases() -> Iterator[Case]:
                 inputs = {"x": _random(rows, columns) + 0.5, "weight": 1 + _random(columns) / 4}
                 inputs |= {"bias": _random(columns, seed=5)} if has_bias else {}
                 inputs |= {"residual": _random(rows, columns, seed=6)} if adds else {}
+                inputs |= {"branch_bias": _random(columns, seed=7)} if adds and not zero_centered else {}
                 options = {"subtracts_mean": subtracts_mean, "zero_centered": zero_centered}
                 label = f"{rows} x {columns}, {', '.join(inputs)}, {options}"
                 yield Case(label, inputs, partial(_norm, **options))
@@ -97,7 +98,7 @@ def _norm(
     options: dict[str, Any] = {"zero_centered": zero_centered, "implementation": implementation}
     x, weight, bias = inputs["x"], inputs["weight"], inputs.get("bias")
     if "residual" in inputs:
-        shift = bias if subtracts_mean else None
+        shift, options["branch_bias"] = bias if subtracts_mean else None, inputs.get("branch_bias")
         return add_norm(x, inputs["residual"], weight, shift, EPS, subtract_mean=subtracts_mean, **options)
     return [layer_norm(x, weight, bias, EPS, **options) if subtracts_mean else rms_norm(x, weight, EPS, **options)]
 

@@ -22,6 +22,7 @@ class Case:
     weight_dtype: torch.dtype = torch.float32
     is_layer_norm: bool = True
     has_residual: bool = False
+    branch_dtype: torch.dtype | None = None  # of the branch's bias, which is added too
     zero_centered: bool = False
     shift: int = 0
     shifted: str = ""
@@ -37,26 +38,33 @@ SMALL = [
     Case(3, 264, BRAIN),  # which meet twice
     Case(2, 2304, BRAIN, shift=1, shifted="partials"),
     Case(5, 32, HALF, HALF, has_residual=True, zero_centered=True),
+    Case(9, 64, HALF, has_residual=True, branch_dtype=torch.float32),
+    Case(4, 7, BRAIN, has_residual=True, branch_dtype=BRAIN),
     Case(4, 7, BRAIN, BRAIN, shift=1),  # not packed: rows begin anywhere
-    Case(3, 133, is_layer_norm=False, has_residual=True, zero_centered=True),
+    Case(3, 133, is_layer_norm=False, has_residual=True, branch_dtype=torch.float32, zero_centered=True),
     Case(2, 48, HALF, shift=3),
     Case(1, 1, BRAIN, is_layer_norm=False),
     Case(2, 4097),  # streamed
-    Case(1, 4098, is_layer_norm=False, has_residual=True),
+    Case(1, 4098, is_layer_norm=False, has_residual=True, branch_dtype=torch.float32),
     *(
-        Case(2, 32, BRAIN, has_residual=True, shift=1, shifted=name)
-        for name in ("x", "residual", "weight", "bias", "y", "total", "dx", "dy", "past")
+        Case(2, 32, BRAIN, has_residual=True, branch_dtype=BRAIN, shift=1, shifted=name)
+        for name in ("x", "residual", "weight", "bias", "branch", "y", "total", "dx", "dy", "past")
     ),
 ]
 LARGE = [
-    Case(4100, 8, BRAIN, BRAIN),  # more blocks of rows than run at once, several rows to a block of the gradient
-    Case(3, 2304, has_residual=True),  # two packets to a thread
+    Case(
+        4100, 8, BRAIN, BRAIN, has_residual=True, branch_dtype=torch.float32
+    ),  # more blocks of rows than run at once, several rows to a block of the gradient
+    Case(3, 2304, has_residual=True, branch_dtype=torch.float32),  # two packets to a thread
     Case(2, 4608, is_layer_norm=False),  # four
-    Case(2, 8192, BRAIN, BRAIN, has_residual=True, zero_centered=True),
+    Case(2, 8192, BRAIN, BRAIN, has_residual=True, branch_dtype=torch.float32, zero_centered=True),
+    Case(2, 8200, HALF, has_residual=True, branch_dtype=HALF),  # four, which do not sum the gradient of x
+    Case(2, 4100, has_residual=True, branch_dtype=torch.float32),  # which do
     Case(2, 8448, HALF, is_layer_norm=False, zero_centered=True),
-    Case(2060, 6, has_residual=True),
+    Case(2060, 6, has_residual=True, branch_dtype=torch.float32),
     Case(2, 2237, BRAIN, BRAIN, has_residual=True),  # not packed: a packet to a thread
-    Case(3, 2305, has_residual=True, shift=1),  # two
+    Case(3, 2305, has_residual=True, branch_dtype=torch.float32, shift=1),  # two
+    Case(19, 4609, has_residual=True, branch_dtype=torch.float32),  # streamed, more rows than threads to a column
     Case(2, 8191, HALF, HALF, zero_centered=True),
     Case(2, 8193, BRAIN),
 ]
@@ -83,14 +91,17 @@ def _run(case: Case, build: str, order: str) -> None:
     shape = (case.rows, case.columns)
     x, residual, dy, dtotal = (torch.randn(shape, generator=generator).to(case.dtype) for _ in range(4))
     weight, bias = (torch.randn(case.columns, generator=generator).to(case.weight_dtype) for _ in range(2))
-    total = x + residual if case.has_residual else x
+    branch = None if case.branch_dtype is None else torch.randn(case.columns, generator=generator).to(case.branch_dtype)
+    total = x
+    if case.has_residual:  # rounded once
+        total = (x.float() + (0.0 if branch is None else branch.float()) + residual.float()).to(case.dtype)
     leaves = [part.double().requires_grad_() for part in (total, weight, bias)]
     with_bias = case.is_layer_norm
     y, mean, inverse = _formula(leaves[0], leaves[1], leaves[2] if with_bias else None, case)
     y.backward(dy.double())
     of_x, of_weight, of_bias = (leaf.grad for leaf in leaves)
     assert of_x is not None and of_weight is not None
-    codes = (int(case.zero_centered), case.dtype, case.weight_dtype, None)
+    codes = (int(case.zero_centered), case.dtype, case.weight_dtype, case.branch_dtype or torch.float32, None)
     with emulator.launch("norm", build, order) as run:
         named = zip((total, residual, dy, dtotal), ("x", "residual", "dy", "past"), strict=True)
         inputs = [run.input(part, case.late(name)) for part, name in named]
@@ -101,10 +112,13 @@ def _run(case: Case, build: str, order: str) -> None:
         sums = run.output(x, shift=case.late("total")) if case.has_residual else None
         first = run.input(x, case.late("x")) if case.has_residual else inputs[0]
         added = inputs[1] if case.has_residual else None
-        run.call("megatron_norm_forward", results, sums, *statistics, first, added, scale, offset, *shape, EPS, *codes)
+        vectors = scale, offset, None if branch is None else run.input(branch, case.late("branch"))
+        run.call("megatron_norm_forward", results, sums, *statistics, first, added, *vectors, *shape, EPS, *codes)
         row_blocks = -(-case.rows // -(-case.rows // 256))
-        partials = run.scratch((2 if with_bias else 1, row_blocks, case.columns), shift=case.late("partials"))
-        gradients = run.output(x, shift=case.late("dx")), run.output(weight), run.output(weight) if with_bias else None
+        count = 1 + with_bias + (branch is not None)
+        partials = run.scratch((count, row_blocks, case.columns), shift=case.late("partials"))
+        gradients = [run.output(x, shift=case.late("dx")), run.output(weight)]
+        gradients += [run.output(weight) if with_bias else None, None if branch is None else run.output(branch)]
         past = inputs[3] if case.has_residual else None
         given = (partials, inputs[2], past, inputs[0], scale, *statistics)
         run.call("megatron_norm_backward", *gradients, *given, *shape, *codes)
@@ -115,7 +129,7 @@ def _run(case: Case, build: str, order: str) -> None:
     for buffer, expected in zip(statistics, (mean, inverse), strict=True):
         if buffer is not None and expected is not None:
             _check(buffer.tensor(), expected.detach().squeeze(1))
-    for buffer, expected in zip(gradients, (of_x, of_weight, of_bias), strict=True):
+    for buffer, expected in zip(gradients, (of_x, of_weight, of_bias, of_x.sum(0)), strict=True):
         if buffer is not None and expected is not None:
             _check(buffer.tensor(), expected, ulps=3)
 

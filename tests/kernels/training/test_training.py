@@ -86,6 +86,57 @@ def test_compiled_norms_add_the_residuals_of_the_blocks_before_them(compiled: Li
     assert additions[0] - additions[1] == 3  # after both blocks, and the gradients that meet between them
 
 
+class _ColumnSums(TorchDispatchMode):
+    """Counts sums over the rows of a matrix, which gradients of biases are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += function is torch.ops.aten.sum.dim_IntList
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "recompute", "fewer"),
+    [
+        ({}, Recompute.NONE, 4),  # of two blocks, attention and feed-forward
+        ({}, Recompute.BLOCKS, 2),  # a block that is recomputed adds what its feed-forward returns itself
+        ({"normalization": "RMSNorm"}, Recompute.NONE, 4),
+        ({"norm_placement": "post"}, Recompute.NONE, 4),
+        ({"apply_residual_connection_post_layernorm": True}, Recompute.NONE, 4),
+        ({"parallel_residual": True}, Recompute.NONE, 2),  # no norm follows attention
+        ({"norm_placement": "sandwich"}, Recompute.NONE, 0),  # a norm of the branch alone lies between
+        ({"residual_multiplier": 0.5}, Recompute.NONE, 0),
+        ({"hidden_dropout": 0.1}, Recompute.NONE, 0),
+        ({"add_bias_linear": False}, Recompute.NONE, 0),
+    ],
+)
+def test_compiled_norms_sum_the_gradients_of_biases_before_them(
+    compiled: Library, changes: dict[str, Any], recompute: Recompute, fewer: int
+) -> None:
+    config = tiny_config(**{"hidden_dropout": 0.0, "attention_dropout": 0.0, **changes})
+    model = build_gpt(config, dataclasses.replace(MESH, kernels=Kernels(norm=Implementation.CSRC))).train()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases begin as zeros
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(1))
+    results, sums = [], []
+    for holds_parameters in (False, True):
+        settings = StepSettings(seed=SEED, recompute=recompute, holds_parameters=holds_parameters)
+        output = forward(model, tokens, torch.arange(3), settings=settings)
+        loss = mean_loss(output, tokens.roll(-1, dims=1), model.layer(OUTPUT_LAYER).axis)
+        with _ColumnSums() as counted:
+            results.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+        sums.append(counted.count)
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert sums[0] - sums[1] == fewer
+    with torch.no_grad():
+        torch.testing.assert_close(forward(model, tokens, torch.arange(3), settings=settings), output.detach())
+
+
 class _Joins(TorchDispatchMode):
     """Counts the operations that join gradients."""
 

@@ -58,11 +58,12 @@ def test_numbers_are_those_of_the_layers_alone(name: str, recompute: Recompute) 
 
 def test_a_sum_is_normed_or_added_up() -> None:
     branch, residual = torch.randn(2, 1, 3, 4)
-    context = StepSettings().context(torch.arange(1))
-    rows, nothing = as_sum(branch, context)
-    assert nothing is None and torch.equal(rows, branch[0]) and NoNorm().add(rows, None) == (rows, rows)
+    context, bias = StepSettings().context(torch.arange(1)), torch.arange(4.0)
+    rows, *nothing = as_sum(branch, context)
+    assert nothing == [None, None] and torch.equal(rows, branch[0]) and NoNorm().add(rows, None) == (rows, rows)
     assert torch.equal(context.by_sample(total(rows, residual[0])), residual + branch)
-    assert as_sum((branch, residual), context) == (branch, residual)
+    assert torch.equal(total(branch, residual, bias), residual + (branch + bias))
+    assert as_sum((branch, residual, bias), context) == (branch, residual, bias)
 
 
 def test_a_stack_without_layers_hands_on_what_it_gets() -> None:

@@ -9,14 +9,14 @@ import sys
 
 import torch
 
-from megatron.kernels import embedding
+from megatron.kernels import embedding, norms
 from megatron.kernels.attention import softmax
 from tests.kernels.devices.cases import CASES
 from tests.kernels.devices.checks import LAYOUTS, TOLERANCES, check_case
 from tests.kernels.simt import emulator
 from tests.kernels.simt.harness import builds
 
-REGISTRATIONS = {"embedding": embedding.register, "softmax": softmax.register}
+REGISTRATIONS = {"embedding": embedding.register, "norm": norms.register, "softmax": softmax.register}
 MOST_ELEMENTS = 100_000  # of a case, since emulated threads take their turns
 
 

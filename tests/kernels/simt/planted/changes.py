@@ -112,7 +112,12 @@ CHANGES = (
         "norm", "sum += shared[y][threadIdx.x];\n  __syncthreads();", "sum += shared[y][threadIdx.x];", "race: "
     ),
     PlantedChange("norm", "block < row_blocks && j < columns;", "block < row_blocks;", "out of bounds: |race: "),
-    PlantedChange("norm", "row < end && j < of.columns;", "row <= end && j < of.columns;", "out of bounds: "),
+    PlantedChange(
+        "norm",
+        "row < end && j < of.columns; row += kColumnRows) {\n    const",
+        "row <= end && j < of.columns; row += kColumnRows) {\n    const",
+        "out of bounds: ",
+    ),
     PlantedChange(
         "norm",
         "layout.block.y * of.columns * sizeof(float) :",
@@ -126,6 +131,9 @@ CHANGES = (
     PlantedChange(
         "norm", "is_aligned(of.weight.data) && is_aligned(of.partials)", "is_aligned(of.weight.data)", "misaligned: "
     ),
+    PlantedChange("norm", "data) && is_aligned(of.branch_bias.data)", "data)", "misaligned: "),
+    PlantedChange("norm", "of_branch_bias[k][i] += dx[i]", "of_branch_bias[k][i] = dx[i]", VALUES),
+    PlantedChange("norm", "(of.has_bias ? 2 : 1) * row_blocks", "row_blocks", ANY),
     PlantedChange("norm", "is_in(left(k), i) ? from[", "true ? from[", "out of bounds: "),
     PlantedChange("norm", "if (is_in(left(k), i)) to[", "to[", "out of bounds: "),
     PlantedChange("norm", "      to[j] = sum;\n    }\n    __syncthreads();", "      to[j] = sum;\n    }", "race: "),
