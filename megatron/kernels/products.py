@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.processor import cpu_vendor
+from megatron.processor import cpu_vendor
 
 FEWEST_WIDE_ROWS = 16  # with fewer, converting the matrix takes longer than multiplying by it
 SMALLEST_PACKED = 1 << 17  # values of a matrix; smaller ones stay in a core's cache
