@@ -54,7 +54,7 @@ def linear(
         return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
     if weight.is_mkldnn or (not torch.is_grad_enabled() and _is_for_onednn(x, weight)):
         return _by_onednn(x, weight, bias)
-    if _is_sooner_by_onednn(x, x.numel() * weight.shape[0]):
+    if x.numel() * weight.shape[0] >= SMALLEST_ONEDNN and _is_sooner_by_onednn(x):
         if torch.is_grad_enabled():
             return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
         return _by_onednn(x, weight, bias)
@@ -88,7 +88,7 @@ def matrix_product(a: torch.Tensor, b: torch.Tensor, *, room: torch.Tensor | Non
     Args:
         room: memory that the result may take, of its shape and dtype.
     """
-    if _is_sooner_by_onednn(a, a.numel() * b.shape[1]):
+    if a.numel() * b.shape[1] >= SMALLEST_ONEDNN and _is_sooner_by_onednn(a):
         return _by_onednn(a, b.t())
     return torch.matmul(a, b, out=room)
 
@@ -105,8 +105,8 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, repla
         replaces: `total = a b` instead: what was there is not read.
     """
     beta = 0 if replaces else 1
-    is_sooner = a.shape[1] >= FEWEST_ADDED_COLUMNS and _is_sooner_by_onednn(a, a.numel() * b.shape[1])
-    if total.dtype is a.dtype and not is_sooner:
+    is_large = a.shape[1] >= FEWEST_ADDED_COLUMNS and a.numel() * b.shape[1] >= SMALLEST_ONEDNN
+    if total.dtype is a.dtype and not (is_large and _is_sooner_by_onednn(a)):
         total.addmm_(a, b, beta=beta)
     elif _adds_to_float32(a.device, a.dtype):
         torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
@@ -191,15 +191,9 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _is_sooner_by_onednn(x: torch.Tensor, multiplications: int) -> bool:
-    """Whether oneDNN computes a product of training sooner than torch."""
-    return (
-        multiplications >= SMALLEST_ONEDNN
-        and x.dtype is torch.float32
-        and x.is_cpu
-        and not torch.compiler.is_compiling()
-        and has_slow_blas()
-    )
+def _is_sooner_by_onednn(x: torch.Tensor) -> bool:
+    """Whether oneDNN computes large products of training sooner than torch."""
+    return x.dtype is torch.float32 and x.is_cpu and not torch.compiler.is_compiling() and has_slow_blas()
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

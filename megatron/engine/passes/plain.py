@@ -66,7 +66,7 @@ class PlainPasses:
             self._enter("forward")
             if self._graphs is None:
                 # With a gradient for the loss torch would import sympy, a second at every start, to compare two shapes.
-                loss = self._loss(batch, losses) * losses.backward_scale
+                loss = losses.scaled(self._loss(batch, losses))
                 self._enter("backward")
                 torch.autograd.backward(loss)
             else:
@@ -111,5 +111,4 @@ class PlainPasses:
     def _forward_alone(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a micro-batch as its backward pass begins with it, and its own totals, without DeepSpeed."""
         losses = self._losses.with_new_totals()
-        loss = self._loss(batch, losses)
-        return loss * losses.backward_scale, losses.totals.sums
+        return losses.scaled(self._loss(batch, losses)), losses.totals.sums

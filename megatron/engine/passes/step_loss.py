@@ -56,6 +56,11 @@ class StepLoss:
         """What the loss of a micro-batch is multiplied by before backward. Shapes: `[]`."""
         return self._loss_scale / self.micro_batches
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch as its backward pass begins with it. Shapes: `[]`."""
+        scale = self.backward_scale
+        return loss if not isinstance(scale, torch.Tensor) and scale == 1 else loss * scale
+
     def seed(self) -> torch.Tensor:
         """The same as a tensor, from which a backward pass begins. Shapes: `[]` float32."""
         scale = self.backward_scale
@@ -121,9 +126,10 @@ class StepLoss:
         """
         scales, *tensors = targets
         named = {**dict(zip(self._target_names, tensors, strict=True)), **(given or {})}
-        result = self.objective(outputs, named, scales[0] * self.backward_scale)
+        of_tokens = scales[0]
+        result = self.objective(outputs, named, self.scaled(of_tokens))
         self.totals.add(result, auxiliary or {})
-        loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scales[0]
+        loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * of_tokens
         return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
 
     @property

@@ -46,6 +46,8 @@ def dropout_at(site: DropoutSite, probability: float, hidden: torch.Tensor, cont
 
     Shapes: hidden `[b, s/t, h]` or `[b * s, h]`; rows of the result as those of hidden.
     """
+    if probability == 0:
+        return None
     rows = hidden.shape[:-1]
     length = rows.numel() // context.sample_ids.shape[0]
     dropout = hidden_dropout(

@@ -66,7 +66,7 @@ class PositionEmbedding(nn.Module):
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.positions = shape[0]
         self.dropout = config.hidden_dropout if dropout is None else dropout
-        self.dropout_kernel = mesh.kernels.dropout_add
+        self.site, self.dropout_kernel = DropoutSite(EMBEDDING_SITE), mesh.kernels.dropout_add
         self.lookup_kernel = mesh.kernels.embedding
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -122,6 +122,7 @@ class EmbeddingDropout(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
         self.dropout, self.dropout_kernel = config.hidden_dropout, mesh.kernels.dropout_add
+        self.site = DropoutSite(EMBEDDING_SITE)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies dropout."""
@@ -189,5 +190,7 @@ class OutputHead(nn.Module):
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:
-    dropout = dropout_at(DropoutSite(EMBEDDING_SITE), layer.dropout, hidden, context) if layer.training else None
+    dropout = dropout_at(layer.site, layer.dropout, hidden, context) if layer.training else None
+    if dropout is None:
+        return hidden
     return dropout_add(hidden, dropout, implementation=layer.dropout_kernel)

@@ -35,7 +35,7 @@ def losses_of(engine: RecordingEngine) -> Any:
     return SimpleNamespace(
         context_of=lambda batch: context,
         of=lambda outputs, targets, auxiliary: outputs.sum(),
-        backward_scale=0.5,
+        scaled=lambda loss: loss * 0.5,
     )
 
 
