@@ -133,7 +133,7 @@ def test_a_forward_pass_stays_below_its_ceiling() -> None:
     previous = sys.getprofile()
     sys.setprofile(count)
     try:
-        branch, residual = block((rows[0], rows[1]), context, leaves_sum=True)
+        branch, residual, _ = block((rows[0], rows[1], None), context, leaves_sum=True)
     finally:
         sys.setprofile(previous)
     assert branch.shape == residual.shape == rows[0].shape
