@@ -359,7 +359,7 @@ class BatchLoader:
         past the end.
         """
         first, size, stop = last
-        for _ in range(max(1, min(_MOST_AHEAD_BATCHES, _AHEAD_TOKENS // tokens))):
+        for _ in range(max(1, min(_MOST_AHEAD_BATCHES, _AHEAD_TOKENS // max(1, tokens)))):
             first += size
             exists = first + size <= len(self.dataset) if stop is None else first < stop
             wanted = (first, size, stop)
