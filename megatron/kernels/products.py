@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.processor import cpu_vendor
+from megatron.processor import cpu_vendor
 
 FEWEST_WIDE_ROWS = 16  # with fewer, converting the matrix takes longer than multiplying by it
 SMALLEST_PACKED = 1 << 17  # values of a matrix; smaller ones stay in a core's cache
@@ -19,10 +20,9 @@ SMALLEST_PACKED = 1 << 17  # values of a matrix; smaller ones stay in a core's c
 _PACKED_ROWS = 32
 
 # Multiplications of a product from which oneDNN's takes less time than that of the BLAS library behind torch's, where
-# that does not use all instructions of the CPU; and fewest columns of the first matrix for which it still does if the
-# product is then added to a sum.
+# that does not use all instructions of the CPU; and the size of the parts in which such a product is added to a sum.
 SMALLEST_ONEDNN = 1 << 21
-FEWEST_ADDED_COLUMNS = 256
+PART_VALUES, FEWEST_PART_ROWS = 1 << 19, 64
 
 _ADDING_DEVICES = ("cuda",)  # on which torch may have products that add to a sum of another dtype
 
@@ -77,27 +77,24 @@ def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype)
     return matrix_product(gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1])).to(dtype)
 
 
-def matrix_product(a: torch.Tensor, b: torch.Tensor, *, room: torch.Tensor | None = None) -> torch.Tensor:
+def matrix_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`a b`, without a gradient.
 
     In float32 on x86 CPUs that are not Intel's, of which MKL, the library behind torch's product, leaves the AVX-512
     instructions alone, oneDNN computes all but small products, in half the time.
 
     Shapes: `[..., j]` and `[j, k]` to `[..., k]`.
-
-    Args:
-        room: memory that the result may take, of its shape and dtype.
     """
     if a.numel() * b.shape[1] >= SMALLEST_ONEDNN and _is_sooner_by_onednn(a):
         return _by_onednn(a, b.t())
-    return torch.matmul(a, b, out=room)
+    return a @ b
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, replaces: bool = False) -> None:
     """`total += a b`, where the sum may be in float32 and the matrices in half precision.
 
     Where torch can, the product itself adds to the sum, without rounding to half precision and without another pass
-    over the sum.
+    over the sum. What oneDNN computes is added by parts that stay in the cache.
 
     Shapes: total `[i, k]`, a `[i, j]`, b `[j, k]`.
 
@@ -105,15 +102,31 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, repla
         replaces: `total = a b` instead: what was there is not read.
     """
     beta = 0 if replaces else 1
-    is_large = a.shape[1] >= FEWEST_ADDED_COLUMNS and a.numel() * b.shape[1] >= SMALLEST_ONEDNN
-    if total.dtype is a.dtype and not (is_large and _is_sooner_by_onednn(a)):
+    if a.numel() * b.shape[1] >= SMALLEST_ONEDNN and _is_sooner_by_onednn(a):
+        for place, rows, columns in _parts(total, a, b):
+            product = _by_onednn(rows, columns.t())
+            _ = place.copy_(product) if replaces else place.add_(product)
+    elif total.dtype is a.dtype:
         total.addmm_(a, b, beta=beta)
     elif _adds_to_float32(a.device, a.dtype):
         torch.addmm(total, a, b, beta=beta, out_dtype=torch.float32, out=total)
     elif replaces:
-        total.copy_(matrix_product(a, b))
+        total.copy_(a @ b)
     else:
-        total.add_(matrix_product(a, b))
+        total.add_(a @ b)
+
+
+def _parts(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Parts of the longer dimension of a product, with the factors of each."""
+    rows, columns = total.shape
+    dim, other = (0, columns) if rows >= columns else (1, rows)
+    size = max(FEWEST_PART_ROWS, PART_VALUES // max(1, other))
+    for first in range(0, total.shape[dim], size):
+        count = min(size, total.shape[dim] - first)
+        place = total.narrow(dim, first, count)
+        yield (place, a.narrow(0, first, count), b) if dim == 0 else (place, a, b.narrow(1, first, count))
 
 
 def can_add_product(total: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -197,7 +210,12 @@ def _is_sooner_by_onednn(x: torch.Tensor) -> bool:
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    """`x W^T + b`; no view, as torch's own, since autograd refuses that one is summed over ranks in place."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    if x.dim() == 2:
+        return product
+    return torch.ops.aten._unsafe_view(product, [*x.shape[:-1], product.shape[1]])  # type: ignore[no-any-return]
 
 
 @cache

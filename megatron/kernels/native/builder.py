@@ -39,7 +39,7 @@ from megatron.kernels.native.library import (
     digest_of,
     digest_of_sources,
 )
-from megatron.kernels.processor import cpu_features
+from megatron.processor import cpu_features
 
 Report = Callable[[str], object]
 _SHOWN_LINES = 20  # of what a compiler says when it fails

@@ -29,7 +29,7 @@ from megatron.kernels import (
     rotary,
 )
 from megatron.kernels.attention import softmax as attention_softmax
-from megatron.kernels.processor import cpu_features
+from megatron.processor import cpu_features
 
 INTERFACE = 4  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"

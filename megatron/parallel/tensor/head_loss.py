@@ -230,7 +230,8 @@ class _Head:
         if self._held is None:  # the first chunk is the largest
             self._held = hidden.new_empty(hidden.shape[0], self.weight.shape[0])
         held = self._held if len(self._held) == len(hidden) else self._held[: hidden.shape[0]]
-        return matrix_product(hidden, self.weight.t(), room=held)
+        add_product_(held, hidden, self.weight.t(), replaces=True)
+        return held
 
     def losses(self, product: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
         """The losses of each token, whose label is counted from the slice's first. Shapes: `[n]`."""

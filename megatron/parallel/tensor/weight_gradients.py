@@ -88,11 +88,14 @@ def add_by_product(modules: Iterable[nn.Module], add_product: AddProduct) -> Non
     """
     for module in modules:
         weight = getattr(module, "weight", None)
-        if not hasattr(module, "queue") or not isinstance(weight, nn.Parameter):
-            continue
-        if weight.numel() >= (FEWEST_ADDED_CPU if weight.device.type == "cpu" else FEWEST_ADDED_GPU):
+        if hasattr(module, "queue") and isinstance(weight, nn.Parameter) and weight.requires_grad and _is_large(weight):
             module.queue = module.queue or WeightGradientQueue()  # type: ignore[assignment]
             module.queue.add_product = add_product  # type: ignore[union-attr]
+
+
+def _is_large(weight: torch.Tensor) -> bool:
+    """Whether the gradient of a weight is worth adding by its product."""
+    return weight.numel() >= (FEWEST_ADDED_CPU if weight.device.type == "cpu" else FEWEST_ADDED_GPU)
 
 
 def gradient_or_none(
@@ -106,7 +109,7 @@ def gradient_or_none(
 
     Shapes: weight `[o, i]`, x `[..., i]`, gradient `[..., o]`.
     """
-    if queue is not None and queue.add_product is not None and float8 is None:
+    if queue is not None and queue.add_product is not None and float8 is None and _is_large(weight):
         columns, rows = gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1])
         if queue.add_product(weight, columns, rows):
             return None
@@ -133,7 +136,7 @@ def now_or_later(
 class _DeferrableLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, queue, float8):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         # Recomputation replaces saved tensors by detached ones, which take no gradient.
         ctx.weight, ctx.bias, ctx.queue, ctx.float8 = weight, bias, queue, float8
         return linear(x, weight, bias, float8)

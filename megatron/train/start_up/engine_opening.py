@@ -125,7 +125,7 @@ def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
             config.report.log_gradient_noise_scale
         ),
         "ZeRO stage 2 averages the gradients of each micro-batch over the ranks": (
-            engine.zero_stage == 2 and not can_add
+            engine.zero_stage == 2 and engine.mesh.gradient.size > 1
         ),
         "gradients do not add up in float32": not can_add,
         "the gradients of the only micro-batch are the sums (ZeRO stage 0)": (

@@ -11,6 +11,7 @@ PACKAGE_PLACES = {
     "device": 3,
     "cuda_driver": 3,
     "host_memory": 3,
+    "processor": 3,
     "config": 4,
     "kernels": 5,
     "launch": 5,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.kernels.processor import cpu_features
+from megatron.processor import cpu_features
 from tests.kernels.simt.harness import builds
 
 

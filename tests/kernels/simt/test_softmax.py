@@ -12,7 +12,7 @@ import torch
 from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.hashing import signed
-from megatron.kernels.processor import cpu_features
+from megatron.processor import cpu_features
 from tests.kernels.simt import emulator
 
 SCALE = 0.37

@@ -124,6 +124,25 @@ def test_products_of_large_weights_are_added_to_their_sums(is_later: bool, monke
         torch.testing.assert_close(own.grad, expected.grad, rtol=2e-6, atol=1e-5)
 
 
+def test_the_product_of_a_frozen_weight_keeps_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_gradients, "FEWEST_ADDED_CPU", 1)
+    layers = network(torch.float32)
+    layers[0].weight.requires_grad_(False)
+    add_by_product(layers.modules(), Sums().add_product)
+    assert layers[0].queue is None and layers[1].queue is not None
+    layers[0].queue = WeightGradientQueue()  # of a pipeline's schedule
+    x, kept = torch.randn(2, 9, 6, requires_grad=True), set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        inner = layers[0](x)
+        layers[1](inner)
+    assert x.data_ptr() not in kept and inner.data_ptr() in kept
+
+
 def test_products_in_eight_bits_are_added_by_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradients, "FEWEST_ADDED_CPU", 1)
     layers, sums = network(torch.bfloat16), Sums()
