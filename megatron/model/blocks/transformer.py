@@ -92,7 +92,8 @@ class TransformerBlock(nn.Module):
         meets = not has_outer or self.norms_residual
         joins = mesh.kernels.dropout_add is Implementation.CSRC and meets
         is_normed = mesh.kernels.norm is Implementation.CSRC and meets and self.adds_in_norm
-        has_biases = config.attention_output_bias, config.mlp_bias and isinstance(self.mlp, FeedForward)
+        projection = self.self_attention.linear_proj if config.attention_output_bias else None
+        fc2 = self.mlp.linear_fc2 if config.mlp_bias and isinstance(self.mlp, FeedForward) else None
         self._program: Callable[[torch.Tensor, StepContext], torch.Tensor] | None = None
         norms = (self.post_self_attn_layernorm, self.post_mlp_layernorm)
         before_residual = norms if has_outer and not self.norms_residual else (None, None)
@@ -101,16 +102,16 @@ class TransformerBlock(nn.Module):
             self.self_attention,
             before_residual[0],
             self.attention_site,
-            joins and has_biases[0],
-            self.self_attention.linear_proj if is_normed and has_biases[0] and not self.is_parallel else None,
+            joins and projection is not None,
+            projection if is_normed and not self.is_parallel else None,
         )
         self._feed_forward = _Branch(
             self.pre_mlp_layernorm,
             self.mlp,
             before_residual[1],
             self.feed_forward_site,
-            joins and has_biases[1],
-            self.mlp.linear_fc2 if is_normed and has_biases[1] else None,
+            joins and fc2 is not None,
+            fc2 if is_normed else None,
         )
 
     def forward(
