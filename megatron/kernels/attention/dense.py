@@ -216,10 +216,10 @@ def _with_causal_mask(bias: torch.Tensor | None, query: torch.Tensor, key: torch
 
 
 def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) -> bool:
-    """Whether materialized probabilities are the faster form in training with fewer keys than queries.
+    """Whether materialized probabilities are the faster form in training with fewer heads of keys than of queries.
 
     The backward pass of torch's fused attention on CPU computes in float32; up to 512 tokens, products in half
-    precision take 0.4 to 0.7 times as long, forward and backward. As many keys as queries keep the fused form, whose
+    precision take 0.4 to 0.7 times as long, forward and backward. As many heads of keys as of queries keep the fused form, whose
     numbers earlier releases had.
     """
     is_half_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)

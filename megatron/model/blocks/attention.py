@@ -66,7 +66,7 @@ class SelfAttention(DirectModule):
         if config.position_embedding_type == ALIBI:
             own = slice(*self.query_dimension.bounds)
             self.slopes = tuple(alibi_slopes(heads)[own])
-        self.is_bounded = self.window is not None or bool(self.slopes)
+        self.may_have_plan = self.window is not None or bool(self.slopes) or self.softcap is not None
         self.has_sinks = config.softmax_type != VANILLA
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == LEARNABLE:
@@ -143,7 +143,7 @@ class SelfAttention(DirectModule):
         Shapes: query `[b, a/t, s, d]`, key and value `[b, g/t, s, d]`; result as query.
         """
         plan = bias = None
-        if self.is_bounded or context.bounds_attention:
+        if self.may_have_plan or context.bounds_attention:
             plan, bias = self._bounds(query, context)
         if context.recompute is Recompute.ATTENTION and self.training and torch.is_grad_enabled():
             return checkpoint(  # type: ignore[no-any-return]
@@ -152,7 +152,7 @@ class SelfAttention(DirectModule):
         return self._attend(query, key, value, plan, bias, context)
 
     def _bounds(self, query: torch.Tensor, context: StepContext) -> tuple[AttentionPlan | None, torch.Tensor | None]:
-        """How attention is bounded, if it is not plainly causal: by a plan or else by a bias of the scores."""
+        """How attention is computed that is not plainly causal: by a plan, or else with a bias of the scores, if any."""
         slopes = self._slopes(context)
         if not (self.has_sinks or (self.training and self.dropout) or torch.compiler.is_compiling()):
             plan = bounded_plan(context, query, self.window, slopes, self.softcap, bidirectional=self.bidirectional)

@@ -21,6 +21,7 @@ RECIPE = dataclasses.replace(Recipe(), num_layers=2, hidden_size=16, steps=4)
 # tp, pp, dp, ZeRO stage and flags. Which rank has which tokens, and where the sum of a stage's last block is sent,
 # decide who adds the bias of a branch; with ZeRO-3 its product does.
 CASES: dict[str, tuple[tuple[int, int, int], int, list[str]]] = {
+    "tp2": ((2, 1, 1), 1, []),
     "tp2, sequence parallel": ((2, 1, 1), 1, ["--sequence-parallel"]),
     "pp2": ((1, 2, 1), 1, []),
     "pp2, zb-h1": ((1, 2, 1), 0, ["--pipeline-schedule", "zb-h1"]),

@@ -50,7 +50,7 @@ def test_the_summary_says_what_was_built(run: Path) -> None:
         "checkpoints  none are written (--save)",
         f"also to      TensorBoard {run.parent / 'tensorboard'}",
     ]
-    # The first stage has 20,480 + 1,024 parameters of embeddings and 12,704 of a block; 20 bytes each.
+    # The first stage has 20,480 + 1,024 parameters of embeddings and 12,704 of a block; 16 bytes each.
     assert lines[2].startswith("layout       2 ranks = 2 pp x 1 dp x 1 tp, ZeRO stage 1; 534 KiB per rank for weights")
     assert lines[9].startswith("kernels      ") and "; blocks compiled (aot_eager)" in lines[9]
     assert lines[9].endswith("; gradient accumulation not fused: blocks are compiled; no CUDA graphs: there is no GPU")
