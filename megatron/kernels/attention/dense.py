@@ -219,8 +219,8 @@ def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) 
     """Whether materialized probabilities are the faster form in training with fewer heads of keys than of queries.
 
     The backward pass of torch's fused attention on CPU computes in float32; up to 512 tokens, products in half
-    precision take 0.4 to 0.7 times as long, forward and backward. As many heads of keys as of queries keep the fused form, whose
-    numbers earlier releases had.
+    precision take 0.4 to 0.7 times as long, forward and backward. As many heads of keys as of queries keep the fused
+    form, whose numbers earlier releases had.
     """
     is_half_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     is_training = torch.is_grad_enabled() and query.requires_grad and dropout == 0

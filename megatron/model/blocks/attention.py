@@ -152,7 +152,7 @@ class SelfAttention(DirectModule):
         return self._attend(query, key, value, plan, bias, context)
 
     def _bounds(self, query: torch.Tensor, context: StepContext) -> tuple[AttentionPlan | None, torch.Tensor | None]:
-        """How attention is computed that is not plainly causal: by a plan, or else with a bias of the scores, if any."""
+        """How attention is computed that is not plainly causal: by a plan, or else with a bias of the scores."""
         slopes = self._slopes(context)
         if not (self.has_sinks or (self.training and self.dropout) or torch.compiler.is_compiling()):
             plan = bounded_plan(context, query, self.window, slopes, self.softcap, bidirectional=self.bidirectional)
