@@ -210,8 +210,14 @@ def _is_sooner_by_onednn(x: torch.Tensor) -> bool:
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + b`; no view, as torch's own, since autograd refuses that one is summed over ranks in place."""
+    """`x W^T + b`; no view, as torch's own, since autograd refuses that one is summed over ranks in place.
+
+    A transposed part of a larger matrix is copied: for such a weight oneDNN has a reference implementation alone, which
+    takes a thousand times as long.
+    """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if not (weight.is_mkldnn or weight.is_contiguous() or weight.t().is_contiguous()):
+        weight = weight.contiguous()
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     if x.dim() == 2:
         return product

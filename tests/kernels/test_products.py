@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import products
 from megatron.kernels.attention.dense import attention
@@ -102,6 +104,35 @@ def test_products_by_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, 
         found.append([y.detach(), *gradients, sums, replaced, held])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class _Weights(TorchDispatchMode):
+    """Notes which weights oneDNN's product is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_linear_pointwise" in str(func):
+            self.given.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not products.has_onednn_product(), reason="this torch has no product of oneDNN")
+def test_onednn_is_given_weights_for_which_it_has_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SMALLEST_ONEDNN", 1), ("PART_VALUES", 1), ("has_slow_blas", lambda: True)):
+        monkeypatch.setattr(products, name, value)
+    for rows, columns in ((200, 130), (130, 200)):  # split by rows, by columns
+        wide = torch.randn(70, 2 * columns)
+        for b in (wide[:, :columns], wide[:, ::2], torch.randn(columns, 70).t(), torch.randn(1, 1).expand(70, columns)):
+            a, total = torch.randn(rows, 70), torch.zeros(rows, columns)
+            with _Weights() as weights:
+                products.add_product_(total, a, b)
+                torch.testing.assert_close(products.matrix_product(a, b), total, rtol=1e-5, atol=1e-5)
+            assert len(weights.given) == 5  # four parts and the whole
+            assert all(weight.is_contiguous() or weight.t().is_contiguous() for weight in weights.given)
+            torch.testing.assert_close(total, a @ b, rtol=1e-5, atol=1e-5)
 
 
 def test_onednn_serves_where_the_library_behind_torch_leaves_instructions_alone(
