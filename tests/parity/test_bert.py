@@ -41,6 +41,7 @@ def micro_batches(config: RunConfig, mesh: ParallelMesh, step: int) -> list[Any]
                 tokens=part.tokens.numpy(),
                 labels=part.labels.numpy(),
                 loss_mask=part.mask.numpy(),
+                counted_labels=float(part.mask.sum()),
                 segment_ids=part.segments.numpy(),
                 token_types=part.types.numpy(),
                 predicted=part.predicted.numpy(),

@@ -88,6 +88,7 @@ def train_with_fault(
         return read(self, number)
 
     loader_module.MicroBatches._sample = counted  # type: ignore[method-assign]
+    loader_module._MOST_AHEAD_BATCHES = 1  # the whole run would be read at once
     if at_start and damage is not None:
         damage(corpus)
     with contextlib.redirect_stderr(io.StringIO()) as said:
