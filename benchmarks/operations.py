@@ -19,7 +19,6 @@ from megatron.kernels.embedding import lookup
 from megatron.kernels.initial_values import WeightDraw, draw_
 from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.kernels.optimizer import build_adamw
-from megatron.kernels.products import linear
 from megatron.kernels.rotary import rotate_both
 
 Outputs = Sequence[torch.Tensor]
@@ -237,18 +236,6 @@ def _initial_value_cases(size: Size, like: torch.Tensor) -> list[Case]:
     return [Case("initial_values", f"normal, {size}", initial_values, (), size_of(target), 0)]
 
 
-def _linear_cases(size: Size, like: torch.Tensor) -> list[Case]:
-    x, weight, bias = (
-        _random(*shape, like=like) for shape in ((size.rows, size.columns), 2 * (size.columns,), (size.columns,))
-    )
-
-    def product(implementation: Implementation) -> Outputs:
-        return [linear(x, weight, bias, implementation)]
-
-    moved = 2 * size_of(x) + size_of(weight)
-    return [Case("linear", f"square, {size}", product, (x, weight, bias), moved, 2 * moved)]
-
-
 def _adamw_cases(size: Size, like: torch.Tensor) -> list[Case]:
     """Flat float32 weights, moments and gradients, as the engine's partitions are."""
     count = size.rows * size.columns
@@ -295,7 +282,6 @@ CASES: Mapping[str, Callable[[Size, torch.Tensor], list[Case]]] = MappingProxyTy
         "dropout_add": _dropout_add_cases,
         "embedding": _embedding_cases,
         "initial_values": _initial_value_cases,
-        "linear": _linear_cases,
         "multi_tensor": _multi_tensor_cases,
         "norm": _norm_cases,
         "rotary": _rotary_cases,

@@ -32,7 +32,6 @@ class Kernels:
     optimizer: Implementation = Implementation.TORCH
     embedding: Implementation = Implementation.TORCH
     initial_values: Implementation = Implementation.TORCH
-    linear: Implementation = Implementation.TORCH
 
     @classmethod
     def all(cls, implementation: Implementation) -> Kernels:

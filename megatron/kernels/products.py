@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.choice import Implementation
 from megatron.processor import cpu_vendor
 
 FEWEST_WIDE_ROWS = 16  # with fewer, converting the matrix takes longer than multiplying by it
@@ -31,16 +30,8 @@ _PRODUCT = "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? al
 _PACKING = "(Tensor self, int? batch_size=None) -> Tensor Y"
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    implementation: Implementation = Implementation.TORCH,
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + b`.
-
-    The compiled implementation multiplies by torch's own products, with the same bits, and is one function of
-    autograd's where torch's are four, which a small network's host feels.
 
     On x86 CPUs without instructions for bfloat16 torch's product takes three to four times as long as converting the
     operands to float32 and the result back, which is as exact: sums are float32 either way, and rounded once. The few
@@ -58,8 +49,6 @@ def linear(
         if torch.is_grad_enabled():
             return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
         return _by_onednn(x, weight, bias)
-    if implementation is Implementation.CSRC:
-        return torch.ops.megatron.linear.default(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 
@@ -347,8 +336,3 @@ class _WideProduct(torch.autograd.Function):
         of_a = torch.bmm(wide, b.float().transpose(1, 2)).to(a.dtype) if ctx.needs_input_grad[0] else None
         of_b = torch.bmm(a.float().transpose(1, 2), wide).to(b.dtype) if ctx.needs_input_grad[1] else None
         return of_a, of_b
-
-
-def register() -> None:
-    """Tells torch the shape of the compiled operation; once, after the library is loaded."""
-    torch.library.register_fake("megatron::linear", lambda x, weight, bias: x.new_empty((*x.shape[:-1], len(weight))))

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import products
 from megatron.kernels.attention.dense import attention
-from megatron.kernels.choice import Implementation
-from megatron.kernels.native.library import Library
 from megatron.kernels.products import (
     batched_product,
     has_bfloat16_products,
@@ -43,40 +41,6 @@ def test_wide_products_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch, w
     references = [expected.detach(), *torch.autograd.grad(expected, exact, gradient.double())]
     for reference, ours, torchs in zip(references, *found, strict=True):
         assert (ours - reference).abs().max() <= 1.1 * (torchs - reference).abs().max() + 2**-8
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_product_has_the_bits_of_torchs(
-    compiled: Library, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        F, "linear", torch._C._nn.linear
-    )  # which DeepSpeed replaces, with ZeRO-3, for the whole process
-    generator = torch.Generator().manual_seed(1)
-    x, weight, bias, gradient = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 40, 33), (9, 33), (9,), (2, 40, 9))
-    )
-    for trained in ((True, True, True), (True, False, False), (False, True, False)):
-        found = []
-        for implementation in (Implementation.TORCH, Implementation.CSRC):
-            leaves = [part.clone() for part in (x, weight, bias)]
-            wanted = [leaf.requires_grad_() for leaf, is_trained in zip(leaves, trained, strict=True) if is_trained]
-            kept: set[int] = set()
-
-            def keep(tensor: torch.Tensor, kept: set[int] = kept) -> torch.Tensor:
-                kept.add(tensor.data_ptr())
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                y = linear(*leaves, implementation)
-            assert (leaves[0].data_ptr() in kept) == trained[1]  # the product of a frozen weight keeps no x
-            found.append([y.detach(), *torch.autograd.grad(y, wanted, gradient)])
-        assert all(map(torch.equal, *found))
-    plain = [part.detach() for part in (x, weight, bias)]
-    torch.library.opcheck(torch.ops.megatron.linear.default, tuple(part.float() for part in plain))
-    assert torch.equal(linear(*plain), linear(*plain, Implementation.CSRC))
-    with pytest.raises(RuntimeError, match=r"x is \[2, 40, 33\] and the weight \[9, 32\]"):
-        linear(x, weight[:, :32], None, Implementation.CSRC)
 
 
 @pytest.mark.skipif(not products.has_onednn_product(), reason="this torch has no product of oneDNN")

@@ -148,12 +148,12 @@ class RecomputeConfig(ConfigSection):
 # The operations that have several implementations; `megatron.kernels.choice.Kernels` has a field for each.
 OPERATIONS = (
     *("softmax", "norm", "activation", "dropout_add", "rotary", "cross_entropy"),
-    *("optimizer", "embedding", "initial_values", "linear"),
+    *("optimizer", "embedding", "initial_values"),
 )
 AUTO, CSRC, APEX, TORCH = "auto", "csrc", "apex", "torch"
 IMPLEMENTATIONS = (AUTO, CSRC, APEX, TORCH)
 OF_APEX = ("norm", "optimizer")  # the operations that apex has
-OF_BLOCKS = ("softmax", "norm", "activation", "dropout_add", "rotary", "linear")  # those inside of transformer blocks
+OF_BLOCKS = ("softmax", "norm", "activation", "dropout_add", "rotary")  # those inside of transformer blocks
 INDUCTOR = "inductor"
 
 # The operation that a switch of upstream's turns back to torch, by its field.

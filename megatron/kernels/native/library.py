@@ -25,7 +25,6 @@ from megatron.kernels import (
     multi_tensor,
     norms,
     optimizer,
-    products,
     rotary,
 )
 from megatron.kernels.attention import softmax as attention_softmax
@@ -47,7 +46,6 @@ _REGISTRATIONS: Mapping[str, Callable[[], None]] = types.MappingProxyType(
         "dropout_add": dropout_add.register,
         "embedding": embedding.register,
         "initial_values": initial_values.register,
-        "linear": products.register,
         "multi_tensor": multi_tensor.register,
         "norm": norms.register,
         "rotary": rotary.register,

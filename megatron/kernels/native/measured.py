@@ -47,7 +47,6 @@ MEASURED: Mapping[str, Measurement] = types.MappingProxyType(
                     "optimizer": 1.16,
                     "embedding": 0.97,
                     "initial_values": 11.99,
-                    "linear": 1.05,
                 }
             ),
         ),

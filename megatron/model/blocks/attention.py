@@ -79,7 +79,6 @@ class SelfAttention(DirectModule):
             bias=config.attention_output_bias,
             partial=mesh.sequence_parallel,
             device=mesh.device,
-            implementation=mesh.kernels.linear,
         )
 
     def build_projections(self, config: ModelConfig, mesh: ParallelMesh) -> None:

@@ -39,7 +39,6 @@ class FeedForward(DirectModule):
             mesh.tp,
             bias=config.mlp_bias,
             device=mesh.device,
-            implementation=mesh.kernels.linear,
         )
         self.linear_fc2 = RowParallelLinear(
             width,
@@ -48,7 +47,6 @@ class FeedForward(DirectModule):
             bias=config.mlp_bias,
             partial=mesh.sequence_parallel,
             device=mesh.device,
-            implementation=mesh.kernels.linear,
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:

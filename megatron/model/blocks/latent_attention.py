@@ -35,7 +35,6 @@ class LatentProjection(nn.Module):
     def __init__(self, output_size: int, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
         self.queue: WeightGradientQueue | None = None
-        self.implementation = mesh.kernels.linear
         outputs, partial = Dimension("channels of a latent", output_size), mesh.sequence_parallel
         dimensions = (outputs, Dimension("hidden", config.hidden_size))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(partial,))
@@ -47,7 +46,7 @@ class LatentProjection(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
-        return deferrable_linear(x, self.weight, self.bias, self.queue, implementation=self.implementation)
+        return deferrable_linear(x, self.weight, self.bias, self.queue)
 
 
 class LatentAttention(SelfAttention):
@@ -87,10 +86,7 @@ class LatentAttention(SelfAttention):
 
         def by_heads(input_size: int, channels: int) -> ColumnParallelLinear:
             outputs = (heads, Dimension("channels of a head", channels))
-            kernel = mesh.kernels.linear
-            return ColumnParallelLinear(
-                input_size, outputs, mesh.tp, bias=False, device=mesh.device, implementation=kernel
-            )
+            return ColumnParallelLinear(input_size, outputs, mesh.tp, bias=False, device=mesh.device)
 
         if queries is None:
             self.linear_q_proj = by_heads(config.hidden_size, config.kv_channels)

@@ -53,7 +53,6 @@ class QueryKeyValue(ColumnParallelLinear):
             mesh.tp,
             bias=config.add_qkv_bias,
             device=mesh.device,
-            implementation=mesh.kernels.linear,
         )
         self.is_split, self.divides_weight = is_split, not is_split
         self.group_dimension, self.groups = outputs[0], outputs[0].local_size

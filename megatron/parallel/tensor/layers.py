@@ -59,10 +59,9 @@ class ColumnParallelLinear(DirectModule):
         *,
         bias: bool = True,
         device: torch.device | str | None = None,
-        implementation: Implementation = Implementation.TORCH,
     ) -> None:
         super().__init__()
-        self.axis, self.implementation = axis, implementation
+        self.axis = axis
         self.queue: WeightGradientQueue | None = None
         self.divides_weight = False
         self.float8: Float8 | None = None
@@ -92,7 +91,7 @@ class ColumnParallelLinear(DirectModule):
             return gathered_linear(x, weight, bias, self.axis, self.queue, self.float8)
         if self.axis.size > 1:
             x = copy_to(x, self.axis)
-        return deferrable_linear(x, weight, bias, self.queue, self.float8, self.implementation)
+        return deferrable_linear(x, weight, bias, self.queue, self.float8)
 
 
 class RowParallelLinear(DirectModule):
@@ -119,10 +118,9 @@ class RowParallelLinear(DirectModule):
         bias: bool = True,
         partial: Axis | None = None,
         device: torch.device | str | None = None,
-        implementation: Implementation = Implementation.TORCH,
     ) -> None:
         super().__init__()
-        self.axis, self.implementation = axis, implementation
+        self.axis = axis
         self.queue: WeightGradientQueue | None = None
         self.float8: Float8 | None = None
         dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
@@ -142,8 +140,8 @@ class RowParallelLinear(DirectModule):
         """
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if self.axis.size == 1 and finish is None:
-            return deferrable_linear(x, weight, bias, self.queue, self.float8, self.implementation)
-        product = deferrable_linear(x, weight, None, self.queue, self.float8, self.implementation)
+            return deferrable_linear(x, weight, bias, self.queue, self.float8)
+        product = deferrable_linear(x, weight, None, self.queue, self.float8)
         y = scatter_sequence(product, self.axis) if splits_sequence else reduce_from(product, self.axis)
         if finish is not None:
             return finish(y, bias)

@@ -16,7 +16,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels import products
-from megatron.kernels.choice import Implementation
 from megatron.kernels.float8.linear import input_gradient, linear, weight_gradient
 from megatron.kernels.float8.scaling import Float8
 
@@ -69,7 +68,6 @@ def deferrable_linear(
     bias: torch.Tensor | None,
     queue: WeightGradientQueue | None,
     float8: Float8 | None = None,
-    implementation: Implementation = Implementation.TORCH,
 ) -> torch.Tensor:
     """`x W^T + b`, whose backward pass leaves the gradients of weight and bias to the queue while that is open.
 
@@ -77,9 +75,7 @@ def deferrable_linear(
     """
     if queue is not None and torch.is_grad_enabled():
         return _DeferrableLinear.apply(x, weight, bias, queue, float8)  # type: ignore[no-any-return]
-    if float8 is None:
-        return products.linear(x, weight, bias, implementation)
-    return linear(x, weight, bias, float8)
+    return products.linear(x, weight, bias) if float8 is None else linear(x, weight, bias, float8)
 
 
 def add_by_product(modules: Iterable[nn.Module], add_product: AddProduct) -> None:

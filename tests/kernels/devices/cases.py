@@ -18,7 +18,6 @@ from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout, dropout_add
 from megatron.kernels.embedding import lookup
 from megatron.kernels.norms import add_norm, layer_norm, rms_norm
-from megatron.kernels.products import linear
 from megatron.kernels.rotary import rotate_both, split_heads, split_rotated
 
 EPS = 1e-5
@@ -119,18 +118,6 @@ def _activation(inputs: Inputs, implementation: Implementation, *, name: str, is
     return [function(inputs["x"], name, bias=inputs.get("bias"), implementation=implementation)]
 
 
-def _linear_cases() -> Iterator[Case]:
-    for shape, outputs in (((1, 1), 1), ((2, 3, 7), 5), ((65, 40), 24), ((2, 1, 3, 16), 33), ((8,), 4), ((0, 8), 3)):
-        for has_bias in (False, True):
-            inputs = {"x": _random(*shape), "weight": _random(outputs, shape[-1], seed=4)}
-            inputs |= {"bias": _random(outputs, seed=5)} if has_bias else {}
-            yield Case(f"{shape} to {outputs}, bias {has_bias}", inputs, _linear)
-
-
-def _linear(inputs: Inputs, implementation: Implementation) -> list[torch.Tensor]:
-    return [linear(inputs["x"], inputs["weight"], inputs.get("bias"), implementation)]
-
-
 def _dropout_add_cases() -> Iterator[Case]:
     for shape in ((1, 1), (3, 7), (2, 5, 64), (130, 257), (3, 4099), (0, 8)):
         for has_bias, adds, threshold in itertools.product((False, True), (False, True), (0, 6554, 65536)):
@@ -219,7 +206,6 @@ CASES: Mapping[str, Callable[[], Iterator[Case]]] = types.MappingProxyType(
         "activation": _activation_cases,
         "dropout_add": _dropout_add_cases,
         "embedding": _embedding_cases,
-        "linear": _linear_cases,
         "norm": _norm_cases,
         "rotary": _rotary_cases,
         "softmax": _softmax_cases,
