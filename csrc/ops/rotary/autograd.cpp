@@ -1,6 +1,8 @@
 // The gradients of rotations, and of a fused projection's split into heads.
 #include "base/autograd.h"
 
+#include <ATen/ops/as_strided.h>
+
 #include <tuple>
 
 namespace megatron::rotary {
@@ -57,14 +59,25 @@ struct RotarySplitFunction : torch::autograd::Function<RotarySplitFunction> {
   }
 };
 
+// The heads of some members of each group, `[b, g * count, s, d]`: a view where any two neighbours lie equally far apart.
+Tensor heads_of(const Tensor& qkv, int64_t first, int64_t count) {
+  const int64_t batch = qkv.size(0), tokens = qkv.size(1), groups = qkv.size(2), channels = qkv.size(4);
+  if (count > 1 && groups > 1) {
+    return qkv.narrow(3, first, count).reshape({batch, tokens, groups * count, channels}).transpose(1, 2);
+  }
+  const int64_t between = count > 1 ? qkv.stride(3) : qkv.stride(2);
+  return at::as_strided(qkv, {batch, groups * count, tokens, channels},
+                        {qkv.stride(0), between, qkv.stride(1), qkv.stride(4)},
+                        qkv.storage_offset() + first * qkv.stride(3));
+}
+
 // The heads are views of the product; backward their gradients are joined, and those of the bias summed, in one pass.
 struct SplitHeadsFunction : torch::autograd::Function<SplitHeadsFunction> {
   static variable_list forward(AutogradContext* context, const Tensor& qkv, const Tensor& bias) {
     if (requires_grad(bias)) context->saved_data["bias_dtype"] = bias.scalar_type();
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const int64_t queries = qkv.size(3) - 2, groups = qkv.size(2);
-    const Tensor query = qkv.narrow(3, 0, queries).reshape({qkv.size(0), qkv.size(1), groups * queries, qkv.size(4)});
-    return {query.transpose(1, 2), qkv.select(3, queries).transpose(1, 2), qkv.select(3, queries + 1).transpose(1, 2)};
+    const int64_t queries = qkv.size(3) - 2;
+    return {heads_of(qkv, 0, queries), heads_of(qkv, queries, 1), heads_of(qkv, queries + 1, 1)};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {

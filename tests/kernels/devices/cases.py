@@ -154,7 +154,7 @@ def _rotary_cases() -> Iterator[Case]:
                 inputs,
                 partial(_rotary, angles=angles, interleaved=interleaved),
             )
-    for shape in ((2, 5, 2, 3, 8), (1, 70, 1, 5, 16), (3, 130, 3, 3, 24), (0, 4, 2, 3, 8)):
+    for shape in ((2, 5, 2, 3, 8), (1, 70, 1, 5, 16), (3, 130, 3, 3, 24), (2, 9, 2, 4, 8), (0, 4, 2, 3, 8)):
         inputs = {"qkv": _random(*shape), "bias": _random(math.prod(shape[2:]))}
         yield Case(f"{shape}, joined with its bias", inputs, _split_heads)
     empty = {"query": _random(0, 2, 5, 8), "key": _random(0, 2, 5, 8)}
