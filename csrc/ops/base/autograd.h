@@ -1,4 +1,4 @@
-// What the gradients of operations share; only `autograd.cpp` files include it. They are functions of autograd's in C++,
+// What the gradients of operations share; only `autograd.cpp` files include it. They are autograd functions in C++,
 // since one in Python costs the host more than a small operation itself.
 #pragma once
 
