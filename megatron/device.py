@@ -278,6 +278,10 @@ class CapturedWork(Protocol):
         """Frees what repeating it takes, once it is not needed any more."""
 
 
+class CaptureError(RuntimeError):
+    """A capture that failed, here or on a rank that takes part in its messages; the device is as it was before."""
+
+
 class GraphCapturer:
     """Captures work of the GPU as CUDA graphs: kernels on fixed addresses, queued in one call.
 
@@ -286,12 +290,20 @@ class GraphCapturer:
 
     Args:
         stopwatch: counts messages, if there is one; not those of graphs.
+        any_failed: given whether a capture failed on this rank, returns whether it did on any of the ranks that
+            exchange messages within the work; collective over these.
     """
 
-    def __init__(self, target: torch.device, stopwatch: Stopwatch | None = None) -> None:
+    def __init__(
+        self,
+        target: torch.device,
+        stopwatch: Stopwatch | None = None,
+        any_failed: Callable[[bool], bool] = bool,
+    ) -> None:
         self._stream = torch.cuda.Stream(target)
         self._pool = torch.cuda.graph_pool_handle()
         self._stopwatch = stopwatch
+        self._any_failed = any_failed
 
     def new_memory(self) -> Any:
         """Memory for graphs that are to keep what they write while others run."""
@@ -313,14 +325,72 @@ class GraphCapturer:
 
         Args:
             memory: of `new_memory`, for graphs that run in the order of their captures; what all share by default.
+
+        Raises:
+            CaptureError: the work cannot be captured.
         """
-        graph = torch.cuda.CUDAGraph()
-        pool = self._pool if memory is None else memory
-        options = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        failure: RuntimeError | None = None
+        captured: list[tuple[CapturedWork, Result]] = []
         untimed = contextlib.nullcontext() if self._stopwatch is None else self._stopwatch.paused()
-        with untimed, torch.cuda.graph(graph, **options):  # type: ignore[arg-type]
-            result = work()
+        try:
+            with untimed:
+                captured.append(self._captured(work, self._pool if memory is None else memory))
+        except RuntimeError as caught:
+            failure = caught
+        if self._any_failed(failure is not None):
+            for graph, _ in captured:
+                graph.release()
+            reason = "a capture failed on another rank" if failure is None else str(failure).strip().partition("\n")[0]
+            raise CaptureError(reason) from failure
+        return captured[0]
+
+    def _captured(self, work: Callable[[], Result], pool: Any) -> tuple[CapturedWork, Result]:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the memory of a graph is not shared with other work
+        graph, is_ended = torch.cuda.CUDAGraph(), False
+        with torch.cuda.stream(self._stream), _nodes_follow_the_capture():
+            try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+                    is_ended = True
+            except RuntimeError as failure:
+                graph.reset()
+                if not is_ended:
+                    _abandon(pool)
+                # Once a capture is invalid, each later call only says so: what was wrong is what happened first.
+                raise failure.__context__ or failure from None
         return _Graph(graph), result
+
+
+def _abandon(pool: Any) -> None:
+    """Undoes what torch leaves of a capture that could not be ended.
+
+    It stays open in the allocator, whose next `empty_cache` would refuse it, and in the generator of random numbers,
+    which would refuse to draw outside a capture.
+    """
+    index = torch.cuda.current_device()
+    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # the capture may have failed before it took, or after it gave back
+            undo(index, pool)
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+@contextlib.contextmanager
+def _nodes_follow_the_capture() -> Iterator[None]:
+    """Has nodes of autograd that were made on another stream run on that of the capture, where torch can (2.13)."""
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if override is None:
+        yield
+        return
+    override(True)
+    try:
+        yield
+    finally:
+        override(False)
 
 
 class _Graph:

@@ -183,6 +183,30 @@ def test_captured_work_is_done_when_it_is_replayed() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("read", [False, True], ids=["in Python", "by a read of the host"])
+def test_a_capture_that_fails_leaves_the_device_as_it_was(read: bool) -> None:
+    capturer = device.GraphCapturer(torch.device("cuda"))
+    values = torch.ones(3, device="cuda")
+
+    def broken() -> float:
+        drawn = torch.rand(3, device="cuda")
+        if read:
+            return float(values.sum() + drawn.sum())
+        raise RuntimeError("planted while the stream is capturing")
+
+    for _ in range(2):
+        with pytest.raises(device.CaptureError, match="captur"):
+            capturer.capture(broken)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.cuda.empty_cache()
+        assert 0 <= float(torch.rand((), device="cuda")) <= 1
+        work, doubled = capturer.capture(lambda: values * 2)
+        work.replay()
+        assert doubled.tolist() == [2.0] * 3
+        work.release()
+
+
+@pytest.mark.gpu
 def test_a_stopwatch_times_the_stream_of_a_gpu() -> None:
     watch = device.Stopwatch()
     watch.start()

@@ -15,12 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from megatron import log
 from megatron.config import RunConfig
 from megatron.config.architecture.positions import ALIBI
-from megatron.device import CapturedWork, GraphCapturer
+from megatron.device import CapturedWork, CaptureError, GraphCapturer
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.kernels.attention.bounded import fits_flash
 from megatron.kernels.attention.gpu import has_varlen
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_max
 
 AUTO, OFF = "auto", "off"
 WARM_UP_MICRO_BATCHES = 3  # of a shape, before its capture: libraries choose kernels and allocate workspaces
@@ -75,6 +78,21 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+def any_failed_on(mesh: ParallelMesh) -> Callable[[bool], bool]:
+    """The `any_failed` of a `GraphCapturer` for graphs of the ranks of a mesh."""
+    axes = [axis for axis in (mesh.tp, mesh.sp, mesh.ep) if axis.size > 1]
+
+    def any_failed(failed: bool) -> bool:
+        if not axes:
+            return failed
+        flag = torch.tensor(float(failed), device=mesh.device)
+        for axis in axes:
+            all_reduce_max(flag, axis)
+        return bool(flag)
+
+    return any_failed
+
+
 class Outcome(NamedTuple):
     """What a micro-batch leaves; a graph's is overwritten by the next micro-batch.
 
@@ -127,6 +145,9 @@ class MicroBatchGraphs:
         Args:
             settings: what the computation depends on besides the tensors of the batch and which parameters are
                 trained. If it changes, all graphs are released.
+
+        Raises:
+            CaptureError: the micro-batch cannot be captured; nothing of it has been computed.
         """
         settings = (settings, tuple(parameter.requires_grad for parameter in self._parameters))
         if settings != self._settings:
@@ -175,6 +196,14 @@ class MicroBatchGraphs:
         found = torch.autograd.grad(loss, trained, allow_unused=True)
         gradients = (like_parameter(parameter, gradient) for parameter, gradient in zip(trained, found, strict=True))
         return Outcome(loss.detach(), sums, tuple(gradients))
+
+
+def warn_of_capture(failure: CaptureError) -> None:
+    """Says that a run goes on without graphs."""
+    log.warning(
+        f"--cuda-graphs {AUTO}: a micro-batch could not be captured as a CUDA graph ({failure}). The run goes on "
+        f"without graphs, with the same results; --cuda-graphs {OFF} does not try."
+    )
 
 
 def give_gradients(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]], *, adds_up: bool) -> None:

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.device import CapturedWork, GraphCapturer
+from megatron.engine.cuda_graphs import any_failed_on
+from megatron.parallel.mesh import ParallelMesh
 
 Result = TypeVar("Result")
 Memory = dict[int, torch.UntypedStorage]
@@ -89,6 +91,7 @@ class TapeCapturer(GraphCapturer):
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
         self.warm_ups = 0
+        self._pool, self._stopwatch, self._any_failed = None, None, bool
 
     def warm_up(self, work: Callable[[], Result]) -> Result:
         """Does the work."""
@@ -99,14 +102,65 @@ class TapeCapturer(GraphCapturer):
         """What tapes that belong together have allocated."""
         return {}
 
-    def capture(self, work: Callable[[], Result], memory: Memory | None = None) -> tuple[CapturedWork, Result]:
-        """Records the work."""
-        tape = Tape({} if memory is None else memory)
+    def new_tape(self, memory: Memory) -> Tape:
+        """What records the next capture."""
+        return Tape(memory)
+
+    def _captured(self, work: Callable[[], Result], pool: Memory | None) -> tuple[CapturedWork, Result]:
+        tape = self.new_tape({} if pool is None else pool)
         with tape:
             result = work()
         tape.spoil()
         self.tapes.append(tape)
         return tape, result
+
+
+REFUSED = "CUDA error: operation not permitted when stream is capturing"
+
+
+class _FailingTape(Tape):
+    """A tape that refuses an operation: the n-th after its beginning."""
+
+    def __init__(self, made: Memory, operation: int) -> None:
+        super().__init__(made)
+        self._left = operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs and records one operation, or refuses it."""
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError(f"{REFUSED}\nCompile with TORCH_USE_CUDA_DSA")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class FailingCapturer(TapeCapturer):
+    """Captures tapes until one of them fails.
+
+    Args:
+        capture: number of the capture that fails, from 0; None for none.
+        operation: number of the operation in it that is refused; None if the capture cannot be ended.
+    """
+
+    def __init__(self, capture: int | None, operation: int | None) -> None:
+        super().__init__()
+        self._failing, self._operation = capture, operation
+
+    def agree_on(self, mesh: ParallelMesh) -> None:
+        """Has the ranks that share messages give up together."""
+        self._any_failed = any_failed_on(mesh)
+
+    def new_tape(self, memory: Memory) -> Tape:
+        """What records the next capture, or fails to."""
+        if len(self.tapes) == self._failing and self._operation is not None:
+            return _FailingTape(memory, self._operation)
+        return super().new_tape(memory)
+
+    def _captured(self, work: Callable[[], Result], pool: Memory | None) -> tuple[CapturedWork, Result]:
+        captured = super()._captured(work, pool)
+        if len(self.tapes) - 1 == self._failing:
+            self.tapes.pop().release()
+            raise RuntimeError(REFUSED)
+        return captured
 
 
 def _is_waiting() -> bool:

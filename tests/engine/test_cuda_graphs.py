@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from megatron import device
 from megatron.config import Machine, TokenizerFacts, parse, resolve
@@ -23,7 +24,7 @@ from megatron.engine.cuda_graphs import MOST_GRAPHS, WARM_UP_MICRO_BATCHES, Micr
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine, refusal_of_graphs
-from tests.engine.tapes import TapeCapturer
+from tests.engine.tapes import REFUSED, FailingCapturer, TapeCapturer
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_flags, local_batches
 from tests.parity.reference import Recipe
@@ -106,12 +107,14 @@ class Course(NamedTuple):
         figures: loss and gradient norm of each step, with the loss of an evaluation between the second and the third.
         captures: how often a micro-batch was captured, and how many tapes were released.
         refusal: why a run with these settings would not use graphs here.
+        kept_nodes: how many of the nodes that accumulate gradients are still those of the engine's construction.
     """
 
     figures: list[tuple[float, float]]
     captures: int
     released: int
     refusal: str | None
+    kept_nodes: int
 
 
 LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]
@@ -149,6 +152,10 @@ def course(zero_stage: int, flags: list[str], capturer: GraphCapturer | None = N
     config = resolve(parse(layout_flags(recipe, (1, 1, 1), zero_stage, flags)), machine, tokenizer)
     mesh = open_mesh(config.parallel)
     engine = build_engine(config, mesh)
+    for parameter in engine.parameters():
+        get_gradient_edge(parameter).node.metadata["built"] = True
+    if isinstance(capturer, FailingCapturer):
+        capturer.agree_on(mesh)
     if capturer is not None:
         engine.use_graphs(capturer)
     figures = []
@@ -161,7 +168,8 @@ def course(zero_stage: int, flags: list[str], capturer: GraphCapturer | None = N
         result = engine.train_batch(batches, recipe.learning_rate)
         figures.append((float(result.loss or 0.0), result.gradient_norm))
     tapes = capturer.tapes if isinstance(capturer, TapeCapturer) else []
-    return Course(figures, len(tapes), sum(tape.is_released for tape in tapes), refusal_of_graphs(config, engine))
+    kept = sum("built" in get_gradient_edge(parameter).node.metadata for parameter in engine.parameters())
+    return Course(figures, len(tapes), sum(tape.is_released for tape in tapes), refusal_of_graphs(config, engine), kept)
 
 
 def _half(batch: Batch) -> Batch:
@@ -182,6 +190,46 @@ def test_graphs_train_as_the_same_steps_without(case: str, results: dict[str, tu
     assert graphed.figures == eager.figures
     assert graphed.captures == 1 and eager.captures == graphed.released == 0
     assert graphed.refusal == "there is no GPU"
+
+
+@pytest.mark.parametrize("case", [*CASES, *CASES_OF_TWO])
+def test_no_node_of_autograd_outlives_the_stream_it_was_made_on(
+    case: str, results: dict[str, tuple[Course, Course]]
+) -> None:
+    # A node that DeepSpeed kept would run on the stream of the engine's construction, which invalidates a capture.
+    assert [course.kept_nodes for course in results[case]] == [0, 0]
+
+
+def failing_courses(
+    rank: int, case: tuple[int, list[str]], failures: list[tuple[int, int]]
+) -> list[tuple[Course, str]]:
+    """A case with captures of which one fails on the last rank, by number and operation, and what the log says."""
+    torch.set_num_threads(1)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for operation in failures:
+            warnings: list[str] = []
+            patch.setattr(cuda_graphs.log, "warning", warnings.append)
+            fails = rank == (case in CASES_OF_TWO.values())
+            capturer = FailingCapturer(0 if fails else None, operation)
+            found.append((course(*case, capturer), "".join(warnings)))
+    return found
+
+
+@pytest.mark.parametrize("case", ["bf16 zero 1", "tensor parallelism"])
+def test_a_capture_that_fails_leaves_the_run_without_graphs(
+    case: str, results: dict[str, tuple[Course, Course]]
+) -> None:
+    eager, _ = results[case]
+    # At the first operation, in the forward pass, in the backward pass, at the end. Tapes send messages, unlike
+    # captures, so that a rank may not leave others within the work.
+    failures = [0, 30, 300, None] if case in CASES else [None]
+    ranks = 1 if case in CASES else 2
+    for rank, courses in enumerate(run_ranks(failing_courses, ranks, (CASES | CASES_OF_TWO)[case], failures)):
+        for failed, warning in courses:
+            assert failed.figures == eager.figures and failed.captures == failed.released
+            reason = REFUSED if rank == ranks - 1 else "a capture failed on another rank"
+            assert f"could not be captured as a CUDA graph ({reason})" in warning
 
 
 class Line(nn.Module):

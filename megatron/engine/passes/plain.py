@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.device import GraphCapturer
-from megatron.engine.cuda_graphs import MicroBatchGraphs
+from megatron.device import CaptureError, GraphCapturer
+from megatron.engine.cuda_graphs import MicroBatchGraphs, warn_of_capture
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
@@ -64,13 +64,11 @@ class PlainPasses:
             return
         for batch in batches:
             self._enter("forward")
-            if self._graphs is None:
+            if self._graphs is None or not self._run_graph(batch, self._graphs, len(batches)):
                 # With a gradient for the loss torch would import sympy, a second at every start, to compare two shapes.
                 loss = losses.scaled(self._loss(batch, losses))
                 self._enter("backward")
                 torch.autograd.backward(loss)
-            else:
-                self._run_graph(batch, self._graphs, len(batches))
             self._gradients.accumulate()
         self._gradients.reduce()
         self._enter("step")
@@ -100,13 +98,24 @@ class PlainPasses:
         outputs = network(batch.network_input, context)
         return losses.of(outputs, batch.targets, context.auxiliary.sums())
 
-    def _run_graph(self, batch: DeviceBatch, graphs: MicroBatchGraphs, count: int) -> None:
-        """Has a graph run forward and backward, and gives the parameters their gradients."""
+    def _run_graph(self, batch: DeviceBatch, graphs: MicroBatchGraphs, count: int) -> bool:
+        """Has a graph run forward and backward, and gives the parameters their gradients.
+
+        Returns:
+            whether it did: what cannot be captured is run without graphs from now on.
+        """
         losses = self._losses
-        outcome = graphs.run(batch, (count, batch.target_names, losses.settings, id(losses.objective)))
+        try:
+            outcome = graphs.run(batch, (count, batch.target_names, losses.settings, id(losses.objective)))
+        except CaptureError as failure:
+            self._graphs = None
+            graphs.release()
+            warn_of_capture(failure)
+            return False
         self._enter("backward")
         graphs.give(outcome, adds_up=self._adds_up and count > 1)
         losses.totals.add_sums(outcome.sums)
+        return True
 
     def _forward_alone(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a micro-batch as its backward pass begins with it, and its own totals, without DeepSpeed."""

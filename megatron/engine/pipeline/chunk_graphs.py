@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.device import CapturedWork, GraphCapturer
-from megatron.engine.cuda_graphs import WARM_UP_MICRO_BATCHES, batch_shape, fill, give_gradients, like_parameter, static
+from megatron.device import CapturedWork, CaptureError, GraphCapturer
+from megatron.engine.cuda_graphs import (
+    WARM_UP_MICRO_BATCHES,
+    batch_shape,
+    fill,
+    give_gradients,
+    like_parameter,
+    static,
+    warn_of_capture,
+)
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkPass, ChunkRunner
@@ -39,6 +47,7 @@ class GraphedChunkRunner(ChunkRunner):
         self._capturer, self._adds_up = capturer, adds_up
         self._settings: Hashable = None
         self._met = 0
+        self._is_refused = False
         self._sets: dict[_Way, list[_GraphSet]] = defaultdict(list)
         self._free: dict[_Way, list[_GraphSet]] = {}
         self._ways: dict[int, dict[int, bool]] = {}
@@ -50,8 +59,10 @@ class GraphedChunkRunner(ChunkRunner):
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Captures what a step needs, once micro-batches of its shape have been met often; releases what has changed
-        since: shape, settings or which parameters are trained.
+        since: shape, settings or which parameters are trained. What cannot be captured runs as it is from now on.
         """
+        if self._is_refused:
+            return
         trained = tuple(each.requires_grad for each in self.stack.parameters())
         shapes = frozenset(map(batch_shape, batches))
         settings = (shapes, len(batches), batches[0].target_names, losses.settings, id(losses.objective), trained)
@@ -64,10 +75,15 @@ class GraphedChunkRunner(ChunkRunner):
             return
         halved = {(each.chunk, each.micro_batch) for each in program if each.kind is Kind.INPUT_BACKWARD}
         self._ways = {id(batch): {c: (c, n) in halved for c in self.chunks.layers} for n, batch in enumerate(batches)}
-        for way, needed in _most_at_once(program, halved).items():
-            if self.chunks.passes_gradient(way[0]):
-                while len(self._sets[way]) < needed:
-                    self._sets[way].append(_GraphSet(self, way, batches[0], losses, self._capturer))
+        try:
+            for way, needed in _most_at_once(program, halved).items():
+                if self.chunks.passes_gradient(way[0]):
+                    while len(self._sets[way]) < needed:
+                        self._sets[way].append(_GraphSet(self, way, batches[0], losses, self._capturer))
+        except CaptureError as failure:
+            self._is_refused = True
+            self.release()
+            warn_of_capture(failure)
         self._free = {way: list(sets) for way, sets in self._sets.items()}
 
     def forward(
@@ -81,8 +97,8 @@ class GraphedChunkRunner(ChunkRunner):
         trains: bool,
     ) -> tuple[torch.Tensor, ChunkPass | None]:
         """As that of `ChunkRunner`; `begin` has been called for the step."""
-        if not trains:
-            return super().forward(chunk, batch, hidden, losses, given, trains=False)
+        if not trains or self._is_refused:
+            return super().forward(chunk, batch, hidden, losses, given, trains=trains)
         if not self._free:
             output, passed = self._capturer.warm_up(
                 lambda: ChunkRunner.forward(self, chunk, batch, hidden, losses, given, trains=True)
@@ -160,8 +176,10 @@ class _GraphSet:
         def backward() -> tuple[list[torch.Tensor | None], list[Any]]:
             if is_halved:
                 queue.open()
-            found = torch.autograd.grad(output, [*inputs, *parameters], self.gradient, allow_unused=True)
-            later = queue.close() if is_halved else []
+            try:
+                found = torch.autograd.grad(output, [*inputs, *parameters], self.gradient, allow_unused=True)
+            finally:
+                later = queue.close() if is_halved else []
             shaped = [like_parameter(*pair) for pair in zip(parameters, found[len(inputs) :], strict=True)]
             return [found[0] if inputs else None, *shaped], later
 
@@ -194,12 +212,13 @@ def _done(works: list[Any], parameters: Sequence[nn.Parameter]) -> list[tuple[nn
     before = [each.grad for each in parameters]
     for each in parameters:
         each.grad = None
-    while works:
-        works.pop(0)()
-    found = [(each, like_parameter(each, each.grad)) for each in parameters if each.grad is not None]
-    for each, gradient in zip(parameters, before, strict=True):
-        each.grad = gradient
-    return found  # type: ignore[return-value]
+    try:
+        while works:
+            works.pop(0)()
+        return [(each, like_parameter(each, each.grad)) for each in parameters if each.grad is not None]
+    finally:
+        for each, gradient in zip(parameters, before, strict=True):
+            each.grad = gradient
 
 
 class _GraphPass(ChunkPass):

@@ -15,7 +15,7 @@ from megatron.checkpoint.record import Record
 from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
 from megatron.config.sections.computation import INDUCTOR
 from megatron.config.sections.reporting import UPSTREAMS_STYLE, ReportConfig
-from megatron.engine.cuda_graphs import AUTO, graph_refusal
+from megatron.engine.cuda_graphs import AUTO, any_failed_on, graph_refusal
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
@@ -76,7 +76,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
     if config.kernels.gradient_accumulation_fusion and refusal_of_fusion(config, engine) is None:
         engine.fuse_accumulation()
     if config.kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None:
-        engine.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch))
+        engine.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch, any_failed_on(mesh)))
     return engine
 
 

@@ -15,7 +15,7 @@ from megatron.engine.pipeline.chunk_graphs import GraphedChunkRunner
 from megatron.engine.pipeline.passes import PipelinePasses
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
-from tests.engine.tapes import TapeCapturer
+from tests.engine.tapes import FailingCapturer, TapeCapturer
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_flags, local_batches
 from tests.parity.reference import Recipe
@@ -64,6 +64,13 @@ def courses(rank: int, names: list[str]) -> dict[str, tuple[Course, Course]]:
         return {name: (course(*CASES[name][:2], None), course(*CASES[name][:2], TapeCapturer())) for name in names}
 
 
+def failing_courses(rank: int, name: str, captures: list[int]) -> list[Course]:
+    """A case without graphs, then with captures of which one fails on the second rank."""
+    torch.set_num_threads(1)
+    failing = [FailingCapturer(capture if rank == 1 else None, 5) for capture in captures]
+    return [course(*CASES[name][:2], capturer) for capturer in (None, *failing)]
+
+
 def course(zero_stage: int, flags: list[str], capturer: TapeCapturer | None) -> Course:
     """Five steps of four micro-batches."""
     machine = Machine(device_type="cpu", world_size=2, supports_fp16=True, supports_bf16=True)
@@ -108,3 +115,10 @@ def test_graphs_of_chunks_compute_the_same_bits_at_the_same_addresses() -> None:
             assert graphed.captures == graphed.released > 0, name
             first, second = graphed.addresses
             assert first == second and len(first) > 0, name
+
+
+def test_passes_that_cannot_be_captured_run_as_they_are() -> None:
+    # Captures of a set: forward, the half of the backward pass for the input, and the half for the weights.
+    for rank, (eager, *failed) in enumerate(run_ranks(failing_courses, 2, "zb-h1, bf16", [0, 1, 2, 4])):
+        assert [each.figures for each in failed] == [eager.figures] * 4
+        assert [each.sets[-1] for each in failed] == [0 if rank == 1 else CASES["zb-h1, bf16"][2][0]] * 4
