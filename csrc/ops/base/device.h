@@ -54,6 +54,27 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
+// 2^x within 2 units in the last place, and 1 / x within 1, by one instruction each; subnormal numbers count as 0. For
+// what is rounded to half precision afterwards.
+__device__ __forceinline__ float fast_exp2(float x) {
+#if defined(MEGATRON_SIMT)
+  return exp2f(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+#if defined(MEGATRON_SIMT)
+  return fabsf(x) > 0x1p126f ? 0.0f : 1.0f / x;
+#else
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
 // 16 bytes of T: the widest load and store.
 template <typename T>
 struct Packet {
