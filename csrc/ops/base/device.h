@@ -98,6 +98,19 @@ __device__ __forceinline__ void store_packet(T* to, const Packet<T>& packet) {
   __stwb(reinterpret_cast<uint4*>(to), bits);
 }
 
+// Has the compiler hold a packet as it is: it would hold values that are converted twice in float32, in twice the registers.
+template <typename T>
+__device__ __forceinline__ void keep_packed(Packet<T>& packet) {
+#if !defined(MEGATRON_SIMT)
+  unsigned words[4];
+  memcpy(words, &packet, 16);
+  asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+  memcpy(&packet, words, 16);
+#else
+  static_cast<void>(packet);
+#endif
+}
+
 // The number of leading elements of a row before its first 16-byte boundary.
 template <typename T>
 __device__ __forceinline__ int64_t elements_to_alignment(const T* row, int64_t count) {
