@@ -99,16 +99,19 @@ __device__ __forceinline__ void store_packet(T* to, const Packet<T>& packet) {
 }
 
 // Has the compiler hold a packet as it is: it would hold values that are converted twice in float32, in twice the registers.
+__device__ __forceinline__ void keep_packed(unsigned (&words)[4]) {
+#if defined(MEGATRON_SIMT)
+  static_cast<void>(words);
+#else
+  asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+#endif
+}
 template <typename T>
 __device__ __forceinline__ void keep_packed(Packet<T>& packet) {
-#if !defined(MEGATRON_SIMT)
   unsigned words[4];
   memcpy(words, &packet, 16);
-  asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+  keep_packed(words);
   memcpy(&packet, words, 16);
-#else
-  static_cast<void>(packet);
-#endif
 }
 
 // The number of leading elements of a row before its first 16-byte boundary.

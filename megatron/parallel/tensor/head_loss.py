@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
+from megatron.kernels.cross_entropy import LossGradients, cross_entropy_, logit_gradient, logit_statistics
 from megatron.kernels.products import add_product_, linear, matrix_product, needs_widening, product_in_float32
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
@@ -127,10 +127,12 @@ def head_losses(
         for chunk in _chunks(len(tokens.labels), chunk_rows or head.chunk_rows):
             part = tokens.chunk(chunk, head.dtype, head.vocabulary.first)
             product = head.multiplied(part.hidden)
-            losses.append(head.losses(product, part.labels))
-            if sums is not None:
-                scaled = part.weights if factor is None else part.weights * factor
-                sums.add(chunk, head.gradient_(product, part.labels, losses[-1], scaled), part.hidden, head.weight)
+            if sums is None:
+                losses.append(head.losses(product, part.labels))
+                continue
+            scaled = part.weights if factor is None else part.weights * factor
+            losses.append(head.losses_and_gradient_(product, part.labels, scaled))
+            sums.add(chunk, product, part.hidden, head.weight)
         gradients = None if sums is None else HeadGradients(logits, sums.of_hidden(), sums.of_weight(), factor)
         return HeadLosses(tokens.spread(losses), gradients)
 
@@ -246,12 +248,14 @@ class _Head:
         )
         return losses_of(statistics, self.axis, self.vocabulary)
 
-    def gradient_(
-        self, product: torch.Tensor, labels: torch.Tensor, losses: TokenLosses, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Replaces logits by the gradient of the weighted sum of what is minimized."""
+    def losses_and_gradient_(self, product: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> TokenLosses:
+        """`losses`; replaces logits by the gradient of the weighted sum of what is minimized."""
         smoothing, coefficient = self.terms
-        return logit_gradient(
+        is_plain = self.axis.size == 1 and self.softcap is None and not smoothing and not coefficient
+        if is_plain and self.implementation is Implementation.CSRC:
+            return TokenLosses(*cross_entropy_(product, labels, weights, self.vocabulary.valid), None)
+        losses = self.losses(product, labels)
+        logit_gradient(
             product,
             labels,
             losses.log_normalizer,
@@ -266,6 +270,7 @@ class _Head:
             in_place=True,
             implementation=self.implementation,
         )
+        return losses
 
 
 class _GradientSums:
