@@ -125,6 +125,22 @@ def logit_gradient(
     return _write_gradient(result, logits, labels, normalizer, gradients, valid, vocab_size, softcap, block_values)
 
 
+def cross_entropy_(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, valid: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replaces logits of a whole vocabulary by the gradient of the weighted sum of cross-entropies.
+
+    It needs the compiled operations, which on a GPU read a row of half precision once.
+
+    Shapes: logits `[n, v]`; labels `[n]` int64, weights `[n]`.
+
+    Returns:
+        The cross-entropy and the log normalizer of every row. Shapes: `[n]`.
+    """
+    cross_entropy, normalizer = torch.ops.megatron.logit_losses_(logits, labels, weights, valid)
+    return cross_entropy, normalizer
+
+
 def _write_gradient(
     result: torch.Tensor,
     logits: torch.Tensor,
@@ -211,7 +227,12 @@ def register() -> None:
     torch.library.register_fake("megatron::logit_statistics", _fake_statistics)
     torch.library.register_fake("megatron::logit_gradient", lambda logits, *others: logits.new_empty(logits.shape))
     torch.library.register_fake("megatron::logit_gradient_", lambda logits, *others: None)
+    torch.library.register_fake("megatron::logit_losses_", lambda logits, *others: _new_rows(2, logits))
 
 
 def _fake_statistics(logits: torch.Tensor, labels: torch.Tensor, valid: int, softcap: float) -> torch.Tensor:
-    return logits.new_empty((4, logits.shape[0]), dtype=torch.promote_types(logits.dtype, torch.float32))
+    return _new_rows(4, logits)
+
+
+def _new_rows(count: int, logits: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty((count, logits.shape[0]), dtype=torch.promote_types(logits.dtype, torch.float32))

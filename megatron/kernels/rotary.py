@@ -1,8 +1,9 @@
 """Rotation of queries and keys by their positions, and the split of a fused projection into them and values.
 
 Compiled, queries and keys of any strides are rotated in one pass, and of a fused projection the values are split off
-in the same pass. The results are contiguous with heads first: what the matrix products of attention want, and what its
-fused kernels take as well. Backward, the three gradients are joined in one pass.
+in the same pass. The results lie token by token, as those of a projection without rotation: fused attention writes its
+output in the layout of the queries, so the next product takes it as it is. Backward, the three gradients are joined in
+one pass.
 """
 
 from __future__ import annotations
@@ -153,13 +154,13 @@ def register() -> None:
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape)
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _split_shapes(qkv: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, length, groups, members, size = qkv.shape
-    key = qkv.new_empty(batch, groups, length, size)
-    return qkv.new_empty(batch, groups * (members - 2), length, size), key, torch.empty_like(key)
+    query, key, value = (qkv.new_empty(batch, length, groups * count, size) for count in (members - 2, 1, 1))
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def _joined_shape(query: torch.Tensor, key: torch.Tensor, *_: object) -> torch.Tensor:

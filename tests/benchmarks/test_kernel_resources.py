@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +52,37 @@ def test_the_kernels_of_an_operation_are_compiled_and_listed(capsys: pytest.Capt
     assert cells.keys() >= {"forward", "backward"}
     assert all(row[0] == "dropout_add" and 0 < int(row[3]) <= 255 for row in cells.values())
     assert cells["forward"][-1] == "0"
+
+
+@pytest.mark.parametrize(("operation", "kernels"), [("activation", 12), ("rotary", 8)])
+def test_packets_are_stored_by_one_instruction(operation: str, kernels: int, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    source, result = kernel_resources.SOURCES / operation / f"{operation}.cu", tmp_path / "kernels.ptx"
+    flags = ("-std=c++17", "-O3", "--extended-lambda", "-arch=compute_90", "-ptx")
+    subprocess.run([nvcc, *flags, "-I", str(kernel_resources.SOURCES), str(source), "-o", str(result)], check=True)
+    _, *entries = result.read_text().split(".entry ")
+    takes_packets = [entry for entry in entries if re.search(r"ld\.global(\.nc)?\.v4", entry)]
+    assert len(takes_packets) == kernels
+    assert all(re.search(r"st\.global\.wb\.v4\.u32", entry) for entry in takes_packets)
+
+
+def test_rows_that_begin_at_packets_are_normalized_without_spills() -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    if not (shutil.which("cu++filt") or shutil.which("c++filt")):
+        pytest.skip("no c++filt is installed")
+    kernels = {
+        kernel.name: kernel
+        for kernel in kernel_resources.compile_one(nvcc, kernel_resources.SOURCES / "norm" / "norm.cu", "90")
+    }
+    for element in ("__half", "__nv_bfloat16"):
+        held = [
+            kernels[f"backward_held<{element}, {packets}, true, {sums}>"]
+            for packets in (1, 2)
+            for sums in ("true", "false")
+        ]
+        assert [kernel.spilled_bytes for kernel in held] == [0, 0, 0, 0]
+        assert all(kernel.registers <= 80 for kernel in held[:2])  # three blocks of 256 threads on a multiprocessor

@@ -117,20 +117,22 @@ def test_torch_knows_the_operations(compiled: Library) -> None:
     settings = (labels, logits.logsumexp(1), gradients.of_label, None, gradients.of_uniform, 6, 9, 2.0)
     torch.library.opcheck(operations.logit_gradient.default, (logits, *settings))
     torch.library.opcheck(operations.logit_gradient_.default, (logits, *settings))
+    torch.library.opcheck(operations.logit_losses_.default, (logits, labels, gradients.of_label, 6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_and_gradients_of_the_head(compiled: Library, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("terms", "softcap"), [(LossTerms(0.1, 0.01), 4.0), (LossTerms(), None)])
+def test_losses_and_gradients_of_the_head(
+    compiled: Library, terms: LossTerms, softcap: float | None, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(2)
     tokens, weight = torch.randn(2, 9, 8, generator=generator), torch.randn(32, 8, generator=generator)
     labels, weights = torch.randint(0, 21, (2, 9), generator=generator), torch.rand(2, 9, generator=generator)
     axis, found = Axis.single("tp"), []
     for chosen in (TORCH, CSRC):
         hidden, table = (part.to(dtype, copy=True).requires_grad_() for part in (tokens, weight))
-        factors = FactoredLogits(hidden, table, 4.0)
-        losses, gradients = head_losses(
-            factors, labels, weights, axis, 21, LossTerms(0.1, 0.01), chunk_rows=5, implementation=chosen
-        )
+        factors = FactoredLogits(hidden, table, softcap)
+        losses, gradients = head_losses(factors, labels, weights, axis, 21, terms, chunk_rows=5, implementation=chosen)
         logits = F.linear(tokens, weight).requires_grad_()
         whole = vocab_parallel_losses(logits, labels, axis, 21, with_uniform=True, implementation=chosen)
         (torch.stack(whole) * torch.tensor([1.0, 0.1, 0.2])[:, None, None]).sum().backward()

@@ -120,7 +120,8 @@ def test_compiled_rotation_is_as_exact_as_the_reference(
             ulps = 4 if dtype == torch.float64 else 1
             allowed = 1.1 * (one - reference).abs().max() + ulps * torch.finfo(dtype).eps * reference.abs().max()
             assert (other - reference).abs().max() <= allowed
-        assert all(part.is_contiguous() for part in found[:6])
+        assert all(part.transpose(1, 2).is_contiguous() for part in found[:5])  # as attention's output is wanted
+        assert found[5].is_contiguous()
         if dtype != torch.float64:  # tables in the dtype of the tensors
             narrow = [part.to(dtype) for part in angles]
             one, other = (

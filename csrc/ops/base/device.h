@@ -54,6 +54,27 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
+// 2^x within 2 units in the last place, and 1 / x within 1, by one instruction each; subnormal numbers count as 0. For
+// what is rounded to half precision afterwards.
+__device__ __forceinline__ float fast_exp2(float x) {
+#if defined(MEGATRON_SIMT)
+  return exp2f(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+#if defined(MEGATRON_SIMT)
+  return fabsf(x) > 0x1p126f ? 0.0f : 1.0f / x;
+#else
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
 // 16 bytes of T: the widest load and store.
 template <typename T>
 struct Packet {
@@ -69,11 +90,28 @@ __device__ __forceinline__ Packet<T> load_packet(const T* from) {
   return packet;
 }
 
+// To global memory. By the intrinsic, since nvcc splits an assignment in four where the packet's parts are computed.
 template <typename T>
 __device__ __forceinline__ void store_packet(T* to, const Packet<T>& packet) {
   uint4 bits;
   memcpy(&bits, &packet, 16);
-  *reinterpret_cast<uint4*>(to) = bits;
+  __stwb(reinterpret_cast<uint4*>(to), bits);
+}
+
+// Has the compiler hold a packet as it is: it would hold values that are converted twice in float32, in twice the registers.
+__device__ __forceinline__ void keep_packed(unsigned (&words)[4]) {
+#if defined(MEGATRON_SIMT)
+  static_cast<void>(words);
+#else
+  asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+#endif
+}
+template <typename T>
+__device__ __forceinline__ void keep_packed(Packet<T>& packet) {
+  unsigned words[4];
+  memcpy(words, &packet, 16);
+  keep_packed(words);
+  memcpy(&packet, words, 16);
 }
 
 // The number of leading elements of a row before its first 16-byte boundary.

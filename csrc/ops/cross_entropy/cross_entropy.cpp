@@ -1,6 +1,8 @@
 // Cross-entropy over a slice of the vocabulary: CPU loops, and the operations as torch sees them.
 #include "cross_entropy/cross_entropy.h"
 
+#include <ATen/ops/stack.h>
+
 #include <limits>
 
 #include "base/host.h"
@@ -195,6 +197,39 @@ void gradient_(at::Tensor& logits, const at::Tensor& labels, const at::Tensor& n
                  derivatives(logits, normalizer, of_label, of_normalizer, of_uniform, vocab_size, softcap));
 }
 
+#if defined(MEGATRON_WITH_CUDA)
+// Whether a block of threads can hold a row: in half precision, in packets that begin at 16-byte boundaries.
+bool is_held(const at::Tensor& logits, int64_t valid) {
+  return is_on_gpu(logits) && logits.element_size() == 2 && valid > 0 && logits.size(1) <= kMostHeldColumns &&
+         logits.size(1) % 8 == 0 && logits.stride(0) % 8 == 0 && logits.stride(1) == 1 &&
+         reinterpret_cast<uintptr_t>(logits.const_data_ptr()) % 16 == 0;
+}
+#endif
+
+// Cross-entropy and log normalizer of every row, `[2, n]`; over the logits the gradient of the sum of weight *
+// cross-entropy. On a GPU rows that fit are read once.
+at::Tensor losses_(at::Tensor& logits, const at::Tensor& labels, const at::Tensor& weights, int64_t valid) {
+  check_rows(logits, labels, valid);
+  const c10::OptionalDeviceGuard guard(logits.device());
+#if defined(MEGATRON_WITH_CUDA)
+  const int64_t rows = logits.size(0);
+  if (is_held(logits, valid)) {
+    const at::Tensor losses = at::empty({2, rows}, logits.options().dtype(at::kFloat));
+    if (rows == 0) return losses;
+    const at::Tensor own = labels.contiguous(), of_label = derivative(weights, logits, "weights");
+    check_launch(megatron_logit_losses(mutable_data_of<float>(losses), logits.mutable_data_ptr(), data_of<int64_t>(own),
+                                       data_of<float>(of_label), rows, logits.size(1), logits.stride(0), valid,
+                                       dtype_code(logits.scalar_type()), stream_of(logits)),
+                 "logit_losses");
+    return losses;
+  }
+#endif
+  const at::Tensor of_rows = statistics(logits, labels, valid, 0.0);
+  const at::Tensor normalizer = of_rows[1].log().add_(of_rows[0]);
+  gradient_(logits, labels, normalizer, weights, std::nullopt, std::nullopt, valid, valid, 0.0);
+  return at::stack({normalizer.sub(of_rows[2]), normalizer});
+}
+
 }  // namespace
 }  // namespace megatron::cross_entropy
 
@@ -206,12 +241,14 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def(
       "logit_gradient_(Tensor(a!) logits, Tensor labels, Tensor normalizer, Tensor? of_label, Tensor? of_normalizer, "
       "Tensor? of_uniform, int valid, int vocab_size, float softcap) -> ()");
+  library.def("logit_losses_(Tensor(a!) logits, Tensor labels, Tensor weights, int valid) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {
   library.impl("logit_statistics", &megatron::cross_entropy::statistics);
   library.impl("logit_gradient", &megatron::cross_entropy::gradient);
   library.impl("logit_gradient_", &megatron::cross_entropy::gradient_);
+  library.impl("logit_losses_", &megatron::cross_entropy::losses_);
 }
 
 #if defined(MEGATRON_WITH_CUDA)
@@ -219,5 +256,6 @@ TORCH_LIBRARY_IMPL(megatron, CUDA, library) {
   library.impl("logit_statistics", &megatron::cross_entropy::statistics);
   library.impl("logit_gradient", &megatron::cross_entropy::gradient);
   library.impl("logit_gradient_", &megatron::cross_entropy::gradient_);
+  library.impl("logit_losses_", &megatron::cross_entropy::losses_);
 }
 #endif

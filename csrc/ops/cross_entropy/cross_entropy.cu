@@ -140,6 +140,106 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+constexpr int kHeldThreads = 1024;  // of a block that holds a row in registers
+
+// A packet of half precision as four pairs of values: single ones would take a register each.
+template <typename T>
+struct Pairs {
+  unsigned of[4];
+
+  __device__ __forceinline__ float at(int i) const {
+    const unsigned short bits = static_cast<unsigned short>(of[i / 2] >> (i % 2 * 16));
+    T value;
+    memcpy(&value, &bits, 2);
+    return to_float(value);
+  }
+  // Values from `left` on become minus infinity.
+  __device__ __forceinline__ void end_at(int left) {
+    constexpr unsigned kInfinity = std::is_same_v<T, __half> ? 0xfc00u : 0xff80u;
+    MEGATRON_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (left <= 2 * i + 1) of[i] = (left == 2 * i + 1 ? of[i] & 0xffffu : kInfinity) | kInfinity << 16;
+    }
+  }
+};
+
+// A block to a row: in a loop over rows, what does not depend on the row would take the registers. Exponents are those of
+// 2, which the GPU computes, and log(2) is multiplied in at the end.
+template <typename T, int kPackets>
+__global__ void __launch_bounds__(kHeldThreads)
+    losses_of_rows(float* __restrict__ losses, T* logits, const int64_t* __restrict__ labels,
+                   const float* __restrict__ weights, int64_t rows, int64_t columns, int64_t stride, int64_t valid) {
+  constexpr int kSize = Packet<T>::kSize;
+  constexpr float kLog2E = 1.44269504088896340736f, kLog2 = 0.69314718055994530942f;
+  __shared__ float parts[kHeldThreads / kWarp];
+  const int64_t row = blockIdx.x;
+  T* own = logits + row * stride;
+  const int64_t label = labels[row];
+  const int of_label = label < 0 || label >= valid ? -1 : static_cast<int>(label);
+  const float target = threadIdx.x == 0 && of_label >= 0 ? to_float(own[of_label]) : 0.0f;
+  Pairs<T> held[kPackets] = {};
+  MEGATRON_UNROLL
+  for (int k = 0; k < kPackets; ++k) {
+    const int first = (threadIdx.x + k * kHeldThreads) * kSize;
+    if (first >= valid) continue;
+    const Packet<T> packet = load_packet(own + first);
+    memcpy(held[k].of, &packet, 16);
+  }
+  float largest = -INFINITY;
+  MEGATRON_UNROLL
+  for (int k = 0; k < kPackets; ++k) {
+    held[k].end_at(static_cast<int>(valid) - static_cast<int>(threadIdx.x + k * kHeldThreads) * kSize);
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) largest = fmaxf(largest, held[k].at(i));
+  }
+  const float shift = block_reduce(largest, parts, Max(), -INFINITY) * kLog2E;
+  float total = 0.0f;
+  MEGATRON_UNROLL
+  for (int k = 0; k < kPackets; ++k) {
+    keep_packed(held[k].of);
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) total += fast_exp2(fmaf(held[k].at(i), kLog2E, -shift));
+  }
+  const float normalizer = log2f(block_reduce(total, parts, Sum(), 0.0f)) + shift, weight = weights[row];
+  if (threadIdx.x == 0) {
+    losses[row] = normalizer * kLog2 - target;
+    losses[rows + row] = normalizer * kLog2;
+  }
+  MEGATRON_UNROLL
+  for (int k = 0; k < kPackets; ++k) {
+    const int first = (threadIdx.x + k * kHeldThreads) * kSize;
+    if (first >= columns) continue;
+    keep_packed(held[k].of);
+    float gradient[kSize];
+    Packet<T> packet;
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      gradient[i] = fast_exp2(fmaf(held[k].at(i), kLog2E, -normalizer)) * weight;
+    }
+    if (of_label >= first && of_label < first + kSize) {
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) gradient[i] -= first + i == of_label ? weight : 0.0f;
+    }
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; ++i) packet.values[i] = from_float<T>(gradient[i]);
+    store_packet(own + first, packet);
+  }
+}
+
+template <typename T>
+int launch_losses(float* losses, void* logits, const int64_t* labels, const float* weights, int64_t rows,
+                  int64_t columns, int64_t stride, int64_t valid, void* stream) {
+  T* own = static_cast<T*>(logits);
+  if (columns <= 4 * kHeldThreads * Packet<T>::kSize) {
+    MEGATRON_LAUNCH((losses_of_rows<T, 4>), static_cast<unsigned>(rows), kHeldThreads, 0, stream, losses, own, labels, weights,
+                    rows, columns, stride, valid);
+  } else {
+    MEGATRON_LAUNCH((losses_of_rows<T, 7>), static_cast<unsigned>(rows), kHeldThreads, 0, stream, losses, own, labels, weights,
+                    rows, columns, stride, valid);
+  }
+  return static_cast<int>(cudaGetLastError());
+}
+
 // Calls `body` with the number of threads that share a row, as a constant.
 template <typename T, typename Body>
 int with_row_threads(int64_t columns, Body body) {
@@ -179,4 +279,11 @@ extern "C" int megatron_logit_gradient(void* result, const void* logits, const i
       return static_cast<int>(cudaGetLastError());
     });
   });
+}
+
+extern "C" int megatron_logit_losses(float* losses, void* logits, const int64_t* labels, const float* weights,
+                                     int64_t rows, int64_t columns, int64_t stride, int64_t valid, int dtype,
+                                     void* stream) {
+  const auto launch = dtype == DType::kFloat16 ? &launch_losses<__half> : &launch_losses<__nv_bfloat16>;
+  return launch(losses, logits, labels, weights, rows, columns, stride, valid, stream);
 }

@@ -60,4 +60,14 @@ int megatron_logit_gradient(void* result, const void* logits, const int64_t* lab
                             const float* of_label, const float* of_normalizer, const float* of_uniform, int64_t rows,
                             int64_t columns, int64_t result_stride, int64_t stride, int64_t valid, int64_t vocab_size,
                             int dtype, float softcap, void* stream);
+
+// The most columns of `megatron_logit_losses`, whose blocks hold a row in registers.
+constexpr int64_t kMostHeldColumns = 57344;
+
+// Cross-entropy and log normalizer of every row, and over the logits the gradient of the sum of weight * cross-entropy: one
+// read and one write. In half precision; the rows begin at 16-byte boundaries, and so does what follows each.
+// Shapes: losses `[2, n]`; logits `[n, stride]`, of which the first `columns` are written and the first `valid` count, at
+// least one; labels and weights `[n]`.
+int megatron_logit_losses(float* losses, void* logits, const int64_t* labels, const float* weights, int64_t rows,
+                          int64_t columns, int64_t stride, int64_t valid, int dtype, void* stream);
 }

@@ -13,6 +13,7 @@ using megatron::GradientMeans;
 
 constexpr int kMostThreads = 512;  // of a block
 constexpr int kMostWarps = kMostThreads / kWarp;
+constexpr int kGradientThreads = 256;  // of a block whose threads sum gradients of a packet's columns in registers
 
 // Threads of a block: x counts those of a row, y the rows at work at the same time.
 struct Layout {
@@ -134,6 +135,32 @@ struct Own {
   }
 };
 
+// A thread's columns of a vector, which are the same in all of its rows: held as they are stored, where they are T and
+// there are registers for them.
+template <typename T, int kPackets, bool kPacked>
+struct OwnVector {
+  static constexpr bool kHeld = kPacked && kPackets < 4;
+
+  const Vector<T>& vector;
+  bool is_held;
+  Packet<T> held[kPackets];
+
+  __device__ __forceinline__ OwnVector(const Vector<T>& of, int64_t columns)
+      : vector(of), is_held(kHeld && of.data != nullptr && (!of.is_wide || sizeof(T) == sizeof(float))) {
+    const Own<T, kPacked> own{static_cast<int>(columns)};
+    MEGATRON_UNROLL
+    for (int k = 0; k < kPackets; ++k) {
+      if (is_held && own.has(k)) held[k] = own.packet(static_cast<const T*>(vector.data), k);
+    }
+  }
+  __device__ __forceinline__ void load(float* values, const Own<T, kPacked>& own, int k) {
+    if (!is_held) return own.load(values, vector, k);
+    keep_packed(held[k]);
+    MEGATRON_UNROLL
+    for (int i = 0; i < Packet<T>::kSize; ++i) values[i] = to_float(held[k].values[i]);
+  }
+};
+
 template <typename T>
 struct Forward {
   T *y, *total;
@@ -164,6 +191,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of
   constexpr int kSize = Packet<T>::kSize;
   __shared__ Pair parts[2 * kMostWarps];
   Meeting meeting{parts, 0};
+  OwnVector<T, kPackets, kPacked> own_weight(of.weight, of.columns), own_bias(of.bias, of.columns),
+      own_branch_bias(of.branch_bias, of.columns);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < of.rows; first += step) {
     const int64_t row = first + threadIdx.y, begin = row * of.columns;
@@ -177,7 +206,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of
       if (of.residual != nullptr) {
         float residual[kSize], branch_bias[kSize] = {};
         own.load(residual, of.residual + begin, k);
-        if (of.branch_bias.data != nullptr) own.load(branch_bias, of.branch_bias, k);
+        if (of.branch_bias.data != nullptr) own_branch_bias.load(branch_bias, own, k);
         MEGATRON_UNROLL
         for (int i = 0; i < kSize; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + branch_bias[i] + residual[i]));
         own.store(of.total + begin, x[k], k);
@@ -202,8 +231,8 @@ __global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of
     for (int k = 0; k < kPackets; ++k) {
       if (!own.has(k)) continue;
       float weight[kSize], bias[kSize] = {};
-      own.load(weight, of.weight, k);
-      if (of.bias.data != nullptr) own.load(bias, of.bias, k);
+      own_weight.load(weight, own, k);
+      if (of.bias.data != nullptr) own_bias.load(bias, own, k);
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) {
         x[k][i] = scaled(of, megatron::normalized(x[k][i], mean, inverse), weight[i], bias[i]);
@@ -267,11 +296,14 @@ __device__ __forceinline__ void write_partials(float* to, const float (*sums)[Pa
 // The gradient of x for one block of rows, and that block's sums for weight and biases, in registers until the end.
 // kSumsX: whether the gradient of x is summed, which is that of the branch's bias.
 template <typename T, int kPackets, bool kPacked, bool kSumsX>
-__global__ void __launch_bounds__(kMostThreads, kPackets == 1 && kPacked ? 2 : 1) backward_held(const Backward<T> of) {
+__global__ void __launch_bounds__(kPackets == 1 ? kGradientThreads : kMostThreads, kPackets == 1 && kPacked ? 3 : 1)
+    backward_held(const Backward<T> of) {
   constexpr int kSize = Packet<T>::kSize;
+  constexpr bool kEarly = kPackets == 1;  // asks for the gradient that is added before the row's sums are waited for
   __shared__ Pair parts[2 * kMostWarps];
   MEGATRON_DYNAMIC_SHARED(float, shared);
   Meeting meeting{parts, 0};
+  OwnVector<T, kPackets, kPacked> own_weight(of.weight, of.columns);
   float of_weight[kPackets][kSize] = {}, of_bias[kPackets][kSize] = {};
   float of_branch_bias[kSumsX ? kPackets : 1][kSize] = {};
   const int64_t start = static_cast<int64_t>(blockIdx.x) * of.rows_per_block;
@@ -281,15 +313,16 @@ __global__ void __launch_bounds__(kMostThreads, kPackets == 1 && kPacked ? 2 : 1
     const Own<T, kPacked> own{row < end ? static_cast<int>(of.columns) : 0};
     const float mean = own.columns > 0 && of.mean != nullptr ? of.mean[row] : 0.0f;
     const float inverse = own.columns > 0 ? of.inverse[row] : 0.0f;
-    Packet<T> x[kPackets], dy[kPackets];  // packed: the sums of weight and bias need the registers
+    Packet<T> x[kPackets], dy[kPackets], direct[kPackets];  // packed: the sums of vectors need the registers
     Pair sums{0.0f, 0.0f};
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
       if (!own.has(k)) continue;
       x[k] = own.packet(of.x + begin, k);
       dy[k] = own.packet(of.dy + begin, k);
+      if (kEarly && of.total_gradient != nullptr) direct[k] = own.packet(of.total_gradient + begin, k);
       float weight[kSize];
-      own.load(weight, of.weight, k);
+      own_weight.load(weight, own, k);
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) {
         const float normal = megatron::normalized(to_float(x[k].values[i]), mean, inverse);
@@ -304,9 +337,15 @@ __global__ void __launch_bounds__(kMostThreads, kPackets == 1 && kPacked ? 2 : 1
     MEGATRON_UNROLL
     for (int k = 0; k < kPackets; ++k) {
       if (!own.has(k)) continue;
+      keep_packed(x[k]);
+      keep_packed(dy[k]);
       float weight[kSize], dx[kSize] = {};
-      own.load(weight, of.weight, k);
-      if (of.total_gradient != nullptr) own.load(dx, of.total_gradient + begin, k);
+      own_weight.load(weight, own, k);
+      if (of.total_gradient != nullptr) {
+        if (!kEarly) direct[k] = own.packet(of.total_gradient + begin, k);
+        MEGATRON_UNROLL
+        for (int i = 0; i < kSize; ++i) dx[i] = to_float(direct[k].values[i]);
+      }
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) {
         const float normal = megatron::normalized(to_float(x[k].values[i]), mean, inverse);
@@ -472,13 +511,14 @@ unsigned threads_for(int64_t count) {
   return static_cast<unsigned>(threads < kMostThreads ? threads : kMostThreads);
 }
 
-// The layout for rows of so many columns, in blocks of about `threads` threads.
-Layout layout_for(int64_t columns, int64_t packet_size, bool is_aligned, unsigned threads) {
+// The layout for rows of so many columns, in blocks of about `threads` threads; threads of a longer row than `most` packets
+// have two or four.
+Layout layout_for(int64_t columns, int64_t packet_size, bool is_aligned, unsigned threads, int64_t most) {
   const int64_t packets = blocks_for(columns, packet_size);
   Layout layout;
   layout.packed = is_aligned && columns % packet_size == 0;
   const bool is_held = packets <= (layout.packed ? 4 : 2) * kMostThreads;  // with more, registers do not suffice
-  layout.packets = !is_held ? 0 : packets <= kMostThreads ? 1 : packets <= 2 * kMostThreads ? 2 : 4;
+  layout.packets = !is_held ? 0 : packets <= most ? 1 : packets <= 2 * kMostThreads ? 2 : 4;
   // A streamed row has about four columns to a thread.
   const unsigned of_row = threads_for(is_held ? blocks_for(packets, layout.packets) : blocks_for(columns, 4));
   layout.block = dim3(of_row, of_row < threads ? threads / of_row : 1);
@@ -500,7 +540,7 @@ template <typename T>
 int forward(const Forward<T>& of, void* stream) {
   const bool aligned = is_aligned(of.y) && is_aligned(of.total) && is_aligned(of.x) && is_aligned(of.residual) &&
                        is_aligned(of.weight.data) && is_aligned(of.bias.data) && is_aligned(of.branch_bias.data);
-  const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, 256);
+  const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, 256, kMostThreads);
   const unsigned grid = row_grid(of.rows, layout.block);
   switch (layout.packets * (layout.packed ? 1 : -1)) {
     case 1: MEGATRON_LAUNCH((forward_held<T, 1, true>), grid, layout.block, 0, stream, of); break;
@@ -537,7 +577,7 @@ template <typename T>
 int backward(const Backward<T>& of, const Sums& sums, void* stream) {
   const bool aligned = is_aligned(of.dx) && is_aligned(of.dy) && is_aligned(of.total_gradient) && is_aligned(of.x) &&
                        is_aligned(of.weight.data) && is_aligned(of.partials);
-  const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, kMostThreads);
+  const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, kGradientThreads, kGradientThreads);
   const unsigned row_blocks = static_cast<unsigned>(blocks_for(of.rows, of.rows_per_block));
   const unsigned column_blocks = static_cast<unsigned>(blocks_for(of.columns, kWarp));
   const dim3 column_block(kWarp, kColumnRows);

@@ -38,9 +38,9 @@ MEGATRON_HOST_DEVICE T input_gradient(T scaled_gradient, T normal, T inverse, Gr
 
 // Gradients of weight and biases are summed over blocks of rows, then over the blocks. How many there are depends on the
 // number of rows alone, so that the sums are the same for every number of threads and multiprocessors: on a GPU 256 or
-// 512, one or two waves of two blocks on the 132 multiprocessors of an H100; on a CPU up to 128, of 64 rows or more.
+// 396, one wave of two or three blocks on the 132 multiprocessors of an H100; on a CPU up to 128, of 64 rows or more.
 MEGATRON_HOST_DEVICE int64_t device_rows_per_block(int64_t rows) {
-  const int64_t blocks = rows < 16384 ? 256 : 512;
+  const int64_t blocks = rows < 16384 ? 256 : 396;
   return rows < blocks ? 1 : (rows + blocks - 1) / blocks;
 }
 MEGATRON_HOST_DEVICE int64_t host_rows_per_block(int64_t rows) {

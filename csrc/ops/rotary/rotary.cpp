@@ -160,7 +160,13 @@ void check_same(const at::Tensor& one, const at::Tensor& other, const char* name
               " on ", one.device(), " and ", other.sizes(), " ", other.scalar_type(), " on ", other.device());
 }
 
-// Queries `[b, a, s, d]` and keys `[b, g, s, d]` of any strides, rotated, contiguous.
+// Room for heads `[b, a, s, d]` that lie token by token, as those of a projection do: attention writes its output in the
+// layout of the queries, and the output's projection wants the heads of a token together.
+at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t tokens, int64_t channels, const at::TensorOptions& options) {
+  return at::empty({batch, tokens, heads, channels}, options).transpose(1, 2);
+}
+
+// Queries `[b, a, s, d]` and keys `[b, g, s, d]` of any strides, rotated, token by token.
 std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& any_query, const at::Tensor& any_key,
                                           const at::Tensor& cosines, const at::Tensor& sines, bool interleaved,
                                           bool opposite) {
@@ -169,7 +175,8 @@ std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& any_query, const at:
   const at::Tensor query = with_dense_channels(any_query), key = with_dense_channels(any_key);
   const int64_t batch = query.size(0), tokens = query.size(2), channels = query.size(3);
   const Angles angles = checked_angles(cosines, sines, query, batch, tokens);
-  at::Tensor new_query = at::empty(query.sizes(), query.options()), new_key = at::empty(key.sizes(), key.options());
+  at::Tensor new_query = empty_heads(batch, query.size(1), tokens, channels, query.options());
+  at::Tensor new_key = empty_heads(batch, key.size(1), tokens, channels, key.options());
   const Rotation task{{part_between(query, new_query), part_between(key, new_key)},
                       2,
                       table_of(angles),
@@ -185,8 +192,8 @@ HeadStrides grouped_strides(const at::Tensor& heads, int64_t count) {
   return {heads.stride(0), heads.stride(2), heads.stride(1) * count, heads.stride(1)};
 }
 
-// Rotated queries `[b, a, s, d]` and keys, and values `[b, g, s, d]`, of a fused projection; contiguous, heads first, as
-// matrix products over heads want them.
+// Rotated queries `[b, a, s, d]` and keys, and values `[b, g, s, d]`, of a fused projection, token by
+// token.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> rotary_split(const at::Tensor& any_qkv, const at::Tensor& cosines,
                                                             const at::Tensor& sines, bool interleaved) {
   const c10::OptionalDeviceGuard guard(at::device_of(any_qkv));
@@ -197,8 +204,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rotary_split(const at::Tensor& an
   const int64_t channels = qkv.size(4);
   const Angles angles = checked_angles(cosines, sines, qkv, batch, tokens);
   const HeadStrides whole{qkv.stride(0), qkv.stride(1), qkv.stride(2), qkv.stride(3)};
-  at::Tensor query = at::empty({batch, groups * queries, tokens, channels}, qkv.options());
-  at::Tensor key = at::empty({batch, groups, tokens, channels}, qkv.options()), value = at::empty_like(key);
+  at::Tensor query = empty_heads(batch, groups * queries, tokens, channels, qkv.options());
+  at::Tensor key = empty_heads(batch, groups, tokens, channels, qkv.options());
+  at::Tensor value = empty_heads(batch, groups, tokens, channels, qkv.options());
   const char* data = static_cast<const char*>(qkv.const_data_ptr());
   const int64_t head_bytes = qkv.stride(3) * qkv.element_size();
   const Rotation task{

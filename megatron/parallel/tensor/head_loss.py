@@ -15,16 +15,17 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
+from megatron.kernels.cross_entropy import LossGradients, cross_entropy_, logit_gradient, logit_statistics
 from megatron.kernels.products import add_product_, linear, matrix_product, needs_widening, product_in_float32
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
 
 # Logits of a chunk, and its fewest rows: below, adding to the weight's gradient costs more than the matrix products.
-# Measured on a CPU with 2 MiB of L2 cache a core; on a GPU from the bandwidth and peak rate of an H100.
+# Measured on a CPU with 2 MiB of L2 cache a core. On a GPU each chunk but the first reads and writes the sum of the
+# weight's gradient, 8 bytes a parameter, so there are few: of 1 GiB in half precision, and of whole tiles of a product.
 _CHUNK_VALUES_CPU, _CHUNK_ROWS_CPU = 1 << 22, 384
-_CHUNK_VALUES_GPU, _CHUNK_ROWS_GPU = 1 << 27, 2048
+_CHUNK_VALUES_GPU, _CHUNK_ROWS_GPU, _TILE_ROWS_GPU = 1 << 29, (2048, 8192), 256
 
 
 class FactoredLogits(NamedTuple):
@@ -126,10 +127,12 @@ def head_losses(
         for chunk in _chunks(len(tokens.labels), chunk_rows or head.chunk_rows):
             part = tokens.chunk(chunk, head.dtype, head.vocabulary.first)
             product = head.multiplied(part.hidden)
-            losses.append(head.losses(product, part.labels))
-            if sums is not None:
-                scaled = part.weights if factor is None else part.weights * factor
-                sums.add(chunk, head.gradient_(product, part.labels, losses[-1], scaled), part.hidden, head.weight)
+            if sums is None:
+                losses.append(head.losses(product, part.labels))
+                continue
+            scaled = part.weights if factor is None else part.weights * factor
+            losses.append(head.losses_and_gradient_(product, part.labels, scaled))
+            sums.add(chunk, product, part.hidden, head.weight)
         gradients = None if sums is None else HeadGradients(logits, sums.of_hidden(), sums.of_weight(), factor)
         return HeadLosses(tokens.spread(losses), gradients)
 
@@ -220,9 +223,9 @@ class _Head:
     @property
     def chunk_rows(self) -> int:
         """How many tokens a chunk has if nothing else is said."""
-        columns, is_cuda = max(1, self.weight.shape[0]), self.weight.is_cuda
-        if is_cuda:
-            return max(_CHUNK_ROWS_GPU, _CHUNK_VALUES_GPU // columns)
+        columns = max(1, self.weight.shape[0])
+        if self.weight.is_cuda:
+            return _chunk_rows_on_gpu(columns)
         return max(_CHUNK_ROWS_CPU, _CHUNK_VALUES_CPU // columns)
 
     def multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -245,12 +248,14 @@ class _Head:
         )
         return losses_of(statistics, self.axis, self.vocabulary)
 
-    def gradient_(
-        self, product: torch.Tensor, labels: torch.Tensor, losses: TokenLosses, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Replaces logits by the gradient of the weighted sum of what is minimized."""
+    def losses_and_gradient_(self, product: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> TokenLosses:
+        """`losses`; replaces logits by the gradient of the weighted sum of what is minimized."""
         smoothing, coefficient = self.terms
-        return logit_gradient(
+        is_plain = self.axis.size == 1 and self.softcap is None and not smoothing and not coefficient
+        if is_plain and self.implementation is Implementation.CSRC:
+            return TokenLosses(*cross_entropy_(product, labels, weights, self.vocabulary.valid), None)
+        losses = self.losses(product, labels)
+        logit_gradient(
             product,
             labels,
             losses.log_normalizer,
@@ -265,6 +270,7 @@ class _Head:
             in_place=True,
             implementation=self.implementation,
         )
+        return losses
 
 
 class _GradientSums:
@@ -306,7 +312,15 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _chunk_rows_on_gpu(columns: int) -> int:
+    fewest, most = _CHUNK_ROWS_GPU
+    rows = _CHUNK_VALUES_GPU // columns // _TILE_ROWS_GPU * _TILE_ROWS_GPU
+    return max(fewest, min(most, rows))
+
+
 def _chunks(count: int, most: int) -> list[slice]:
-    """Chunks of equal size, but for the last."""
+    """Chunks of equal size, but for the last; of whole tiles of a product where the most is."""
     size = -(-count // -(-count // most))
+    if most % _TILE_ROWS_GPU == 0:
+        size = -(-size // _TILE_ROWS_GPU) * _TILE_ROWS_GPU
     return [slice(first, min(count, first + size)) for first in range(0, count, size)]

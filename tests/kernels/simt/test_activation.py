@@ -64,5 +64,41 @@ def test_large_shapes() -> None:
                 _check("plain", "reverse", name, is_gated, dtype, (66, 40, 0))
 
 
+def _every_number(dtype: torch.dtype) -> torch.Tensor:
+    """All numbers of a half precision up to 30 in size, which covers where the functions bend."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return bits[bits.abs() <= 30]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gelu_tanh", "silu"])
+def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    x = _every_number(dtype)
+    sizes = (1, len(x), FUNCTIONS[name], 0, dtype, dtype, None)
+    with emulator.launch("activation", build="plain", order="forward") as run:
+        y, dx, dy = run.output(x), run.output(x), torch.ones_like(x)
+        run.call("megatron_activation_forward", y, run.input(x), None, *sizes)
+        run.call("megatron_activation_backward", dx, None, None, run.input(dy), run.input(x), None, *sizes)
+    wide = x.double().requires_grad_()
+    exact = activation(wide, name)
+    (gradient,) = torch.autograd.grad(exact, wide, dy.double())
+    half_a_digit = torch.finfo(dtype).eps / 2
+    for found, reference in ((y.tensor(), exact.detach()), (dx.tensor(), gradient)):
+        assert ((found.double() - reference).abs() <= 1.01 * half_a_digit * reference.abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "silu"])
+def test_half_precision_at_its_ends(name: str) -> None:
+    x = torch.tensor([-3e38, -1e20, -1e4, -89.0, 0.0, 89.0, 1e4, 1e20, float("nan")], dtype=torch.bfloat16)
+    sizes = (1, len(x), FUNCTIONS[name], 0, x.dtype, x.dtype, None)
+    with emulator.launch("activation", build="plain", order="forward") as run:
+        y, dx, dy = run.output(x), run.output(x), torch.ones_like(x)
+        run.call("megatron_activation_forward", y, run.input(x), None, *sizes)
+        run.call("megatron_activation_backward", dx, None, None, run.input(dy), run.input(x), None, *sizes)
+    below, above, last = slice(0, 4), slice(5, 8), 8
+    assert (y.tensor()[below] == 0).all() and torch.equal(y.tensor()[above], x[above]) and y.tensor()[last].isnan()
+    assert (dx.tensor()[1:4] == 0).all() and (dx.tensor()[above] == 1).all() and dx.tensor()[last].isnan()
+
+
 def test_every_line_has_run(whole_file: None) -> None:
     assert emulator.unexecuted_lines("activation") == []

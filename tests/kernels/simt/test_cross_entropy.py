@@ -56,5 +56,38 @@ def test_large_inputs() -> None:
             _check(run, dtype, 5, 20011, 20000, None if dtype is torch.float32 else 3.0)
 
 
+def _check_losses(run: emulator.Run, dtype: torch.dtype, rows: int, columns: int, valid: int, stride: int) -> None:
+    """Losses and gradients of one pass; what lies between the rows is left as it was."""
+    generator = torch.Generator().manual_seed(columns)
+    logits = (4 * torch.randn(rows, stride, generator=generator)).to(dtype)
+    labels = torch.randint(0, valid, (rows,), generator=generator)
+    labels[0], labels[-1] = valid - 1, -1
+    weights = torch.rand(rows, generator=generator)
+    written, losses = run.inout(logits), run.output((2, rows))
+    sizes = (rows, columns, stride, valid, dtype, None)
+    run.call("megatron_logit_losses", losses, written, run.input(labels), run.input(weights), *sizes)
+    wide = logits[:, :valid].double()
+    normalizer = wide.logsumexp(1)
+    one_hot = torch.zeros_like(wide)
+    one_hot[:-1].scatter_(1, labels[:-1, None], 1.0)
+    expected = torch.stack((normalizer - (wide * one_hot).sum(1), normalizer))
+    torch.testing.assert_close(losses.tensor().double(), expected, rtol=1e-6, atol=2e-6)
+    gradient = ((wide - normalizer[:, None]).exp() - one_hot) * weights[:, None].double()
+    found = written.tensor()
+    torch.testing.assert_close(found[:, :valid].double(), gradient, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    assert not found[:, valid:columns].any() and torch.equal(found[:, columns:], logits[:, columns:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_and_gradients_in_one_pass(dtype: torch.dtype) -> None:
+    with emulator.launch("cross_entropy", order="random") as run:
+        for rows, columns, valid, stride in [(2, 8, 1, 8), (3, 40, 37, 48), (2, 8256, 8250, 8256)]:
+            _check_losses(run, dtype, rows, columns, valid, stride)
+    with emulator.launch("cross_entropy", "plain") as run:
+        _check_losses(run, dtype, 3, 264, 257, 272)
+        _check_losses(run, dtype, 2, 50304, 50257, 50304)
+        _check_losses(run, dtype, 2, 57344, 57344, 57344)
+
+
 def test_every_line_has_run(whole_file: None) -> None:
     assert emulator.unexecuted_lines("cross_entropy") == []

@@ -56,6 +56,7 @@ LARGE = [
         4100, 8, BRAIN, BRAIN, has_residual=True, branch_dtype=torch.float32
     ),  # more blocks of rows than run at once, several rows to a block of the gradient
     Case(3, 2304, has_residual=True, branch_dtype=torch.float32),  # two packets to a thread
+    Case(3, 2304, BRAIN, BRAIN, has_residual=True, branch_dtype=BRAIN),  # in the gradient only
     Case(2, 4608, is_layer_norm=False),  # four
     Case(2, 8192, BRAIN, BRAIN, has_residual=True, branch_dtype=torch.float32, zero_centered=True),
     Case(2, 8200, HALF, has_residual=True, branch_dtype=HALF),  # four, which do not sum the gradient of x

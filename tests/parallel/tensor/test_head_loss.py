@@ -11,7 +11,7 @@ from megatron.kernels.softcap import softcapped
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.collectives import copy_to
-from megatron.parallel.tensor.head_loss import FactoredLogits, LossTerms, head_losses
+from megatron.parallel.tensor.head_loss import FactoredLogits, LossTerms, _chunk_rows_on_gpu, _chunks, head_losses
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
@@ -175,3 +175,20 @@ def test_no_more_logits_are_held_than_a_chunk_has() -> None:
         )
         gradients.attached_to(losses.cross_entropy.sum()).backward()
     assert noted.numel == 16 * 1000
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(32000, 8192), (50304, 8192), (128256, 4096), (1 << 20, 2048)])
+def test_chunks_on_a_gpu_are_whole_tiles_of_a_gibibyte_at_most(columns: int, rows: int) -> None:
+    assert _chunk_rows_on_gpu(columns) == rows
+    assert rows == 2048 or 2 * rows * columns <= 1 << 30
+    for count in (1, 8192, 12000, 16384, 20001):
+        chunks = _chunks(count, rows)
+        assert len(chunks) == -(-count // rows)
+        assert [(chunk.start, chunk.stop) for chunk in chunks] == list(
+            zip(
+                [0, *(chunk.stop for chunk in chunks[:-1])],
+                [*(chunk.stop for chunk in chunks[:-1]), count],
+                strict=True,
+            )
+        )
+        assert all(chunk.stop % 256 == 0 for chunk in chunks[:-1])

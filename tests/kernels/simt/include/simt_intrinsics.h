@@ -107,6 +107,10 @@ template <class Value>
 inline void __stcs(Value* address, Value value) {
   *address = value;
 }
+template <class Value>
+inline void __stwb(Value* address, Value value) {
+  *address = value;
+}
 
 static inline void __pipeline_memcpy_async(void* destination, const void* source, size_t bytes) {
   simt_copy_asynchronously(destination, source, static_cast<unsigned>(bytes));

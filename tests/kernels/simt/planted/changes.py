@@ -147,6 +147,9 @@ CHANGES = (
         "cross_entropy", "share_alignment(to, from) ? elements_to_al", "true ? elements_to_al", "misaligned: "
     ),
     PlantedChange("cross_entropy", "label >= 0 && label < valid ?", "label >= 0 ?", "out of bounds: |Tensor-likes"),
+    PlantedChange("cross_entropy", "label < 0 || label >= valid ?", "label < 0 ?", "out of bounds: |Tensor-likes"),
+    PlantedChange("cross_entropy", "left == 2 * i + 1 ?", "left == 2 * i ?", VALUES),
+    PlantedChange("cross_entropy", "if (first >= columns) continue;", "", "out of bounds: |race: "),
     PlantedChange("cross_entropy", "0u : threadIdx.x / kRowThreads", "0u : 0u", "race: "),
     PlantedChange("cross_entropy", "own.total * megatron::exp_of(own.largest - largest)", "own.total", VALUES),
 )
