@@ -18,7 +18,7 @@ from torch import nn
 from megatron import log
 from megatron.config import OptimConfig
 from megatron.config.sections.optimizers import MUON
-from megatron.device import Stopwatch
+from megatron.device import Stopwatch, as_local_rank
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
 from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
@@ -81,7 +81,7 @@ def initialize(
     _warn_of_narrow_accumulation(settings, mesh)
     optimizer = build_optimizer(optim, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
-    with quiet(), optimizers_for_experts(has_experts and stage > 0):
+    with quiet(), as_local_rank(mesh.device), optimizers_for_experts(has_experts and stage > 0):
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
