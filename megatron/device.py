@@ -72,6 +72,28 @@ def local_device(local_rank: int, *, one_device_per_process: bool = False) -> to
     return torch.device("cuda", local_rank)
 
 
+def use_on_this_thread(target: torch.device) -> None:
+    """Makes a device the current one of a new thread, which begins on the first GPU and would take memory there."""
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+
+
+@contextlib.contextmanager
+def as_local_rank(target: torch.device) -> Iterator[None]:
+    """Has the variables for the local rank give the number of a GPU, which DeepSpeed and Open MPI's check read there.
+
+    They differ where a launcher shows each process only its own GPU.
+    """
+    names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
+    before = {name: os.environ[name] for name in names}
+    if target.index is not None:
+        os.environ.update(dict.fromkeys(names, str(target.index)))
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
 def current_device() -> torch.device:
     """The device chosen by `local_device`."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -55,6 +56,19 @@ def test_a_launcher_that_shows_one_gpu_to_each_process(two_gpus: list[int], monk
     assert device.local_device(3, one_device_per_process=True) == torch.device("cuda", 0)
     with pytest.raises(LaunchError, match="Local rank 3 has no GPU"):
         device.local_device(3)
+
+
+def test_the_local_rank_is_the_number_of_a_gpu_while_others_take_it_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    for name in names:
+        monkeypatch.setenv(name, "3")
+    with pytest.raises(ValueError, match="leaves"), device.as_local_rank(torch.device("cuda", 0)):
+        assert [os.environ[name] for name in names] == ["0", "0"]
+        raise ValueError("leaves")
+    monkeypatch.delenv(names[1])
+    with device.as_local_rank(torch.device("cpu")):
+        assert [os.environ.get(name) for name in names] == ["3", None]
+    assert [os.environ.get(name) for name in names] == ["3", None]
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,7 @@ class BackgroundWriter:
 
     def _run(self) -> None:
         try:
+            device.use_on_this_thread(self._mesh.device)
             while (save := self._jobs.get()) is not None:
                 failure: Exception | None = None
                 try:

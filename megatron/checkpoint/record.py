@@ -100,6 +100,7 @@ class Record:
             `last_sample`.
         began_at: of parameters that were frozen before, by global name, how many updates the optimizer had made when
             their training began.
+        averaged_from: of the same, what the iterates of a schedule-free optimizer counted in its mean by then.
         family: the family of Hugging Face models that the weights were imported from; empty in the records of runs.
         averaging_weight: what the iterates of a schedule-free optimizer count in its mean; 0 for others.
         parts: what other parts of the run keep, by name.
@@ -119,6 +120,7 @@ class Record:
     recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
     passed_batches: Sequence[Mapping[str, int]] = ()
     began_at: Mapping[str, int] = field(default_factory=dict)
+    averaged_from: Mapping[str, float] = field(default_factory=dict)
     family: str = ""
     averaging_weight: float = 0.0
     parts: Mapping[str, Any] = field(default_factory=dict)
@@ -143,6 +145,7 @@ class Record:
             "recent": {name: list(values) for name, values in self.recent.items()},
             "passed_batches": [dict(batch) for batch in self.passed_batches],
             "began_at": dict(self.began_at),
+            "averaged_from": dict(self.averaged_from),
             "family": self.family,
             "averaging_weight": self.averaging_weight or None,
             "parts": dict(self.parts),
@@ -197,6 +200,7 @@ class Record:
             recent=stored.object("recent", _is_series, "a list of numbers", {}),
             passed_batches=_batches(stored),
             began_at=stored.object("began_at", _is_count, _A_COUNT, {}),
+            averaged_from=stored.object("averaged_from", _is_number, "a number", {}),
             family=stored.entry("family", _is_text, "a text", ""),
             averaging_weight=float(stored.entry("averaging_weight", _is_number, "a number", 0.0)),
             parts=stored.object("parts", usual={}),

@@ -18,7 +18,7 @@ from torch import nn
 from megatron import log
 from megatron.config import OptimConfig
 from megatron.config.sections.optimizers import MUON
-from megatron.device import Stopwatch
+from megatron.device import Stopwatch, as_local_rank
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
 from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
@@ -83,7 +83,8 @@ def initialize(
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
     # DeepSpeed flattens parameters and keeps views of them. With autograd on, these would hold the nodes that
     # accumulate gradients for good, on the stream of this call, and a capture as a CUDA graph would then be refused.
-    with torch.no_grad(), quiet(), optimizers_for_experts(has_experts and stage > 0):
+    with_experts = optimizers_for_experts(has_experts and stage > 0)
+    with torch.no_grad(), quiet(), as_local_rank(mesh.device), with_experts:
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,

@@ -190,8 +190,6 @@ class Engine:
         """Sets it, as a checkpoint says."""
         self._count_updates(0)
         self._averaging_weight = weight
-        if isinstance(self.optimizer, ScheduleFree):
-            self.optimizer.go_on_from(weight)
 
     def _count_updates(self, keep: int) -> None:
         """Counts the steps whose update was applied, but for the latest ones."""

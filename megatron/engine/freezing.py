@@ -29,17 +29,21 @@ class Freezing:
         thawed: names of trained ones that were frozen in the checkpoint to load, which has no moments for them.
         began_at: for trained ones that were frozen earlier in the run, how many updates the optimizer had made when
             their training began; all others are trained since the first.
+        averaged_from: for those, what the iterates of a schedule-free optimizer counted in its mean by then.
     """
 
     frozen: frozenset[str] = frozenset()
     thawed: frozenset[str] = frozenset()
     began_at: Mapping[str, int] = field(default_factory=dict)
+    averaged_from: Mapping[str, float] = field(default_factory=dict)
 
-    def as_of(self, update_count: int) -> Freezing:
-        """The same for a checkpoint with this many updates, which may be older than the one this was made for."""
-        return dataclasses.replace(
-            self, began_at={name: min(count, update_count) for name, count in self.began_at.items()}
-        )
+    def as_of(self, update_count: int, weight: float) -> Freezing:
+        """The same for a checkpoint with this many updates, whose iterates count this much in a mean; it may be older
+        than the one this was made for.
+        """
+        counts = {name: min(count, update_count) for name, count in self.began_at.items()}
+        weights = {name: min(earlier, weight) for name, earlier in self.averaged_from.items()}
+        return dataclasses.replace(self, began_at=counts, averaged_from=weights)
 
 
 EVERYTHING_IS_TRAINED = Freezing()

@@ -19,6 +19,7 @@ from megatron.engine.deepspeed_internals.parameters import partition_of, whole_n
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
 from megatron.engine.optimizers.muon import is_orthogonalized
+from megatron.engine.optimizers.schedule_free import ScheduleFree
 from megatron.engine.tensor_parts import MasterSlice
 from megatron.kernels.optimizer import count_updates, moment
 from megatron.model.interface.step_state import states_of
@@ -149,11 +150,14 @@ def refresh_weights(
     """
     engine.update_count = update_count or 0
     engine.averaging_weight = averaging_weight
-    engine.freezing = engine.freezing.as_of(engine.update_count)
+    freezing = engine.freezing = engine.freezing.as_of(engine.update_count, averaging_weight)
     for part in held_parts(engine):
         if part.master is not None:
-            updates = engine.update_count - engine.freezing.began_at.get(part.name, 0)
+            updates = engine.update_count - freezing.began_at.get(part.name, 0)
             count_updates(engine.optimizer, part.master.flat, updates)
+            if isinstance(engine.optimizer, ScheduleFree):
+                weight = averaging_weight - freezing.averaged_from.get(part.name, 0.0)
+                engine.optimizer.go_on_from(part.master.flat, weight)
     if restarts_averages and engine.averages is not None:
         engine.averages.restart()
     engine.view.refresh_weights()

@@ -46,9 +46,9 @@ class Kernels:
 TORCH_KERNELS = Kernels()
 
 
-def is_installed(package: str) -> bool:
-    """Whether a package can be found, without importing it."""
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing more than the package that it lies in."""
     try:
-        return importlib.util.find_spec(package) is not None
+        return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False

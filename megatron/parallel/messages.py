@@ -195,7 +195,8 @@ def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:
 def gather_bytes(content: bytes, axis: Axis) -> list[bytes] | None:
     """Returns the bytes of every rank of the axis, in axis order, on its first rank, and None on the others.
 
-    Over a group every rank sends its bytes plus an eight-byte length, once; in a tree the ranks between pass them on.
+    Over a group every rank sends an eight-byte length and as many bytes as the longest has, since NCCL opens a
+    communicator for each pair that exchanges messages alone; in a tree the ranks between pass them on.
     """
     if axis.tree is not None:
         return axis.tree.gather(content)
@@ -203,20 +204,13 @@ def gather_bytes(content: bytes, axis: Axis) -> list[bytes] | None:
         return [content]
     message_device = _message_device(axis)
     own_size = torch.tensor([len(content)], dtype=torch.int64, device=message_device)
-    if axis.rank:
-        dist.gather(own_size, dst=axis.ranks[0], group=axis.group)
-        if content:
-            dist.send(_as_tensor(content).to(message_device), dst=axis.ranks[0], group=axis.group)
-        return None
     sizes = [torch.empty_like(own_size) for _ in range(axis.size)]
-    dist.gather(own_size, sizes, dst=axis.ranks[0], group=axis.group)
-    contents = [content]
-    for rank, size in enumerate(map(int, sizes[1:]), start=1):
-        message = torch.empty(size, dtype=torch.uint8, device=message_device)
-        if size:
-            dist.recv(message, src=axis.ranks[rank], group=axis.group)
-        contents.append(_as_bytes(message))
-    return contents
+    dist.all_gather(sizes, own_size, group=axis.group)
+    message = _as_tensor(content.ljust(max(map(int, sizes)), b"\0")).to(message_device)
+    messages = [] if axis.rank else [torch.empty_like(message) for _ in sizes]
+    if len(message):
+        dist.gather(message, messages or None, dst=axis.ranks[0], group=axis.group)
+    return None if axis.rank else [_as_bytes(each[: int(size)]) for each, size in zip(messages, sizes, strict=True)]
 
 
 def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:

@@ -253,6 +253,7 @@ def run_record(run: Run) -> Record:
         finetuned_from=identity.finetuned_from,
         validation_loss=run.evaluator.validation_loss(run.progress.step),
         began_at=run.engine.freezing.began_at,
+        averaged_from=run.engine.freezing.averaged_from,
         averaging_weight=run.engine.averaging_weight,
         parts=state,
         **fields,

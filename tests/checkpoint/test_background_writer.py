@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron import device
 from megatron.checkpoint import CheckpointLock, SaveOptions, background_writer, read_tensors, save
 from megatron.checkpoint.background_writer import BackgroundWriter, memory_problem
 from megatron.checkpoint.storage import Storage
@@ -195,6 +196,15 @@ def test_who_waits_shows_that_the_save_advances(tmp_path: Path) -> None:
         assert not beats
         writer.wait()
     assert beats and set(beats) == {threading.main_thread()}
+
+
+def test_the_thread_takes_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread begins on the first GPU, where page-locking memory or a stream would make a context."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(device, "use_on_this_thread", lambda gpu: chosen.append((threading.current_thread().name, gpu)))
+    with BackgroundWriter(tmp_path, MESH):
+        pass
+    assert chosen == [("checkpoint-writer", MESH.device)]
 
 
 def test_a_dead_thread_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

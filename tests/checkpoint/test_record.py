@@ -54,6 +54,7 @@ OPTIONAL: dict[str, Any] = {
     "recent": {"losses": [3.0, 2.5]},
     "passed_batches": [{"step": 3, "first_sample": 16, "last_sample": 23}],
     "began_at": {"decoder.layers.0.mlp.linear_fc1.weight": 2},
+    "averaged_from": {"decoder.layers.0.mlp.linear_fc1.weight": 0.5},
 }
 
 

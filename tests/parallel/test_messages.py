@@ -133,9 +133,9 @@ def test_four_ranks_exchange(tmp_path: Path) -> None:
         assert met["all"] == [{"rank": member, "pad": "x" * member} for member in pair]
         if rank:
             assert met["gathered"] is None
-            assert met["sizes"] == (8 + rank + rank, 0)
+            assert met["sizes"] == (8 + 3 + rank, 4 * 8)
     assert results[0]["gathered"] == [b"", b"\x01", b"\x02\x02", b"\x03\x03\x03"]
-    assert results[0]["sizes"] == (8, 4 * 8 + 2 * (1 + 2 + 3))
+    assert results[0]["sizes"] == (8 + 3, 4 * 8 + 4 * 3 + (1 + 2 + 3))
 
 
 def test_an_axis_of_one_needs_no_process_group() -> None:

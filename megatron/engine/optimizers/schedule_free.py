@@ -46,18 +46,14 @@ class ScheduleFree(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], power: float = 2.0) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0})
         self._power = power
-        self._weight = 0.0
 
     def weight_of(self, rate: float) -> float:
         """What an iterate with this learning rate counts in the mean."""
         return float(rate**self._power)
 
-    def go_on_from(self, weight: float) -> None:
-        """Says what all iterates until now count in the mean together."""
-        self._weight = weight
-        for state in self.state.values():
-            if "weight" in state:
-                state["weight"].fill_(weight)
+    def go_on_from(self, tensor: torch.Tensor, weight: float) -> None:
+        """Says what all iterates of a tensor until now count in their mean together."""
+        self._state_of(tensor)["weight"].fill_(weight)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -100,7 +96,8 @@ class ScheduleFree(torch.optim.Optimizer):
         Shapes: both `[]` float32.
         """
         steps, totals = ([state[name] for state in states] for name in ("step", "weight"))
-        weight = torch.full_like(totals[0], self.weight_of(group["lr"]))
+        # By the rate before a group's factor, as `Engine` counts for checkpoints; the mean is the same.
+        weight = torch.full_like(totals[0], self.weight_of(group["lr"] / group.get("lr_multiplier", 1.0)))
         if skip is not None:
             weight.masked_fill_(skip != 0, 0.0)
         torch._foreach_add_(totals, weight)
@@ -118,7 +115,7 @@ class ScheduleFree(torch.optim.Optimizer):
         if state.get("step") is None:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
         if state.get("weight") is None:
-            state["weight"] = torch.full((), self._weight, dtype=torch.float64, device=weight.device)
+            state["weight"] = torch.zeros((), dtype=torch.float64, device=weight.device)
         return state
 
 

@@ -132,11 +132,12 @@ class WholeMatrices:
         """
         shards = self._gather(parts)
         mine = list(shards)
-        wholes, owners = self._join(mine, [shards[number] for number in mine])
+        nothing = parts[0].new_empty(0)  # on the device, also where this rank owns no shard
+        wholes, owners = self._join(mine, [shards[number] for number in mine], nothing)
         rank = 0 if self._tensor is None else self._tensor.rank
         owned = [place for place, owner in enumerate(owners) if owner == rank]
         transform([self._matrices[mine[place]] for place in owned], [wholes[place] for place in owned])
-        divided = self._divide(mine, wholes, owners)
+        divided = self._divide(mine, wholes, owners, nothing)
         self._scatter(dict(zip(mine, divided, strict=True)), parts)
 
     def _owned_by(self, rank: int) -> list[int]:
@@ -172,7 +173,9 @@ class WholeMatrices:
             for number, part in zip(numbers, values.split(sizes), strict=True):
                 parts[number].copy_(part)
 
-    def _join(self, numbers: list[int], shards: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    def _join(
+        self, numbers: list[int], shards: list[torch.Tensor], nothing: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[int]]:
         """The whole tensors that this rank owns, empty ones for the others, and the owners of all."""
         axis, matrices = self._tensor, [self._matrices[number] for number in numbers]
         if axis is None:
@@ -180,7 +183,6 @@ class WholeMatrices:
             return [shard.clone().view(matrix.whole_shape) for matrix, shard in pairs], [0] * len(shards)
         owners = _owners(matrices, axis.size)
         mine = [place for place, owner in enumerate(owners) if owner == axis.rank]
-        nothing = torch.empty(0) if not shards else shards[0].new_empty(0)
         sent = [
             torch.cat([nothing, *(shards[place] for place, owner in enumerate(owners) if owner == rank)])
             for rank in range(axis.size)
@@ -196,12 +198,13 @@ class WholeMatrices:
             wholes[place] = torch.cat([values[position].view(shape) for values in received], dim=dimension)
         return wholes, owners
 
-    def _divide(self, numbers: list[int], wholes: list[torch.Tensor], owners: list[int]) -> list[torch.Tensor]:
+    def _divide(
+        self, numbers: list[int], wholes: list[torch.Tensor], owners: list[int], nothing: torch.Tensor
+    ) -> list[torch.Tensor]:
         """This rank's shards of the whole tensors that the owners hold."""
         axis, matrices = self._tensor, [self._matrices[number] for number in numbers]
         if axis is None:
             return [whole.view(-1) for whole in wholes]
-        nothing = torch.empty(0) if not wholes else wholes[0].new_empty(0)
         mine = [place for place, owner in enumerate(owners) if owner == axis.rank]
         chunks = [wholes[place].chunk(axis.size, dim=matrices[place].split_dimension or 0) for place in mine]
         sent = [torch.cat([nothing, *(each[rank].reshape(-1) for each in chunks)]) for rank in range(axis.size)]

@@ -50,7 +50,7 @@ def implementations(operation: str, device: torch.device, folder: Path | None = 
     available = {Implementation.TORCH}
     if built is not None and all(built.has(part, device) for part in PARTS.get(operation, (operation,))):
         available.add(Implementation.CSRC)
-    if operation in OF_APEX and device.type == "cuda" and is_installed("apex"):
+    if operation in OF_APEX and device.type == "cuda" and is_installed("apex.normalization"):
         available.add(Implementation.APEX)
     return frozenset(available)
 

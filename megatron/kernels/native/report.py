@@ -86,6 +86,6 @@ def _choice(operation: str, chosen: Implementation, device: torch.device) -> Ker
             notes.append(f"csrc, measured {speed:.1f} times as fast, is {missing}: {REBUILD}")
         elif speed is None:
             notes.append(f"csrc was not measured on {device.type}; --kernels {operation}=csrc uses it")
-    if operation in OF_APEX and is_installed("apex"):
+    if operation in OF_APEX and is_installed("apex.normalization"):
         notes.append(f"apex is installed; --kernels {operation}=apex uses it on a GPU")
     return KernelChoice(operation, chosen.value, "; ".join(notes))

@@ -234,14 +234,16 @@ def find_freezing(
     frozen = frozen_names(finetuning.freeze, names) if finetuning.freeze else frozenset()
     thawed = frozenset(name for pattern in before for name in fnmatch.filter(names, pattern)) - frozen
     counts = {name: count for name, count in began_at.items() if name not in frozen}
+    weights = {} if continued is None else {name: continued.averaged_from.get(name, 0.0) for name in counts}
     if continued is not None and thawed:
         counts.update(dict.fromkeys(sorted(thawed), continued.optimizer_updates))
+        weights.update(dict.fromkeys(sorted(thawed), continued.averaging_weight))
         if mesh.world.rank == 0:
             log.warning(
                 f"{len(thawed)} parameters that were frozen are trained from here on ({_listed(sorted(thawed))}): "
                 "their moments start from zero."
             )
-    return Freezing(frozen, thawed, counts)
+    return Freezing(frozen, thawed, counts, {name: weight for name, weight in weights.items() if weight})
 
 
 def _patterns(saved: Mapping[str, Any]) -> Sequence[str]:

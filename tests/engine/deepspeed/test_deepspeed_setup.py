@@ -1,16 +1,41 @@
-"""What DeepSpeed's messages take."""
+"""The GPU that DeepSpeed chooses, and what its messages take."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
 from megatron.device import Stopwatch
+from megatron.engine import deepspeed_setup
 from megatron.engine.deepspeed_setup import timed_messages
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED
+from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import TRANSFER
+
+
+def test_deepspeed_takes_the_gpu_that_this_process_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets GPU LOCAL_RANK, of which there may be one only, and compares that with Open MPI's."""
+    seen: list[tuple[str, str]] = []
+
+    def initialize(**_: Any) -> tuple[Any, ...]:
+        seen.append((os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]))
+        return (SimpleNamespace(optimizer=None),)
+
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    monkeypatch.setattr(deepspeed_setup, "build_optimizer", lambda *_, **__: SimpleNamespace(param_groups=[]))
+    mesh: Any = dataclasses.replace(ParallelMesh.single(), device=torch.device("cuda", 0))
+    settings = {"zero_optimization": {"stage": 0}, "train_batch_size": 1}
+    nothing: Any = None
+    deepspeed_setup.initialize(settings, nothing, mesh, torch.nn.Module(), EVERYTHING_IS_TRAINED)
+    assert seen == [("0", "0")] and os.environ["LOCAL_RANK"] == "3"
 
 
 def test_messages_are_timed_in_the_block_and_everything_else_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.engine.optimizers.muon import HeldMatrix, Muon, MuonSettings
 from megatron.engine.optimizers.orthogonalization import COEFFICIENTS, SCALES, orthogonalized
-from megatron.engine.optimizers.whole_matrices import DividedMatrix
+from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
 from megatron.kernels.optimizer import build_adamw, can_skip, update
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec
@@ -119,6 +119,21 @@ def test_every_expert_is_a_matrix() -> None:
     matrix = DividedMatrix(spec, ALONE, ((0, 72),))
     assert [part.shape for part in matrix.matrices(torch.empty(3, 4, 6))] == [(4, 6)] * 3
     assert matrix.cost == 3 * 4 * 6 * 4
+
+
+def test_a_rank_that_owns_no_matrix_sends_tensors_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no others, empty ones included."""
+    tensor, replicas = Axis("tp", 0, 2, (0, 1)), Axis("gradient", 3, 4, (0, 2, 4, 6))
+    spec = ShardSpec((Dimension("outputs", 8, tensor), Dimension("inputs", 4)), is_matrix=True)
+    matrices = [DividedMatrix(spec, replicas, tuple((rank * 4, 4) for rank in range(4)))] * 2
+    devices: list[str] = []
+    monkeypatch.setattr(
+        torch.distributed, "all_to_all_single", lambda *tensors, **_: devices.extend(t.device.type for t in tensors[:2])
+    )
+    owned: list[DividedMatrix] = []
+    parts = [torch.zeros(4, device="meta") for _ in matrices]
+    WholeMatrices(matrices).transform(parts, lambda mine, wholes: owned.extend(mine))
+    assert owned == [] and devices == ["meta"] * 8
 
 
 def test_nothing_changes_before_it_is_known_where_matrices_are() -> None:

@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint import load, save
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.engine.state import owned_bytes, owned_pieces, refresh_weights, wanted_pieces
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import Kind, PieceKey
@@ -24,10 +25,10 @@ DECAY = 0.8
 Pieces = dict[tuple[str, Kind], torch.Tensor]
 
 
-def engine_of(stage: int, *flags: str) -> tuple[Engine, RunConfig]:
+def engine_of(stage: int, *flags: str, freezing: Freezing = EVERYTHING_IS_TRAINED) -> tuple[Engine, RunConfig]:
     """An engine in one process."""
     config = layout_config(RECIPE, (1, 1, 1), stage, list(flags))
-    return build_engine(config, open_mesh(config.parallel)), config
+    return build_engine(config, open_mesh(config.parallel), freezing), config
 
 
 def pieces(engine: Engine, *, with_optimizer: bool = True) -> Pieces:
@@ -140,6 +141,16 @@ def run_schedule_free(rank: int, runs: list[tuple[int, str]], folder: str) -> No
         train(resumed, config, 2)
         assert all(torch.equal(values, after[key]) for key, values in pieces(resumed).items())
         assert resumed.averaging_weight == engine.averaging_weight
+
+        # a resume with a parameter that was frozen until then: only what it was trained with counts
+        rate, name = RECIPE.learning_rate**2, "decoder.final_layernorm.weight"
+        thawed = Freezing(frozenset(), frozenset({name}), {name: 2}, {name: record["weight"]})
+        partly, _ = engine_of(stage, *flags, freezing=thawed)
+        load(place / "iter_0000002", wanted_pieces(partly), partly.mesh)
+        refresh_weights(partly, 2, averaging_weight=record["weight"])
+        train(partly, config, 2)
+        counted = {float(state["weight"]) for state in partly.optimizer.state.values()}
+        assert sorted(counted) == pytest.approx([rate, 3 * rate], rel=1e-12)
 
         # an evaluation of the mean, which leaves everything as it was
         trained = loss_of(engine, config)

@@ -14,9 +14,12 @@ import torch
 
 from megatron.checkpoint import read_tensors
 from megatron.checkpoint.manifest import read_manifest
-from megatron.config import FinetuningConfig, parse
+from megatron.config import FinetuningConfig, LoadingConfig, parse
 from megatron.errors import ConfigError
-from megatron.train.start_up.engine_opening import check_patterns
+from megatron.model.networks import network_layers
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.start_up.engine_opening import check_patterns, find_freezing
+from tests.checkpoint.made.records import make_record
 from tests.helpers.networks import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train, train_here, write_tiny_corpus
@@ -109,6 +112,24 @@ def test_what_is_no_longer_frozen_begins_with_moments_of_zero(
     record = read_manifest(tmp_path / "tuned" / "checkpoints" / "iter_0000008").record
     assert record["began_at"] == {name: 4 for name in sorted(after) if name.startswith("decoder.layers.0.")}
     assert record["optimizer_updates"] == 8
+
+
+def test_what_is_trained_again_keeps_what_iterates_counted_before(capfd: Any) -> None:
+    """The mean of a schedule-free optimizer takes none of them for a parameter that stood still."""
+    model, mesh = tiny_config(), ParallelMesh.single()
+    record = make_record(
+        config={"finetuning": {"freeze": ["decoder.layers.0.*"]}},
+        averaging_weight=0.5,
+        began_at={name: 2 for name in ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")},
+        averaged_from={"decoder.final_layernorm.weight": 0.125},
+    )
+    freezing = find_freezing(
+        FinetuningConfig(), LoadingConfig(load=Path("folder")), network_layers(model, mesh), mesh, record
+    )
+    weights = dict(freezing.averaged_from)
+    assert weights.pop("decoder.final_layernorm.weight") == 0.125
+    assert set(weights) == freezing.thawed and set(weights.values()) == {0.5}
+    assert set(freezing.as_of(3, 0.25).averaged_from.values()) == {0.125, 0.25}
 
 
 def test_wrong_patterns_are_refused_before_training(corpus: TinyCorpus, base: Path, tmp_path: Path) -> None:
