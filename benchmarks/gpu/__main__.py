@@ -11,6 +11,7 @@ FILE.json` of the planner reads.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -24,9 +25,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.constants import write_constants
-from benchmarks.gpu.context import FULL, TINY, Context
+from benchmarks.gpu.context import DECIDING, FULL, TINY, Context
 from benchmarks.gpu.machine import ROOT, describe
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.parts import PARTS, SCRIPT_MINUTES, SCRIPTS
 from benchmarks.gpu.records import RESULTS, Recorder, page, read_records, write_page
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
@@ -42,12 +43,19 @@ class PageFlags(ConfigSection):
 
     output: str = flag("gpu-page", "folder of the results; results of earlier parts are kept")
     parts: str = flag("all", f"which parts, separated by commas: {', '.join(PARTS)}")
+    script: str | None = flag(
+        None,
+        f"first: {SCRIPTS['first']}; second: {SCRIPTS['second']}; in {SCRIPT_MINUTES} minutes each",
+        choices=tuple(SCRIPTS),
+    )
     minutes: float = flag(9.0, "time for all of them; none begins with less than a quarter of its own time left")
+    contenders: tuple[str, ...] = flag(DECIDING, "who is compared in training, in this order", nargs="+")
     scale: str = flag(FULL, "sizes: full, or tiny to try the harness", choices=(FULL, TINY))
     device: str = flag("cuda", "the device", choices=("cuda", "cpu"))
     kernels: str | None = flag(None, "implementations of operations in our runs, as pretrain_gpt.py takes them")
     commit: str | None = flag(None, "the commit to print, where the files come without their repository")
     only_this: str | None = flag(None, "run one part in this process", choices=tuple(PARTS))
+    contender: str | None = flag(None, "of that part one contender, which waits for a line of input")
     seconds: float = flag(600.0, "time of that part")
     page: tuple[str, ...] = flag((), "only render the page of these files", nargs="+")
     constants: str | None = flag(None, "JSON file to write the planner's constants to, from the files of --page")
@@ -71,13 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.mkdir(parents=True, exist_ok=True)
     device = torch.device(flags.device)
     if flags.only_this is not None:
-        context = Context(flags.only_this, output, device, flags.scale, flags.seconds, flags.kernels)
+        settings = flags.scale, flags.seconds, flags.kernels, flags.contenders, flags.contender
+        context = Context(flags.only_this, output, device, *settings)
         PARTS[flags.only_this].run(context)
         return 0
     if not (output / RESULTS).exists():
         recorder = Recorder(output, "machine")
         for name, value in describe(device, flags.commit).items():
             recorder.note(name, str(value))
+    if flags.script is not None:
+        flags = dataclasses.replace(flags, parts=SCRIPTS[flags.script], minutes=SCRIPT_MINUTES)
     run_parts(flags, chosen_parts(flags.parts), lambda name, seconds: _as_process(flags, name, seconds))
     return 0
 
@@ -137,6 +148,7 @@ def _as_process(flags: PageFlags, name: str, seconds: float) -> int:
     for option in ("output", "scale", "device", "kernels"):
         value = getattr(flags, option)
         command += [] if value is None else [f"--{option}", str(Path(value).resolve() if option == "output" else value)]
+    command += ["--contenders", *flags.contenders]
     with (Path(flags.output) / f"{name}.log").open("a", encoding="utf-8") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:

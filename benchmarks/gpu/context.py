@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.records import Recorder
 
 FULL, TINY = "full", "tiny"
+DECIDING = ("graphs", "plain", "ours")  # the contenders that decide whether ours is the fastest, and why
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Context:
         seconds: how long the part may take; it stops early where it can.
         kernels: the implementations that our runs use, as `--kernels` takes them; None for csrc where it is
             built, beside torch.
+        contenders: which of `training.CONTENDERS` are compared.
+        contender: the one that this process is; None where it is the part itself.
     """
 
     part: str
@@ -31,6 +34,8 @@ class Context:
     scale: str = FULL
     seconds: float = 600.0
     kernels: str | None = None
+    contenders: tuple[str, ...] = DECIDING
+    contender: str | None = None
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="megatron-gpu-")))
 
     @property

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.kernels.products import can_add_product
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -71,6 +73,8 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, objec
         found["compute_capability"] = f"{properties.major}.{properties.minor}"
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         peak = peak_of(properties.name)
+        found["bf16 products add to float32"] = can_add_product(torch.empty(0, device=device), torch.bfloat16)
+        found["attention, order of choice"] = [int(each) for each in torch._C._get_sdp_priority_order()]
         found["peak"] = None if peak is None else f"{peak.bf16_teraflops} TFLOP/s in bf16, dense ({peak.source})"
     for package in ("deepspeed", "transformers", "triton"):
         found[package] = _version(package)

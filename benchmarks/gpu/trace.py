@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,15 @@ STEPS, SHOWN_KERNELS = 2, 15
 # Calls of the runtime in which the host waits for the device.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 NO_WAITS = Target(at_most=0.0)
+# Classes of kernels by their names; the first that fits counts.
+CLASSES = {
+    "attention": re.compile(r"sdpa|flash|fmha"),
+    "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitK", re.IGNORECASE),
+    "ours": re.compile(r"megatron::|\(anonymous namespace\)::\w+<|^void megatron"),
+    "torch's": re.compile(r"at::native|at_cuda_detail|cub::"),
+    "compiled by torch": re.compile(r"^triton_"),
+    "copies": re.compile(r"^Mem(cpy|set)"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,14 +55,43 @@ def measure_trace(context: Context) -> None:
                 step()
             finish(context.device)
     found.export_chrome_trace(str(context.output / "trace.json.gz"))
-    events = list(found.events())
+    waits = Counter(event.name for event in found.events() if event.name in WAITS)
+    _record(context, _kernels(found, on_gpu=on_gpu), waits)
+
+
+def record_classes(context: Context, step: Callable[[], object], of: Mapping[str, object]) -> None:
+    """Profiles two steps, and records the milliseconds a step that kernels of each class and the gaps between take."""
+    on_gpu = context.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        for _ in range(STEPS):
+            step()
+        finish(context.device)
+    kernels = _kernels(found, on_gpu=on_gpu)
+    record = context.recorder.figure
+    for name, (microseconds, calls) in by_class(kernels).items():
+        record(f"profile, {name}", microseconds / STEPS / 1000, "ms", kernels=calls // STEPS, **of)
+    record("profile, gaps", sum(busy_and_gaps(kernels)[1]) / STEPS / 1000, "ms", **of)
+    for name, (microseconds, calls) in largest(kernels)[:SHOWN_KERNELS]:
+        record("profile, kernel", microseconds / STEPS / 1000, "ms", kernel=name[:90], calls=calls // STEPS, **of)
+
+
+def by_class(spans: Iterable[Span]) -> dict[str, tuple[float, int]]:
+    """The sum of the durations of each class of kernels, with their number, the largest first."""
+    return dict(largest(Span(_class_of(span.name), span.began_at, span.ended_at) for span in spans))
+
+
+def _class_of(name: str) -> str:
+    return next((title for title, pattern in CLASSES.items() if pattern.search(name)), "others")
+
+
+def _kernels(found: profile, *, on_gpu: bool) -> list[Span]:
+    """What ran on the device: kernels, or operations of torch where there is no GPU."""
     device_type = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    kernels = [
+    return [
         Span(event.name, event.time_range.start, event.time_range.end)
-        for event in events
+        for event in found.events()
         if event.device_type == device_type and (on_gpu or event.name.startswith("aten::"))
     ]
-    _record(context, kernels, Counter(event.name for event in events if event.name in WAITS))
 
 
 def _record(context: Context, kernels: Sequence[Span], waits: Counter[str]) -> None:

@@ -1,21 +1,25 @@
-"""Training steps of ours compared with plain PyTorch under torch.compile and with transformers, one after another."""
+"""Training steps of ours compared with plain PyTorch under torch.compile and with transformers, in turns."""
 
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.context import Context
-from benchmarks.gpu.machine import device_name, peak_of
-from benchmarks.gpu.records import Target
-from benchmarks.gpu.runs import has_compiled_kernels, request_of, training
+from benchmarks.gpu.context import DECIDING, Context
+from benchmarks.gpu.machine import ROOT, device_name, peak_of
+from benchmarks.gpu.records import RESULTS, Target, read_records
+from benchmarks.gpu.runs import request_of, training
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import forget_memory, peak_bytes, seconds_of_steps
+from benchmarks.gpu.trace import record_classes
 from benchmarks.plain_gpt import PlainGPT
 from benchmarks.plain_llama import PlainLlama
 from benchmarks.training_loop import TrainingLoop, TransformersNetwork
@@ -24,6 +28,9 @@ from megatron.data.loader import Batch
 from megatron.errors import MegatronError
 
 Step = Callable[[], object]
+CONTENDERS = (*DECIDING, "transformers", "torch-kernels", "transformers-eager")
+MOST_OF_A_PART = 0.6  # of its time for one contender
+RATE = "tokens per second"
 USUAL_LENGTH, TOKENS = 1024, 16384  # tokens of a sample and of a step
 BEST_OF_OTHERS, UTILIZATION = Target(at_least=1.1), Target(at_least=0.5)
 JUDGED_FOR_UTILIZATION = "1.3b"
@@ -39,48 +46,68 @@ class Contender:
 
 
 def measure_model(context: Context) -> None:
-    """Tokens per second, share of the peak and memory of one network.
+    """Tokens per second, share of the peak and memory of one network, for each contender in a process of its own.
 
-    No contender begins who would need more time than is left, going by the slowest so far.
+    A contender that is stopped, runs out of memory or breaks the device leaves the others their turns.
 
     A part is named after its network, and after its sequence length where that is not 1,024 tokens: `1.3b-4096`.
     """
     name, _, given_length = context.part.partition("-")
     shape = SHAPES[name].tiny() if context.is_tiny else SHAPES[name]
     length = 16 if context.is_tiny else int(given_length or USUAL_LENGTH)
+    if context.contender is None:
+        run_in_turns(context, lambda: _compare(context, length))
+        return
     micro_batch = 2 if context.is_tiny else TOKENS // length
-    ends_at, longest = time.monotonic() + context.seconds, 0.0
-    rates = {}
-    for contender in contenders(context, shape, length, micro_batch):
-        began_at = time.monotonic()
-        if began_at + longest > ends_at:
-            context.recorder.note("not measured", "out of time", of=contender.name, length=length)
-            continue
-        rate = measured(context, contender, shape, length, micro_batch)
-        longest = max(longest, time.monotonic() - began_at)
-        if rate is not None:
-            rates[contender] = rate
-            _compare(context, length, rates)
+    contender = contender_of(context, shape, length, micro_batch)
+    sys.stdin.readline()  # the turn of this process: until then it has only imported
+    measured(context, contender, shape, length, micro_batch, is_profiled=True)
 
 
-def contenders(context: Context, shape: Shape, length: int, micro_batch: int) -> Iterator[Contender]:
-    """Ours, without and with CUDA graphs, plain PyTorch and transformers; what is never the fastest comes last: torch's
-    kernels, and no compiler.
-    """
-    request = request_of(context, shape, length, micro_batch)
-    is_with_csrc = context.kernels is None and has_compiled_kernels(context)
-    yield Contender("ours, --kernels csrc" if is_with_csrc else "ours", True, lambda: our_step(request))
-    batch = _batch(micro_batch, length, shape.vocab)
-    config = _resolved(request, context.device)
+def run_in_turns(context: Context, after_each: Callable[[], None]) -> None:
+    """Runs the contenders one after another, each in a process that starts while the one before it is measured."""
+    ends_at = time.monotonic() + context.seconds
+    waiting = list(context.contenders)
+    started = [_started(context, waiting.pop(0))] if waiting else []
+    for contender in context.contenders:
+        process = started.pop()
+        if waiting:
+            started.append(_started(context, waiting.pop(0)))
+        limit = min(ends_at - time.monotonic(), MOST_OF_A_PART * context.seconds)
+        try:
+            process.communicate("go\n", timeout=max(limit, 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            context.recorder.note("not measured", f"stopped after {limit:.0f} s", of=contender)
+        else:
+            if process.returncode:
+                note = f"exit status {process.returncode}; see {context.part}.log"
+                context.recorder.note("failed", note, of=contender)
+        after_each()
+
+
+def _started(context: Context, contender: str) -> subprocess.Popen[str]:
+    """A process that measures a contender once it is given its turn."""
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--only-this", context.part, "--contender", contender]
+    command += ["--output", str(context.output.resolve()), "--scale", context.scale, "--device", context.device.type]
+    command += [] if context.kernels is None else ["--kernels", context.kernels]
+    with (context.output / f"{context.part}.log").open("a", encoding="utf-8") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True)
+
+
+def contender_of(context: Context, shape: Shape, length: int, micro_batch: int) -> Contender:
+    """The contender that this process is, one of `CONTENDERS`."""
+
+    def ours(name: str, *flags: str) -> Contender:
+        request = request_of(context, shape, length, micro_batch, *flags)
+        return Contender(name, True, lambda: our_step(request))
 
     def peer(network: Callable[[], torch.nn.Module], name: str, *, is_compiled: bool) -> Contender:
-        return Contender(
-            f"{name}, torch.compile" if is_compiled else name,
-            False,
-            lambda: _peer_step(
-                network(), config, context.device, batch, is_compiled=is_compiled and not context.is_tiny
-            ),
-        )
+        batch = _batch(micro_batch, length, shape.vocab)
+        compiled = is_compiled and not context.is_tiny
+        build = lambda: _peer_step(network(), config, context.device, batch, is_compiled=compiled)  # noqa: E731
+        return Contender(f"{name}, torch.compile" if is_compiled else name, False, build)
 
     def plain() -> torch.nn.Module:
         return PlainGPT(config.model) if shape.groups is None else PlainLlama(config.model)
@@ -88,16 +115,20 @@ def contenders(context: Context, shape: Shape, length: int, micro_batch: int) ->
     def transformers() -> torch.nn.Module:
         return TransformersNetwork(config.model, "sdpa")
 
-    yield peer(plain, "plain PyTorch", is_compiled=True)
-    if context.device.type == "cuda":
-        with_graphs = request_of(context, shape, length, micro_batch, "--cuda-graphs", "auto")
-        yield Contender("ours, --cuda-graphs auto", True, lambda: our_step(with_graphs))
-    if not context.is_tiny:
-        yield peer(transformers, "transformers", is_compiled=True)
-    if is_with_csrc:
-        with_torch = request_of(context, shape, length, micro_batch, "--kernels", "torch")
-        yield Contender("ours, --kernels torch", True, lambda: our_step(with_torch))
-    yield peer(transformers, "transformers", is_compiled=False)
+    config = _resolved(request_of(context, shape, length, micro_batch), context.device)
+    match context.contender:
+        case "graphs":
+            return ours("ours, --cuda-graphs auto", "--cuda-graphs", "auto")
+        case "plain":
+            return peer(plain, "plain PyTorch", is_compiled=True)
+        case "transformers":
+            return peer(transformers, "transformers", is_compiled=True)
+        case "torch-kernels":
+            return ours("ours, --kernels torch", "--kernels", "torch")
+        case "transformers-eager":
+            return peer(transformers, "transformers", is_compiled=False)
+        case _:
+            return ours("ours")
 
 
 @contextlib.contextmanager
@@ -115,11 +146,14 @@ def _peer_step(
     yield lambda: loop.step([batch], 3e-4)
 
 
-def measured(context: Context, contender: Contender, shape: Shape, length: int, micro_batch: int) -> float | None:
+def measured(
+    context: Context, contender: Contender, shape: Shape, length: int, micro_batch: int, *, is_profiled: bool = False
+) -> float | None:
     """Tokens per second; None if it failed, which is recorded.
 
     Args:
         shape: what counts for the share of the peak.
+        is_profiled: whether two more steps show where the time goes.
     """
     warm_ups, steps = (1, 1) if context.is_tiny else (5, 15)
     device, of = context.device, {"of": contender.name, "length": length, "batch": micro_batch}
@@ -130,26 +164,36 @@ def measured(context: Context, contender: Contender, shape: Shape, length: int, 
                 step()
             seconds = seconds_of_steps(step, device, steps)
             memory = peak_bytes(device)
+            _record_rate(context, contender, shape, of, seconds, memory)
+            if is_profiled:
+                record_classes(context, step, of)
     except (RuntimeError, ImportError, MegatronError) as failure:
         context.recorder.note("failed", f"{type(failure).__name__}: {str(failure)[:300]}", **of)
         return None
     finally:
         torch.compiler.reset()
-    rate = micro_batch * length / seconds
-    context.recorder.figure("tokens per second", rate, "tokens/s", **of)
+    return micro_batch * length / seconds
+
+
+def _record_rate(
+    context: Context, contender: Contender, shape: Shape, of: dict[str, Any], seconds: float, memory: int
+) -> None:
+    rate = of["batch"] * of["length"] / seconds
+    context.recorder.figure(RATE, rate, "tokens/s", **of)
     context.recorder.figure("peak memory", memory / 2**30, "GiB", **of)
-    peak = peak_of(device_name(device))
+    peak = peak_of(device_name(context.device))
     if peak is not None:
-        share = rate * shape.flops_per_token(length) / (peak.bf16_teraflops * 1e12)
+        share = rate * shape.flops_per_token(of["length"]) / (peak.bf16_teraflops * 1e12)
         is_judged = contender.is_ours and context.part == JUDGED_FOR_UTILIZATION
         context.recorder.figure("MFU", share, "", target=UTILIZATION if is_judged else None, **of)
-    return rate
 
 
-def _compare(context: Context, length: int, rates: dict[Contender, float]) -> None:
+def _compare(context: Context, length: int) -> None:
     """Records the ratio as soon as there is one, and again with each further contender: a part may be stopped."""
-    ours = [rate for contender, rate in rates.items() if contender.is_ours]
-    others = {contender.name: rate for contender, rate in rates.items() if not contender.is_ours}
+    records = [record for record in read_records([context.output / RESULTS]) if record["part"] == context.part]
+    rates = {record["details"]["of"]: record["value"] for record in records if record["figure"] == RATE}
+    ours = [rate for name, rate in rates.items() if name.startswith("ours")]
+    others = {name: rate for name, rate in rates.items() if not name.startswith("ours")}
     if ours and others:
         name, best = max(others.items(), key=lambda item: item[1])
         details = {"length": length, "best": name, "compared": len(rates)}

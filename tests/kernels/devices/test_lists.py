@@ -10,7 +10,7 @@ import torch
 
 from megatron.kernels import multi_tensor
 from megatron.kernels.choice import Implementation
-from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
+from megatron.kernels.cross_entropy import LossGradients, cross_entropy_, logit_gradient, logit_statistics
 from megatron.kernels.initial_values import Distribution, WeightDraw, draw_
 from megatron.kernels.native.library import Library
 from megatron.kernels.optimizer import AdamW
@@ -132,6 +132,25 @@ def test_losses_of_logits(compiled: Library, dtype: torch.dtype, device: str) ->
                 for number, (found, expected) in enumerate(zip(first, exact, strict=True)):
                     where = f"result {number} of {rows} x {columns}, softcap {softcap}, {layout.__name__}"
                     check_close(found, expected, torch.float32 if number < 3 else dtype, where)
+
+
+@on_each_device
+@in_each_dtype
+def test_losses_and_gradients_of_logits_in_one_call(compiled: Library, dtype: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for rows, columns, valid in ((3, 24, 21), (5, 32000, 32000), (3, 50304, 50257), (2, 57352, 57352), (2, 21, 20)):
+        logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
+        labels, weights = torch.randint(0, valid, (rows,), generator=generator), torch.rand(rows, generator=generator)
+        wide = logits[:, :valid].double().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+        (gradient,) = torch.autograd.grad((expected * weights).sum(), wide)
+        written = logits.to(device)
+        losses, normalizer = cross_entropy_(written, labels.to(device), weights.to(device), valid)
+        torch.testing.assert_close(losses.double().cpu(), expected.detach(), rtol=2e-6, atol=4e-6)
+        torch.testing.assert_close(normalizer.double().cpu(), wide.detach().logsumexp(1), rtol=2e-6, atol=4e-6)
+        error = max(torch.finfo(dtype).eps, 4e-6)
+        torch.testing.assert_close(written[:, :valid].double().cpu(), gradient, rtol=error, atol=2e-7)
+        assert not written[:, valid:].any()
 
 
 @on_each_device
