@@ -307,8 +307,7 @@ class CaptureError(RuntimeError):
 class GraphCapturer:
     """Captures work of the GPU as CUDA graphs: kernels on fixed addresses, queued in one call.
 
-    Graphs share memory unless they are given some of their own: of those that share it one may run at a time, and what
-    it leaves lasts until the next one runs.
+    Of the graphs that share memory one may run at a time, and what it leaves lasts until the next one runs.
 
     Args:
         stopwatch: counts messages, if there is one; not those of graphs.
@@ -323,12 +322,11 @@ class GraphCapturer:
         any_failed: Callable[[bool], bool] = bool,
     ) -> None:
         self._stream = torch.cuda.Stream(target)
-        self._pool = torch.cuda.graph_pool_handle()
         self._stopwatch = stopwatch
         self._any_failed = any_failed
 
     def new_memory(self) -> Any:
-        """Memory for graphs that are to keep what they write while others run."""
+        """Memory for graphs to share; not to be used again once all of them were released, or a capture has failed."""
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Result]) -> Result:
@@ -340,13 +338,13 @@ class GraphCapturer:
         current.wait_stream(self._stream)
         return result
 
-    def capture(self, work: Callable[[], Result], memory: Any = None) -> tuple[CapturedWork, Result]:
+    def capture(self, work: Callable[[], Result], memory: Any) -> tuple[CapturedWork, Result]:
         """Captures the work without doing it; the result gets its values when the graph runs.
 
         Other threads may go on using the GPU.
 
         Args:
-            memory: of `new_memory`, for graphs that run in the order of their captures; what all share by default.
+            memory: of `new_memory`, for graphs that run in the order of their captures.
 
         Raises:
             CaptureError: the work cannot be captured.
@@ -356,7 +354,7 @@ class GraphCapturer:
         untimed = contextlib.nullcontext() if self._stopwatch is None else self._stopwatch.paused()
         try:
             with untimed:
-                captured.append(self._captured(work, self._pool if memory is None else memory))
+                captured.append(self._captured(work, memory))
         except RuntimeError as caught:
             failure = caught
         if self._any_failed(failure is not None):
@@ -394,9 +392,9 @@ def _abandon(pool: Any) -> None:
     which would refuse to draw outside a capture.
     """
     index = torch.cuda.current_device()
-    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):  # the capture may have failed before it took, or after it gave back
-            undo(index, pool)
+    with contextlib.suppress(RuntimeError):  # the allocator had not begun with it
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
 

@@ -188,7 +188,7 @@ def test_captured_work_is_done_when_it_is_replayed() -> None:
     capturer = device.GraphCapturer(torch.device("cuda"))
     values = torch.ones(3, device="cuda")
     assert capturer.warm_up(lambda: values * 2).tolist() == [2.0] * 3
-    work, doubled = capturer.capture(lambda: values * 2)
+    work, doubled = capturer.capture(lambda: values * 2, capturer.new_memory())
     for number in (3.0, 4.0):
         values.fill_(number)
         work.replay()
@@ -210,11 +210,11 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(read: bool) -> None:
 
     for _ in range(2):
         with pytest.raises(device.CaptureError, match="captur"):
-            capturer.capture(broken)
+            capturer.capture(broken, capturer.new_memory())
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
         torch.cuda.empty_cache()
         assert 0 <= float(torch.rand((), device="cuda")) <= 1
-        work, doubled = capturer.capture(lambda: values * 2)
+        work, doubled = capturer.capture(lambda: values * 2, capturer.new_memory())
         work.replay()
         assert doubled.tolist() == [2.0] * 3
         work.release()

@@ -118,7 +118,7 @@ class MicroBatchGraphs:
         parameters: of the network; those that require no gradient get none.
         forward: computes the loss of a micro-batch, multiplied as it is to be for the backward pass, and the sums of
             the objective. It must read nothing of the batch but its tensors.
-        capturer: captures on the device; all graphs use one pool of memory, as only one of them runs at a time.
+        capturer: captures on the device; all graphs share memory, as only one of them runs at a time.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class MicroBatchGraphs:
         self._graphs: dict[Hashable, _Graph] = {}
         self._met: Counter[Hashable] = Counter()
         self._settings: Hashable = None
+        self._memory = capturer.new_memory()
 
     @property
     def count(self) -> int:
@@ -179,6 +180,7 @@ class MicroBatchGraphs:
             graph.work.release()
         self._graphs.clear()
         self._met.clear()
+        self._memory = self._capturer.new_memory()
 
     def _captured(self, batch: DeviceBatch) -> _Graph:
         while len(self._graphs) >= MOST_GRAPHS:
@@ -186,7 +188,7 @@ class MicroBatchGraphs:
             self._graphs.pop(oldest).work.release()
             self._met[oldest] = 0
         inputs = static(batch)
-        work, outcome = self._capturer.capture(lambda: self._compute(inputs))
+        work, outcome = self._capturer.capture(lambda: self._compute(inputs), self._memory)
         return _Graph(inputs, work, outcome)
 
     def _compute(self, batch: DeviceBatch) -> Outcome:

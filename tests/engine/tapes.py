@@ -91,7 +91,7 @@ class TapeCapturer(GraphCapturer):
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
         self.warm_ups = 0
-        self._pool, self._stopwatch, self._any_failed = None, None, bool
+        self._stopwatch, self._any_failed = None, bool
 
     def warm_up(self, work: Callable[[], Result]) -> Result:
         """Does the work."""
@@ -106,8 +106,8 @@ class TapeCapturer(GraphCapturer):
         """What records the next capture."""
         return Tape(memory)
 
-    def _captured(self, work: Callable[[], Result], pool: Memory | None) -> tuple[CapturedWork, Result]:
-        tape = self.new_tape({} if pool is None else pool)
+    def _captured(self, work: Callable[[], Result], pool: Memory) -> tuple[CapturedWork, Result]:
+        tape = self.new_tape(pool)
         with tape:
             result = work()
         tape.spoil()
@@ -155,7 +155,7 @@ class FailingCapturer(TapeCapturer):
             return _FailingTape(memory, self._operation)
         return super().new_tape(memory)
 
-    def _captured(self, work: Callable[[], Result], pool: Memory | None) -> tuple[CapturedWork, Result]:
+    def _captured(self, work: Callable[[], Result], pool: Memory) -> tuple[CapturedWork, Result]:
         captured = super()._captured(work, pool)
         if len(self.tapes) - 1 == self._failing:
             self.tapes.pop().release()

@@ -338,7 +338,7 @@ class _Measuring(GraphCapturer):
         super().__init__(*target)
         self.growth: list[int] = []
 
-    def capture(self, work: Callable[[], Result], memory: Any = None) -> tuple[CapturedWork, Result]:
+    def capture(self, work: Callable[[], Result], memory: Any) -> tuple[CapturedWork, Result]:
         """Captures."""
         torch.cuda.empty_cache()  # as a capture does first
         before = torch.cuda.memory_reserved()
