@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -27,8 +28,8 @@ class _Run(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """Sums that are kept whole until they are averaged alike: the sums, and which ranges of them this rank adds to
-    which ranges of its parts.
+    """Sums that are kept whole until they are averaged alike, in their own dtype: the sums, and which ranges of them
+    this rank adds to which ranges of its parts.
     """
 
     averaging: Averaging
@@ -145,7 +146,7 @@ class PartitionGradients(FlatGradients):
             bucket = FlatBucket(parameters, self._parts[0].dtype)
             bucket.open().zero_()  # views can be made of memory only
             ranges, own = [], []
-            averaging = self._averaging.of(parameters[0])
+            averaging = dataclasses.replace(self._averaging.of(parameters[0]), dtype=bucket.flat.dtype)
             for parameter, view in zip(parameters, bucket.views, strict=True):
                 self._kept[id(parameter)] = view
                 number, start, _ = self._places[id(parameter)]

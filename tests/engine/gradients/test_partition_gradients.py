@@ -116,6 +116,24 @@ def sums(rank: int) -> list[bool]:
     return right
 
 
+def whole_sum(rank: int) -> float:
+    """What this rank has of the average of sums that bfloat16 cannot hold."""
+    axis = open_mesh(Layout()).gradient
+    weights = torch.zeros(2, dtype=torch.bfloat16)
+    group = FlatGroup.of([nn.Parameter(weights)], weights)
+    held = PartitionGradients([torch.zeros(1)], [group], lambda _: True, Averaging(axis, torch.bfloat16), 1000)
+    held.keep_whole(group.parameters)
+    for value in (256.0, 1.0):
+        group.parameters[0].grad = torch.full_like(weights, value)
+        held.add(group.parameters)
+    held.reduce()
+    return float(held.parts[0])
+
+
+def test_sums_that_are_kept_whole_are_averaged_as_they_are() -> None:
+    assert run_ranks(whole_sum, 2) == [257.0, 257.0]
+
+
 def test_each_rank_adds_its_part_of_every_pass() -> None:
     assert run_ranks(sums, 2) == [[True, True] * 2 * len(BUCKETS)] * 2
 
