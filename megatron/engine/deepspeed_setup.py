@@ -79,6 +79,8 @@ def initialize(
     # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
     settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
     _warn_of_narrow_accumulation(settings, mesh)
+    if notice := averaging_notice(settings, mesh.gradient.size):
+        log.info(notice)
     optimizer = build_optimizer(optim, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
     # DeepSpeed flattens parameters and keeps views of them. With autograd on, these would hold the nodes that
@@ -114,6 +116,18 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
             f"gradients are accumulated in {accumulation}, as the --deepspeed_config file says (data_types, "
             f"grad_accum_dtype): with many micro-batches small ones are lost. Remove the entry to accumulate in fp32."
         )
+
+
+def averaging_notice(settings: Mapping[str, Any], ranks: int) -> str | None:
+    """A sentence about gradients that are rounded to half precision to be averaged; None if none are."""
+    half = next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
+    dtype, stage = settings.get("communication_data_type", half), settings["zero_optimization"]["stage"]
+    if dtype == "fp32" or stage < 2 or ranks == 1:
+        return None
+    return (
+        f"gradients: ZeRO stage {stage} averages those of each micro-batch over {ranks} ranks in {dtype}, which rounds "
+        '(docs/training.md); "communication_data_type": "fp32" in a --deepspeed_config file does not'
+    )
 
 
 def build_optimizer(

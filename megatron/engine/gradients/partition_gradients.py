@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -27,8 +28,8 @@ class _Run(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """Sums that are kept whole until they are averaged alike: the sums, and which ranges of them this rank adds to
-    which ranges of its parts.
+    """Sums that are kept whole until they are averaged alike, in their own dtype: the sums, and which ranges of them
+    this rank adds to which ranges of its parts.
     """
 
     averaging: Averaging
@@ -73,7 +74,6 @@ class PartitionGradients(FlatGradients):
         self._whole: list[_Whole] = []
         self._runs: dict[tuple[int, ...], list[_Run]] = {}  # by the ids of parameters
         self._missing: dict[int, set[int]] = {}  # of the bucket of a parameter, those that have no gradient yet
-        self._sent: set[int] = set()  # in this pass, before it was over
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keeps the sums of parameters whole until `reduce`, so that `of` has them; before the first `add`."""
@@ -82,18 +82,16 @@ class PartitionGradients(FlatGradients):
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Averages the gradients of a backward pass and adds this rank's part; collective over data-parallel ranks."""
-        remaining = []
-        sums, gradients = [], []
+        remaining, sums, gradients = [], [], []
         for parameter in parameters:
             if id(parameter) in self._missing:
                 self._missing[id(parameter)].add(id(parameter))
+            if parameter.grad is None:  # sent during the pass, or put off
+                continue
             if id(parameter) in self._kept:
-                if parameter.grad is not None:
-                    sums.append(self.of(parameter))
-                    gradients.append(parameter.grad)
-                    parameter.grad = None
-            elif id(parameter) in self._sent:
-                self._sent.remove(id(parameter))
+                sums.append(self.of(parameter))
+                gradients.append(parameter.grad)
+                parameter.grad = None
             else:
                 remaining.append(parameter)
         multi_tensor.add_(sums, gradients)
@@ -113,10 +111,11 @@ class PartitionGradients(FlatGradients):
 
     @torch.no_grad()
     def _arrived(self, run: _Run, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # put off: torch calls the hook all the same
+            return
         missing = self._missing[id(parameter)]
         missing.discard(id(parameter))
         if not missing:
-            self._sent.update(map(id, run.parameters))
             self._send(run)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -147,7 +146,7 @@ class PartitionGradients(FlatGradients):
             bucket = FlatBucket(parameters, self._parts[0].dtype)
             bucket.open().zero_()  # views can be made of memory only
             ranges, own = [], []
-            averaging = self._averaging.of(parameters[0])
+            averaging = dataclasses.replace(self._averaging.of(parameters[0]), dtype=bucket.flat.dtype)
             for parameter, view in zip(parameters, bucket.views, strict=True):
                 self._kept[id(parameter)] = view
                 number, start, _ = self._places[id(parameter)]
@@ -194,11 +193,7 @@ class PartitionGradients(FlatGradients):
             yield _Run(group, tuple(run), first, FlatBucket(run))
 
     def _send(self, run: _Run) -> None:
-        """Averages the gradients of a pass over the ranks and adds this rank's part of them; without any, nothing is
-        sent.
-        """
-        if all(each.grad is None for each in run.parameters):
-            return
+        """Averages the gradients of a pass over the ranks and adds this rank's part of them."""
         if self.watcher is not None:
             self.watcher(run.parameters)
         flat = run.bucket.fill([torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters])

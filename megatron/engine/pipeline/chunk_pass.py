@@ -73,7 +73,6 @@ class ChunkRunner:
         layers = [layer for _, layer in stack.named_layers()]
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._queues: dict[int, WeightGradientQueue] = {}
-        self._deferred: set[int] = set()  # ids of the parameters whose gradients come from a queue
         for chunk, places in chunks.layers.items():
             own = nn.ModuleList([layers[place] for place in places])
             self._parameters[chunk] = [parameter for parameter in own.parameters() if parameter.requires_grad]
@@ -81,7 +80,6 @@ class ChunkRunner:
             for module in own.modules() if splits_backward else ():
                 if hasattr(module, "queue"):
                     module.queue = self._queues[chunk]  # type: ignore[assignment]
-                    self._deferred.update(map(id, module.parameters(recurse=False)))
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Announces the actions of a step before the first of them; nothing is on its way between ranks."""
@@ -127,16 +125,5 @@ class ChunkRunner:
         return losses.of(output, batch.targets, given=given) if self.chunks.is_last(chunk) else output
 
     def after_backward(self, chunk: int) -> list[nn.Parameter]:
-        """The parameters whose gradients are complete after a whole backward pass."""
+        """The parameters that a backward pass, or a half of it, may have left gradients of."""
         return self._parameters[chunk]
-
-    def after_half(self, chunk: int, *, is_first: bool) -> list[nn.Parameter]:
-        """The parameters whose gradients are complete after a half of a backward pass: every one after one of both.
-
-        Hooks may have taken gradients of the first half already: whoever they belong to learns that the pass is over.
-        """
-        return [
-            each
-            for each in self._parameters[chunk]
-            if each.grad is not None or (is_first and id(each) not in self._deferred)
-        ]

@@ -34,7 +34,7 @@ class Executor:
     Args:
         runner: runs the chunks of this rank.
         axis: the ranks of the pipeline.
-        take_gradients: called after each backward pass with the parameters that now have gradients.
+        take_gradients: called after each backward pass, and each half of one, with the parameters of its chunk.
         enter: called with each phase that begins.
     """
 
@@ -136,13 +136,13 @@ class _Execution:
         passed, gradient = self._alive.pop(place), self._gradient_after(place)
         self._executor.enter("backward")
         self._pass_on(place, passed.backward_of_input(gradient))
-        self._executor.take_gradients(self._executor.runner.after_half(action.chunk, is_first=True))
+        self._executor.take_gradients(self._executor.runner.after_backward(action.chunk))
         self._halved[place] = passed
 
     def _weight_backward(self, action: Action) -> None:
         self._executor.enter("backward")
         self._halved.pop((action.chunk, action.micro_batch)).backward_of_weights()
-        self._executor.take_gradients(self._executor.runner.after_half(action.chunk, is_first=False))
+        self._executor.take_gradients(self._executor.runner.after_backward(action.chunk))
 
     def _gradient_after(self, place: Place) -> torch.Tensor:
         """The gradient of a chunk's output."""

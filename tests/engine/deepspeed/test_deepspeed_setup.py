@@ -13,7 +13,7 @@ import torch
 
 from megatron.device import Stopwatch
 from megatron.engine import deepspeed_setup
-from megatron.engine.deepspeed_setup import timed_messages
+from megatron.engine.deepspeed_setup import averaging_notice, timed_messages
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import TRANSFER
@@ -66,3 +66,14 @@ def test_the_backend_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="peer"), timed_messages(Stopwatch()):
         raise RuntimeError("peer")
     assert deepspeed.comm.comm.cdb is backend
+
+
+def test_averages_that_round_are_told() -> None:
+    def notice(stage: int, ranks: int = 8, **settings: Any) -> str | None:
+        return averaging_notice({"zero_optimization": {"stage": stage}, **settings}, ranks)
+
+    bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+    assert notice(1, **bf16, communication_data_type="fp32") is notice(2) is notice(2, 1, **bf16) is None
+    assert notice(2, **bf16, communication_data_type="fp32") is None
+    assert "stage 2 averages those of each micro-batch over 8 ranks in bf16, which rounds" in str(notice(2, **bf16))
+    assert "stage 3 averages those of each micro-batch over 2 ranks in fp16" in str(notice(3, 2, **fp16))

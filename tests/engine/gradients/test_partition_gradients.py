@@ -48,6 +48,16 @@ def gradients_of(parameters: list[nn.Parameter], rank: int, step: int) -> list[t
     return [torch.randint(-8, 8, each.shape, generator=generator).to(each.dtype) for each in parameters]
 
 
+class _PutOff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return None
+
+
 def sums(rank: int) -> list[bool]:
     """For each bucket size, with and without hooks: whether this rank's parts, and what it counts, are right."""
     axis = open_mesh(Layout()).gradient
@@ -71,9 +81,13 @@ def sums(rank: int) -> list[bool]:
         counted = [torch.zeros(group.length, dtype=torch.bool) for group in groups]
         for step in range(PASSES):
             missing = parameters[0] if step == 1 else None
+            put_off = parameters[-1] if step == 2 else None  # whose hook torch calls before there is a gradient
             given = gradients_of(parameters, rank, step)
             used = [pair for pair in zip(parameters, given, strict=True) if pair[0] is not missing]
-            sum((each * gradient).sum() for each, gradient in used).backward()
+            sum((_PutOff.apply(each) if each is put_off else each * grad).sum() for each, grad in used).backward()
+            if put_off is not None:
+                held.add([each for each in parameters if each is not put_off])
+                put_off.grad, used = given[-1], []
             # a bucket that is complete was sent, and its gradients are gone
             assert early or all(each.grad is not None for each, _ in used)
             assert not early or bucket > 1 or all(each.grad is None for each, _ in used if each is not tied)
@@ -100,6 +114,24 @@ def sums(rank: int) -> list[bool]:
         held.clear()
         right.append(not any(part.any() for part in parts) and held.buffers == parts)
     return right
+
+
+def whole_sum(rank: int) -> float:
+    """What this rank has of the average of sums that bfloat16 cannot hold."""
+    axis = open_mesh(Layout()).gradient
+    weights = torch.zeros(2, dtype=torch.bfloat16)
+    group = FlatGroup.of([nn.Parameter(weights)], weights)
+    held = PartitionGradients([torch.zeros(1)], [group], lambda _: True, Averaging(axis, torch.bfloat16), 1000)
+    held.keep_whole(group.parameters)
+    for value in (256.0, 1.0):
+        group.parameters[0].grad = torch.full_like(weights, value)
+        held.add(group.parameters)
+    held.reduce()
+    return float(held.parts[0])
+
+
+def test_sums_that_are_kept_whole_are_averaged_as_they_are() -> None:
+    assert run_ranks(whole_sum, 2) == [257.0, 257.0]
 
 
 def test_each_rank_adds_its_part_of_every_pass() -> None:

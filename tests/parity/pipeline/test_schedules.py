@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from megatron.config import Machine
-from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
+from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SPLIT_SCHEDULES
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import DEFAULT_CASES, sampled
 from tests.parity.layouts import layout_config, layout_name, local_batches
 from tests.parity.reference import Recipe
+from tests.parity.switches import SWITCHES
 
 pytestmark = pytest.mark.slow
 # Samples of each step: one to six micro-batches.
@@ -136,6 +138,16 @@ def test_a_schedule_equals_one_process(layout: Layout, alone: list[Curve]) -> No
 def test_four_stages_equal_one_process(alone: list[Curve], request: pytest.FixtureRequest) -> None:
     is_campaign = request.config.getoption("--cases") > DEFAULT_CASES
     check((1, 4, 1), ALL if is_campaign else FOUR_STAGES, alone[1], DEEP)
+
+
+@pytest.mark.parametrize("switches", [[], SWITCHES["multi-token, tied"]], ids=["plain", "multi-token, tied"])
+def test_buckets_wait_for_gradients_that_are_put_off(switches: list[str], tmp_path: Path) -> None:
+    """Of the tied weight, the last chunk has the embedding's gradient after one half and the head's after the other."""
+    path = tmp_path / "buckets.json"
+    path.write_text('{"zero_optimization": {"reduce_bucket_size": 300}}')
+    [expected] = run_ranks(train_cases, 1, (1, 1, 1), [(0, switches)])[0]
+    cases = [Case(schedule, 2, "none") for schedule in SPLIT_SCHEDULES]
+    check((1, 2, 2), cases, expected, [*switches, "--deepspeed_config", str(path)])
 
 
 def check_chunks_on_one_device(curves: list[Curve], loss_ratio: float, norm_ratio: float) -> None:
