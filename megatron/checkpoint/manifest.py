@@ -17,7 +17,7 @@ from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.manifests.texts import SEAL_BYTES, digest_in, parsed, read_whole
 from megatron.checkpoint.manifests.version_1 import read_version_1
 from megatron.checkpoint.manifests.version_2 import FORMAT, FORMAT_VERSION, read_version_2
-from megatron.checkpoint.storage import DISK, Storage, read_tail
+from megatron.checkpoint.storage import DISK, Storage, read_tail, unreadable
 from megatron.errors import CheckpointError, DamagedError, MegatronError, StorageError, printable
 
 MANIFEST_NAME = "manifest.json"
@@ -38,7 +38,11 @@ def read_manifest(folder: Path, storage: Storage = DISK, known: Manifest | None 
         StorageError: the system refused for a reason that has nothing to do with the file.
     """
     path = folder / MANIFEST_NAME
-    if storage.exists(folder) and not storage.exists(path):
+    try:
+        is_incomplete = storage.exists(folder) and not storage.exists(path)
+    except OSError as failure:
+        raise unreadable(path, failure) from failure
+    if is_incomplete:
         raise DamagedError(
             f"{folder} has no {MANIFEST_NAME}: it is not complete, or another program wrote it (then convert it first)."
         )

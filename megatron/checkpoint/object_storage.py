@@ -7,6 +7,7 @@ links, no free space to ask for, and nothing to synchronize.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -63,16 +64,22 @@ class ObjectStorage:
         """The names below a folder, sorted; none where there is nothing, which is all that a missing folder is."""
         store, place = self._at(path)
         store.invalidate_cache()
-        if not store.isdir(place):
-            return []
-        return sorted(PurePosixPath(name).name for name in store.ls(place, detail=False) if name.rstrip("/") != place)
+        # Not isdir() nor exists(): for them a store that refuses, or does not answer, holds nothing.
+        with contextlib.suppress(FileNotFoundError):
+            names = store.ls(place, detail=False)
+            return sorted(PurePosixPath(name).name for name in names if name.rstrip("/") != place)
+        return []
 
     @_with_os_errors
     def exists(self, path: Path) -> bool:
         """Whether there is an object or a folder of that name."""
         store, place = self._at(path)
         store.invalidate_cache()
-        return bool(store.exists(place))
+        try:
+            store.info(place)
+        except FileNotFoundError:
+            return False
+        return True
 
     @_with_os_errors
     def create(self, path: Path) -> int:

@@ -94,6 +94,7 @@ class Record:
         run_id: what the checkpoints of one run share, through all its restarts; empty in older checkpoints.
         finetuned_from: of the checkpoint whose weights a fine-tuning run began with, `run_id` (empty if it has none),
             `step` and `fingerprint`, a digest of its tensors; else empty.
+        forked_from: the same of the checkpoint at which a run left another one that goes on without it; else empty.
         validation_loss: of the evaluation at this step, in nats per token; None without one.
         recent: the latest values, by name, which tell what is unusual.
         passed_batches: batches that were not trained on because they made runs fail: `step`, `first_sample`,
@@ -116,6 +117,7 @@ class Record:
     program_version: str
     run_id: str = ""
     finetuned_from: Mapping[str, Any] = field(default_factory=dict)
+    forked_from: Mapping[str, Any] = field(default_factory=dict)
     validation_loss: float | None = None
     recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
     passed_batches: Sequence[Mapping[str, int]] = ()
@@ -141,6 +143,7 @@ class Record:
         optional: dict[str, Any] = {
             "run_id": self.run_id,
             "finetuned_from": dict(self.finetuned_from),
+            "forked_from": dict(self.forked_from),
             "validation_loss": self.validation_loss,
             "recent": {name: list(values) for name, values in self.recent.items()},
             "passed_batches": [dict(batch) for batch in self.passed_batches],
@@ -195,7 +198,8 @@ class Record:
             run_id=stored.entry(
                 "run_id", lambda entry: entry == "" or run_id_of({"run_id": entry}), "16 hexadecimal digits", ""
             ),
-            finetuned_from=_base(stored),
+            finetuned_from=_base(stored, "finetuned_from"),
+            forked_from=_base(stored, "forked_from"),
             validation_loss=None if loss is None else float(loss),
             recent=stored.object("recent", _is_series, "a list of numbers", {}),
             passed_batches=_batches(stored),
@@ -275,10 +279,10 @@ def _tokenizer(stored: _Entries) -> TokenizerRecord:
     return TokenizerRecord.from_json(stored.value)
 
 
-def _base(stored: _Entries) -> Mapping[str, Any]:
-    base = stored.object("finetuned_from", usual={})
+def _base(stored: _Entries, name: str) -> Mapping[str, Any]:
+    base = stored.object(name, usual={})
     what = "an object with run_id, step and fingerprint"
-    stored.entry("finetuned_from", lambda entry: not entry or finetuned_from_of({"finetuned_from": entry}), what, {})
+    stored.entry(name, lambda entry: not entry or base_in({name: entry}, name), what, {})
     return base
 
 
@@ -299,9 +303,9 @@ def run_id_of(record: Mapping[str, Any]) -> str:
     return entry if isinstance(entry, str) and _RUN_ID.fullmatch(entry) else ""
 
 
-def finetuned_from_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The checkpoint that a record as JSON says its run was fine-tuned from; empty if it says none."""
-    entry = record.get("finetuned_from")
+def base_in(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The checkpoint that an entry of a record as JSON says its run began with; empty if it says none."""
+    entry = record.get(name)
     if not isinstance(entry, Mapping) or not _is_count(entry.get("step")):
         return {}
     fingerprint = entry.get("fingerprint", "")

@@ -309,13 +309,16 @@ def _newest(
 def _candidates(directories: Sequence[Path], storage: Storage) -> list[str]:
     """The checkpoint folders in some directories, newest first, and of one step in the order of the directories.
 
-    Any but the first may be out of reach; that is a warning.
+    Any but the first may be out of reach; that is a warning, unless the first holds none: then what is out of reach may
+    be all there is.
     """
     candidates = find(directories[0], storage=storage)
     for directory in directories[1:]:
         try:
             candidates += find(directory, storage=storage)
         except (CheckpointError, StorageError) as failure:
+            if not candidates and isinstance(failure, StorageError):
+                raise
             log.warning(f"looking for checkpoints elsewhere only: {failure}")
     return [str(candidate.path) for candidate in sorted(candidates, key=lambda candidate: -candidate.step)]
 

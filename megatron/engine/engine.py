@@ -102,6 +102,7 @@ class Engine:
         self._update_count = 0
         self._averaging_weight = 0.0
         self._uncounted: deque[tuple[StepVerdict, float]] = deque()
+        self._before_changes: list[Callable[[], None]] = []
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
@@ -202,8 +203,10 @@ class Engine:
     def before_update(self, work: Callable[[], None]) -> RemovableHandle:
         """Registers work to be done before each optimizer update; `remove()` of the result ends that.
 
-        If the host knows in time that an update is dropped, the work is not done.
+        If the host knows in time that an update is dropped, the work is not done then, but before the weights are
+        exchanged for their means.
         """
+        self._before_changes.append(work)
         return self.optimizer.register_step_pre_hook(lambda *_: work())
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -318,6 +321,8 @@ class Engine:
         if self.averages is None:
             yield
             return
+        for work in self._before_changes:  # a dropped update has not waited for a copy of the weights
+            work()
         self.averages.exchange()
         self.view.refresh_weights()
         try:

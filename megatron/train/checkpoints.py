@@ -251,6 +251,7 @@ def run_record(run: Run) -> Record:
         program_version=__version__,
         run_id=identity.run_id,
         finetuned_from=identity.finetuned_from,
+        forked_from=identity.forked_from,
         validation_loss=run.evaluator.validation_loss(run.progress.step),
         began_at=run.engine.freezing.began_at,
         averaged_from=run.engine.freezing.averaged_from,

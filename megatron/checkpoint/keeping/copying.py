@@ -114,9 +114,10 @@ class CopyInProgress:
                 storage.remove_tree(final)  # of a copy that died: what it had moved aside can come back
             if storage.exists(final.parent):
                 sweep(final.parent, storage)  # may put another checkpoint of the step back in its place
+            is_taken = storage.exists(final)
         except OSError as failure:
             raise cannot_write(storage, final, 0, failure, self.flag) from failure
-        if not storage.exists(final):
+        if not is_taken:
             return False
         if not storage.is_link(final) and stored_digest(final, storage) == self.manifest.digest:
             try:

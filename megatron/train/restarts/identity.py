@@ -3,7 +3,8 @@
 A run draws an identity at its first start and keeps it through all restarts and layouts: it is in the record of
 each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from
 another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions have
-none, and belong to any run.
+none, and belong to any run. A run that leaves another one at a checkpoint of it is a run of its own: else the
+checkpoints of both, which share their steps, could not be told apart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron import log
 from megatron.checkpoint import find
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
-from megatron.checkpoint.record import Record, finetuned_from_of, run_id_of
+from megatron.checkpoint.record import Record, base_in, run_id_of
 from megatron.checkpoint.recovery import Candidate
 from megatron.checkpoint.storage import DISK, read_head, write_file
 from megatron.config.flags.paths import is_address
@@ -41,29 +42,36 @@ class RunIdentity:
     Attributes:
         run_id: 16 hexadecimal digits, drawn at the first start; empty if unknown.
         finetuned_from: the checkpoint whose weights a fine-tuning began with, as `base_of` describes it; else empty.
+        forked_from: the checkpoint at which it left another run, described in the same way; else empty.
     """
 
     run_id: str = ""
     finetuned_from: Mapping[str, Any] = field(default_factory=dict)
+    forked_from: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def new(cls, finetuned_from: Mapping[str, Any] | None = None) -> RunIdentity:
+    def new(
+        cls, finetuned_from: Mapping[str, Any] | None = None, forked_from: Mapping[str, Any] | None = None
+    ) -> RunIdentity:
         """The identity of a run that starts for the first time."""
-        return cls(secrets.token_hex(8), finetuned_from or {})
+        return cls(secrets.token_hex(8), finetuned_from or {}, forked_from or {})
 
     @classmethod
     def from_json(cls, value: Any) -> RunIdentity | None:
         """Reads what `to_json` wrote, or the same entries of a checkpoint's record; None if they are missing."""
         if not isinstance(value, Mapping) or not run_id_of(value):
             return None
-        return cls(run_id_of(value), finetuned_from_of(value))
+        return cls(run_id_of(value), base_in(value, "finetuned_from"), base_in(value, "forked_from"))
 
     def to_json(self) -> dict[str, Any]:
         """The identity as stored in `run.json`."""
-        return {"run_id": self.run_id, "finetuned_from": dict(self.finetuned_from)}
+        forked = {"forked_from": dict(self.forked_from)} if self.forked_from else {}
+        return {"run_id": self.run_id, "finetuned_from": dict(self.finetuned_from), **forked}
 
     def __str__(self) -> str:
         name = f"run {self.run_id}" if self.run_id else "a run of an older version, without identity"
+        if self.forked_from:
+            return f"{name}, forked from {base_text(self.forked_from)}"
         return f"{name}, a fine-tuning of {base_text(self.finetuned_from)}" if self.finetuned_from else name
 
 

@@ -25,7 +25,7 @@ from megatron.config.sections.optimizers import SCHEDULE_FREE
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import check_same_tokenizer
@@ -63,7 +63,8 @@ class Start:
     """How a run begins.
 
     Attributes:
-        config: what was asked for; where a fine-tuning continues, changed to a resume from its own folder.
+        config: what was asked for; where a run that began with another one's checkpoint has saved before, changed to
+            a resume from its own folder.
         saved: the checkpoint it continues from, or takes its weights from; None for a new run.
         identity: which run it is.
         is_restart: whether the run has been started before, even if it saved nothing.
@@ -84,19 +85,22 @@ def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
     copies = config.saving.save_secondary
     secondary = None if copies is None else Path(copies)
     saved = find_saved_run(config, mesh, None if config.loading.finetune else secondary)
-    if config.loading.finetune and saved is not None:
+    if saved is not None and (config.loading.finetune or _is_fork(config, saved)):
         base = saved
-        own = run_on_first(mesh, lambda: _own_finetuning(config, base, secondary))
+        own = run_on_first(mesh, lambda: _own_branch(config, base, secondary))
         if own["continues"]:
-            config = dataclasses.replace(config, loading=_resuming_itself(config.loading, config.saving.save))
+            config = _resuming_itself(config)
             saved = find_saved_run(config, mesh, secondary)
         identity = own["identity"]
     else:
+        if saved is not None and run_on_first(mesh, lambda saved=saved: _has_gone_on(config, saved)):  # type: ignore[misc]
+            config = _resuming_itself(config)
+            saved = find_saved_run(config, mesh, secondary)
         identity = run_on_first(mesh, lambda: _identity(config, saved).to_json())
     settled = RunIdentity.from_json(identity) or RunIdentity()
     if secondary is not None and not config.evaluation.eval_only:
         settles = Nodes.of(mesh).is_first if config.saving.save_secondary_per_node else mesh.control.rank == 0
-        run_on_all(mesh, lambda: _settle_secondary(secondary, settled, config) if settles else None)
+        run_on_all(mesh, lambda: _settle_secondary(secondary, settled, config, saved) if settles else None)
 
     def write() -> bool:
         if config.saving.save is None:
@@ -127,7 +131,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
             run_on_first(mesh, lambda: _reject_foreign_save(str(saving.save)))
         return None
     source = _source(config, mesh)
-    if loading.load_step is not None or DISK.exists(source / MANIFEST_NAME):
+    if loading.load_step is not None or run_on_first(mesh, lambda: _is_checkpoint(source)):
         secondary = None
     also = () if secondary is None else (secondary,)
     folder_run_id = run_on_first(mesh, lambda: next(filter(None, map(_run_id_of_folder, (source, *also))), ""))
@@ -299,7 +303,8 @@ def _source(config: RunConfig, mesh: ParallelMesh) -> Path:
 
     def chosen() -> str:
         folder = folder_of_step(directory, step)
-        later = [candidate.step for candidate in find(Path(saving.save))] if saving.save else []
+        saves_there = saving.save is not None and os.path.realpath(saving.save) == os.path.realpath(directory)
+        later = [candidate.step for candidate in find(directory)] if saves_there else []
         if later and later[0] > step:
             raise CheckpointError(
                 f"--ckpt-step {step} is older than the checkpoint of step {later[0]} in --save {saving.save}, which "
@@ -310,18 +315,27 @@ def _source(config: RunConfig, mesh: ParallelMesh) -> Path:
     return Path(run_on_first(mesh, chosen))
 
 
+def _is_checkpoint(source: Path) -> bool:
+    try:
+        return DISK.exists(source / MANIFEST_NAME)
+    except OSError as failure:
+        raise StorageError(
+            f"cannot read {source}: {failure.strerror or failure}. Check it and start again."
+        ) from failure
+
+
 def _run_id_of_folder(source: Path) -> str:
     """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, always accepted."""
-    identity = None if DISK.exists(source / MANIFEST_NAME) else identity_of(source)
+    identity = None if _is_checkpoint(source) else identity_of(source)
     return "" if identity is None else identity.run_id
 
 
-def _settle_secondary(folder: Path, own: RunIdentity, config: RunConfig) -> None:
+def _settle_secondary(folder: Path, own: RunIdentity, config: RunConfig, saved: SavedRun | None) -> None:
     """Marks the folder of copies as this run's.
 
     Raises:
         ConfigError: it is the --save folder.
-        CheckpointError: it holds checkpoints of another run.
+        CheckpointError: it holds checkpoints of another run, or later ones than the one that --load names.
     """
     saving = config.saving
     if saving.save is not None and os.path.realpath(folder) == os.path.realpath(saving.save):
@@ -334,6 +348,17 @@ def _settle_secondary(folder: Path, own: RunIdentity, config: RunConfig) -> None
         raise CheckpointError(
             f"--save-secondary {folder} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and this "
             f"is {own}: their steps would be mixed in one folder. Give --save-secondary another folder."
+        )
+    if (
+        candidates
+        and saved is not None
+        and _names_one(config, saved)
+        and candidates[0].step > saved.record.progress.step
+    ):
+        raise CheckpointError(
+            f"--save-secondary {folder} holds a copy of iteration {candidates[0].step}, which the next run would "
+            f"continue from, and this one goes back to iteration {saved.record.progress.step}. Give --save-secondary "
+            "another folder."
         )
     if read_identity(folder) != own:
         write_identity(folder, own)
@@ -352,33 +377,61 @@ def _identity(config: RunConfig, saved: SavedRun | None) -> RunIdentity:
         held = None if save is None or loading.from_scratch else read_identity(save)
         if save is not None and loading.load is not None and not loading.from_scratch:
             _reject_foreign_save(str(save), f"--load {loading.load} holds none")
-        return RunIdentity.new() if held is None or held.finetuned_from else held
+        return RunIdentity.new() if held is None or held.finetuned_from or held.forked_from else held
     record = saved.record
     if save is None or config.evaluation.eval_only:
-        return RunIdentity(record.run_id, record.finetuned_from) if record.run_id else RunIdentity.new()
+        return RunIdentity.from_json(record.to_json()) or RunIdentity.new()
     candidates, held = checkpoints_in(save), identity_of(save)
     if held is not None and candidates and record.run_id and record.run_id != held.run_id:
-        own = RunIdentity(record.run_id, record.finetuned_from)
+        own = RunIdentity.from_json(record.to_json())
         raise CheckpointError(
             f"--save {save} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and --load "
             f"{loading.load} continues {own}: their steps would be mixed in one folder. Give --save another folder."
         )
-    if record.run_id:
-        return RunIdentity(record.run_id, record.finetuned_from)
-    return held or RunIdentity.new()
+    return RunIdentity.from_json(record.to_json()) or held or RunIdentity.new()
 
 
-def _own_finetuning(config: RunConfig, base: SavedRun, secondary: Path | None) -> dict[str, Any]:
-    """The identity of a fine-tuning of `base`, and whether --save or else --save-secondary holds its own progress, as
-    JSON.
+def _names_one(config: RunConfig, saved: SavedRun) -> bool:
+    """Whether the flags name the checkpoint itself, and not the newest one of a folder."""
+    return config.loading.load_step is not None or saved.found.path == Path(str(config.loading.load))
+
+
+def _is_fork(config: RunConfig, saved: SavedRun) -> bool:
+    """Whether the run leaves another one: it begins with a checkpoint that is named, and saves elsewhere."""
+    save = config.saving.save
+    if save is None or config.evaluation.eval_only or not _names_one(config, saved):
+        return False
+    return os.path.realpath(save) != os.path.realpath(saved.found.path.parent)
+
+
+def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
+    """Whether --save is another folder than --load and holds later checkpoints of the same run: the same command was
+    given before.
+    """
+    save = config.saving.save
+    if (
+        save is None
+        or config.evaluation.eval_only
+        or os.path.realpath(save) == os.path.realpath(str(config.loading.load))
+    ):
+        return False
+    later = [each for each in checkpoints_in(Path(save)) if each.step > saved.record.progress.step]
+    held = identity_of(Path(save)) if later else None
+    return held is not None and held.run_id == saved.record.run_id
+
+
+def _own_branch(config: RunConfig, base: SavedRun, secondary: Path | None) -> dict[str, Any]:
+    """The identity of a fine-tuning or fork of `base`, and whether --save or else --save-secondary holds its own
+    progress, as JSON.
 
     Raises:
         CheckpointError: --save is the folder of the base, or holds checkpoints of something else.
     """
     loading, saving = config.loading, config.saving
     taken = base_of(base.record, base.found.manifest or read_manifest(base.found.path))
+    new = RunIdentity.new(taken) if loading.finetune else RunIdentity.new(base.record.finetuned_from, taken)
     if saving.save is None or config.evaluation.eval_only:
-        return {"identity": RunIdentity.new(taken).to_json(), "continues": False}
+        return {"identity": new.to_json(), "continues": False}
     save = Path(saving.save)
     if any(os.path.realpath(save) == os.path.realpath(place) for place in (str(loading.load), base.found.path.parent)):
         raise CheckpointError(
@@ -389,30 +442,33 @@ def _own_finetuning(config: RunConfig, base: SavedRun, secondary: Path | None) -
     of_any_step = loading.load_step is None and base.found.path != Path(str(loading.load))
 
     def is_own(held: RunIdentity | None) -> bool:
-        return held is not None and is_same_base(held.finetuned_from, taken, at_any_step=of_any_step)
+        began_with = {} if held is None else held.finetuned_from if loading.finetune else held.forked_from
+        return is_same_base(began_with, taken, at_any_step=of_any_step)
 
     candidates, held = checkpoints_in(save), identity_of(save)
     if candidates and not is_own(held):
+        branch, flag = ("fine-tuning", "--finetune") if loading.finetune else ("fork", "--ckpt-step")
         raise CheckpointError(
             f"--save {save} holds checkpoints of {held or RunIdentity()} (newest: iteration {candidates[0].step}), and "
-            f"this is a fine-tuning of {base_text(taken)} (--load {loading.load}): their steps would be mixed in one "
-            f"folder. Give --save another folder, or continue what is there with --load {save} and without --finetune."
+            f"this is a {branch} of {base_text(taken)} (--load {loading.load}): their steps would be mixed in one "
+            f"folder. Give --save another folder, or continue what is there with --load {save} and without {flag}."
         )
     if not candidates and secondary is not None:  # the --save folder may be lost
         copied = identity_of(secondary)
         if is_own(copied):
             candidates, held = checkpoints_in(secondary), copied
     if held is None or not is_own(held):
-        held = RunIdentity.new(taken)
+        held = new
     return {"identity": held.to_json(), "continues": bool(candidates)}
 
 
-def _resuming_itself(loading: LoadingConfig, save: str | None) -> LoadingConfig:
-    """The flags with which a fine-tuning that has saved before resumes; flags that named the base do not apply."""
-    log.info(f"this fine-tuning has saved before (--save {save}) and continues from there")
+def _resuming_itself(config: RunConfig) -> RunConfig:
+    """The flags with which a run that has saved before resumes; flags that named what it began with do not apply."""
+    save = config.saving.save
+    log.info(f"this run has saved before and continues from --save {save}, not from --load {config.loading.load}")
     switches = dict.fromkeys(("finetune", "reset_iteration", "no_load_optim"), False)
     changes: Mapping[str, Any] = {**switches, "ckpt_step": None, "load_tag": None}
-    return dataclasses.replace(loading, load=save, **changes)
+    return dataclasses.replace(config, loading=dataclasses.replace(config.loading, load=save, **changes))
 
 
 def _reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:

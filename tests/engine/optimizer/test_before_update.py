@@ -67,3 +67,17 @@ def test_nothing_that_is_saved_changes_before_the_update(world_size: int, cases:
     for results in run_ranks(changes, world_size, cases):
         for case, (calls, saw_old, changed, size_is_known) in zip(cases, results, strict=True):
             assert calls >= 1 and saw_old and changed and size_is_known, case
+
+
+@pytest.mark.parametrize("flags", [("--ema-decay", "0.9"), ("--optimizer", "schedule-free")])
+def test_nothing_that_is_saved_changes_before_the_means_take_the_place_of_the_weights(flags: Sequence[str]) -> None:
+    """A save that began before a dropped update may still be reading the weights."""
+    config = layout_config(RECIPE, (1, 1, 1), 0, list(flags))
+    mesh = open_mesh(config.parallel)
+    engine = build_engine(config, mesh)
+    engine.train_batch(local_batches(RECIPE, config, mesh, 0, False), 1e-3)
+    pieces, seen = list(owned_pieces(engine)), []
+    before = contents(pieces)
+    engine.before_update(lambda: seen.append(contents(pieces)))
+    with engine.using_averages():
+        assert seen == [before]

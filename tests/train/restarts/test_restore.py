@@ -353,7 +353,7 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
     assert f"skipping checkpoint {folder / 'iter_0000008'}: it belongs to run {TWO}, and {folder} to run {ONE}" in text
     for flags in ({"load": str(folder / "iter_0000008")}, {"load": str(folder), "ckpt_step": 8}):
         named = started(tmp_path / f"b{len(flags)}", **flags)
-        assert named.saved is not None and named.saved.record.run_id == named.identity.run_id == TWO
+        assert named.saved is not None and named.saved.record.run_id == named.identity.forked_from["run_id"] == TWO
         with pytest.raises(CheckpointError, match=rf"holds checkpoints of run {ONE} \(newest: .*continues run {TWO}"):
             started(folder, **flags)
 

@@ -1,0 +1,90 @@
+"""Runs that go back to an earlier step or move to another folder, and are started again by the same command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint import save
+from megatron.config import LoadingConfig
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.restarts.restore import Start, find_start
+from tests.checkpoint.made.fake_pieces import make_state, whole_sink
+from tests.checkpoint.made.records import make_record
+from tests.train.samples import run_config
+
+MESH = ParallelMesh.single()
+ONE = "1" * 16
+
+
+def saved(folder: Path, step: int, **changes: Any) -> Path:
+    """A folder with a checkpoint of that step."""
+    save(folder, step, whole_sink(make_state(seed=step)).expected, make_record(step, **changes).to_json(), MESH)
+    return folder
+
+
+def started(folder: Path, **changes: Any) -> Start:
+    """A start with --save `folder`."""
+    return find_start(run_config(save=str(folder), save_interval=1, **changes), MESH)
+
+
+def test_a_run_that_goes_back_is_a_run_of_its_own_and_continues_when_it_is_started_again(tmp_path: Path) -> None:
+    run, copies = saved(tmp_path / "a", 4, run_id=ONE), saved(tmp_path / "copies", 6, run_id=ONE)
+    saved(run, 6, run_id=ONE)
+    flags = {"load": str(run), "ckpt_step": 4}
+    with pytest.raises(
+        CheckpointError, match=rf"copies holds checkpoints of run {ONE} .*forked from run {ONE} at iterat"
+    ):
+        started(tmp_path / "b", **flags, save_secondary=str(copies))
+    first = started(tmp_path / "b", **flags, save_secondary=str(tmp_path / "more"))
+    assert first.identity.run_id != ONE and first.identity.forked_from["step"] == 4
+    assert first.saved is not None and first.saved.record.progress.step == 4
+    assert started(tmp_path / "b", load=str(run / "iter_0000004")).identity == first.identity, "nothing is saved yet"
+    saved(tmp_path / "b", 5, run_id=first.identity.run_id, forked_from=first.identity.forked_from)
+    for more in (flags, {"load": str(run / "iter_0000004")}):
+        again = started(tmp_path / "b", **more)
+        assert again.identity == first.identity and again.config.loading == LoadingConfig(load=str(tmp_path / "b"))
+        assert again.saved is not None and again.saved.record.progress.step == 5
+    with pytest.raises(CheckpointError, match=rf"this is a fork of run {ONE} at iteration 6 .*without --ckpt-step"):
+        started(tmp_path / "b", load=str(run), ckpt_step=6)
+
+
+def test_copies_of_later_steps_are_not_beside_a_run_that_goes_back(tmp_path: Path) -> None:
+    run, copies = saved(tmp_path / "a", 4, run_id=ONE), saved(tmp_path / "copies", 6, run_id=ONE)
+    sentence = (
+        r"copies holds a copy of iteration 6, which the next run would .* goes back to iteration 4\. Give --save-sec"
+    )
+    for load in ({"load": str(run), "ckpt_step": 4}, {"load": str(run / "iter_0000004")}):
+        with pytest.raises(CheckpointError, match=sentence):
+            started(run, **load, save_secondary=str(copies))
+
+
+def test_a_run_that_has_moved_continues_where_it_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "a", 4, run_id=ONE)
+    assert started(tmp_path / "b", load=str(tmp_path / "a")).config.loading.load == str(tmp_path / "a")
+    saved(tmp_path / "b", 6, run_id=ONE)
+    capsys.readouterr()
+    start = started(tmp_path / "b", load=str(tmp_path / "a"))
+    assert start.saved is not None and start.saved.record.progress.step == 6
+    assert f"continues from --save {tmp_path / 'b'}, not from --load {tmp_path / 'a'}" in capsys.readouterr().err
+    saved(tmp_path / "a", 8, run_id=ONE)
+    start = started(tmp_path / "b", load=str(tmp_path / "a"))
+    assert start.saved is not None and start.saved.record.progress.step == 8
+
+
+def test_a_run_without_a_folder_does_not_begin_anew_while_its_copies_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+
+    def refused(*words: object, **named: object) -> None:
+        raise PermissionError(13, "access denied")
+
+    for name in ("ls", "info"):
+        monkeypatch.setattr(fsspec.filesystem("memory"), name, refused)
+    for flags in ({"load": "memory://b/run"}, {"load": str(tmp_path / "gone"), "save_secondary": "memory://b/run"}):
+        with pytest.raises(StorageError, match=r"cannot (read|list) memory:/b/run"):
+            started(tmp_path / "gone", **flags)
