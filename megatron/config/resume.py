@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.config.architecture.feed_forward import MICRO_BATCH
 from megatron.config.architecture.positions import LEARNED
 from megatron.config.flags.blends import read_split, shown_split
 from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, Unset, resume_rule
@@ -110,7 +111,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
             notices.append(f"{name} {_shown(then)} is taken from the checkpoint in place of {_shown(now)}.")
         elif field.name in ("train_iters", "train_tokens") and current.finetuning.epochs is not None:
             continue  # they follow from the epochs
-        elif field.name in _NOTABLE and not (current.loading.finetune or current.evaluation.eval_only):
+        elif field.name in _notable(current) and not (current.loading.finetune or current.evaluation.eval_only):
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
     if current.optim.use_checkpoint_lr_scheduler:
         problems.extend(_schedule_problems(values, current.optim))
@@ -170,6 +171,12 @@ def _differences(
 
 def _is_same(name: str, then: Any, now: Any) -> bool:
     return bool(then == now) or (name == "split" and read_split(str(then)) == read_split(str(now)))
+
+
+def _notable(current: RunConfig) -> frozenset[str]:
+    """The fields whose change is said; the micro-batch is among them where experts are balanced over its tokens."""
+    scope = current.model.moe_aux_loss_scope if current.model.expert_counts else None
+    return _NOTABLE | {"micro_batch_size"} if scope == MICRO_BATCH else _NOTABLE
 
 
 def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> str:

@@ -218,32 +218,48 @@ class PrefixObjective(LanguageModelObjective):
     Args:
         on_targets_only: whether the loss mask leaves out the prefixes; a sample of s tokens keeps (s + 1) / 2 labels on
             average, since a prefix ends at each of its positions with the same probability.
+        by_document: whether each document of a sample has a prefix; then s is the length of a document, whose prefix
+            leaves out its end-of-document token. The last document of a sample is taken to go on after it.
         reweights_positions: weigh the label of position t, counted from 0, by 2 (s - t) / (s + 1): a late position is a
             target more often than an early one. The weights of s tokens sum to s; the weights of targets sum to
-            (s + 2) / 3 on average.
+            (s + 2) / 3 on average, if all positions are ends of prefixes.
 
     Source: bigscience Megatron-DeepSpeed `megatron/model/gpt_model.py` (`get_cross_entropy`) and `megatron/utils.py`
     (`reweight_loss_mask_`).
     """
 
     on_targets_only: bool = False
+    by_document: bool = False
     reweights_positions: bool = False
 
     def token_count(self, batch: Batch) -> float:
         """What the loss sum of a micro-batch is divided by."""
-        samples, length = batch.loss_mask.shape
         if not self.on_targets_only:
-            return float(samples * length)
-        return samples * ((length + 2) / 3 if self.reweights_positions else (length + 1) / 2)
+            return float(batch.loss_mask.size)
+        places, sizes, longest = self._places(batch)
+        weights = 2 * (sizes - places) / (sizes + 1) if self.reweights_positions else 1.0
+        return float((np.minimum((places + 1) / longest, 1.0) * weights).sum())
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """As of the language model, and if requested the weight of each position `[b, s]`."""
         targets = super().targets(batch)
         if not self.reweights_positions:
             return targets
-        length = batch.loss_mask.shape[1]
-        weights = np.arange(length, 0, -1, dtype=np.float32) * np.float32(2 / (length + 1))
-        return {**targets, "position_weights": np.broadcast_to(weights, batch.loss_mask.shape).copy()}
+        places, sizes, _ = self._places(batch)
+        return {**targets, "position_weights": (2 * (sizes - places) / (sizes + 1)).astype(np.float32)}
+
+    def _places(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The place of each token in what has a prefix of its own, the length of that, and of its longest prefix.
+
+        Shapes: each `[b, s]`.
+        """
+        shape = batch.loss_mask.shape
+        segments = batch.segment_ids if self.by_document and batch.segment_ids is not None else np.zeros(shape, int)
+        places, sizes = np.empty(shape), np.empty(shape)
+        for row, of_row in enumerate(segments):
+            _, firsts, numbers, counts = np.unique(of_row, return_index=True, return_inverse=True, return_counts=True)
+            places[row], sizes[row] = np.arange(shape[1]) - firsts[numbers], counts[numbers]
+        return places, sizes, np.maximum(sizes - (segments < segments[:, -1:]), 1)
 
     def token_weights(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The weights of the positions, or what the samples' means say. Shapes: result `[b, s]`."""

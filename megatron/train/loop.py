@@ -56,7 +56,8 @@ def train_steps(run: Run, steps: StepReports) -> StopVerdict:
             run.saves.save(run)
         run.saves.note_outcome(run)
         verdict = run.stopping.decide(run.progress.step, has_failed_save=run.saves.failure is not None)
-        if verdict is not StopVerdict.CONTINUE:
+        # --exit-interval may name the last step, after which the run is finished, evaluations included.
+        if verdict is not StopVerdict.CONTINUE and not (verdict is StopVerdict.INTERVAL and run.is_done):
             steps.flush()
             return verdict
     steps.flush()

@@ -53,6 +53,7 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
     return PrefixObjective(
         **vars(objective),
         on_targets_only=loss.loss_on_targets_only,
+        by_document=config.documents.reset_attention_mask,
         reweights_positions=loss.reweight_loss_based_on_position_frequency,
     )
 

@@ -97,8 +97,8 @@ class StepReports:
         """Reports all steps.
 
         Raises:
-            NumericsError: more than --max-bad-steps consecutive steps were not applied, or the loss scale of fp16
-                cannot fall any more.
+            NumericsError: more than --max-bad-steps consecutive steps were not applied, or gradients of fp16 overflow
+                with a loss scale that cannot fall.
         """
         self._report(0)
 
@@ -128,17 +128,21 @@ class StepReports:
             self._count(step.progress, step.result)
 
     def _check_scale(self, progress: Progress, result: StepResult) -> None:
-        """Ends a run in fp16 whose gradients overflow with the least loss scale as well."""
+        """Ends a run in fp16 whose gradients overflow with a loss scale that cannot fall, or not any more."""
         if not result.skipped:
             self._overflows_at_least = 0
             return
         precision = self._run.config.precision
-        self._overflows_at_least += int(precision.loss_scale is None and result.loss_scale <= precision.min_loss_scale)
-        if self._overflows_at_least > precision.hysteresis:
+        scale, way_out = "constant loss scale, {:g} (--loss-scale)", "without --loss-scale, so that it falls"
+        if precision.loss_scale is None:
+            scale, way_out = "least loss scale, {:g} (--min-loss-scale)", "with a lower --lr or a longer warm-up"
+        is_least = precision.loss_scale is not None or result.loss_scale <= precision.min_loss_scale
+        self._overflows_at_least += int(is_least)
+        if self._overflows_at_least > max(precision.hysteresis, self._run.config.safety.max_bad_steps):
             raise NumericsError(
-                f"iteration {progress.step}: gradients overflow in float16 with the least loss scale, "
-                f"{result.loss_scale:g} (--min-loss-scale), {self._overflows_at_least} times in a row. The last "
-                "checkpoint is intact. Resume from it with a lower --lr or a longer warm-up, or train with --bf16.",
+                f"iteration {progress.step}: gradients overflow in float16 with the {scale.format(result.loss_scale)}, "
+                f"{self._overflows_at_least} times in a row. The last checkpoint is intact. Resume from it {way_out}, "
+                "or train with --bf16.",
                 step=progress.step,
             )
 

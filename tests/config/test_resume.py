@@ -126,6 +126,14 @@ def test_what_only_the_optimizer_state_depends_on_may_change_without_it(then: st
     assert check_resume(saved(then), run(now)).optim == run(now).optim
 
 
+@pytest.mark.parametrize(("flags", "is_said"), [("", True), (" --moe-aux-loss-scope global", False)])
+def test_another_micro_batch_over_which_experts_are_balanced_is_reported(flags: str, is_said: bool) -> None:
+    experts = f"--num-experts 4{flags} --micro-batch-size"
+    line = "--micro-batch-size is 1 now; the checkpoint was saved with 2."
+    now = run(f"{experts} 1")
+    assert (line in check_resume(saved(f"{experts} 2"), now).notices) is is_said
+
+
 def test_a_change_of_schedule_is_reported() -> None:
     assert check_resume(saved(), run("--lr 1e-4")).notices == (
         "--lr is 0.0001 now; the checkpoint was saved with 0.001.",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.data.datasets.changed_samples import prefix_length
-from megatron.data.loader import Batch
+from megatron.data.datasets.changed_samples import PrefixDataset, prefix_length
+from megatron.data.datasets.sample import Sample
+from megatron.data.loader import Batch, segment_ids
 from megatron.objective.language_model import Z_LOSS, LanguageModelObjective, PrefixObjective
 from megatron.parallel.mesh import Axis
 
@@ -57,6 +61,27 @@ def test_losses_are_divided_by_what_prefixes_leave_on_average(reweights: bool) -
     assert np.mean(drawn) == pytest.approx(objective.token_count(_batch(1)), rel=0.05)
     everywhere = PrefixObjective(Axis.single("tp"), 5, reweights_positions=reweights)
     assert everywhere.token_count(_batch(3)) == pytest.approx(3 * sum(weights))
+
+
+@pytest.mark.parametrize("reweights", [False, True])
+@pytest.mark.parametrize("mean_length", [5, 40])
+def test_prefixes_of_documents_leave_what_losses_are_divided_by(mean_length: int, reweights: bool) -> None:
+    """Half of a sample only where documents are long; positions are counted from the beginning of a document."""
+    length, draws = 256, np.random.default_rng(7)
+    tokens = np.where(draws.random((1, length + 1)) < 1 / mean_length, 0, 5)
+    objective = PrefixObjective(
+        Axis.single("tp"), 5, on_targets_only=True, by_document=True, reweights_positions=reweights
+    )
+    whole: Any = SimpleNamespace(read=lambda sample: Sample(tokens[0]))
+    dataset = PrefixDataset(whole, 1, eod_id=0, on_targets_only=True)
+    mask, segments = np.ones((1, length), np.float32), segment_ids(tokens[:, :-1], 0)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, np.arange(1), segments)
+    weights = objective.targets(batch).get("position_weights", mask)[0]
+    last = int(np.flatnonzero(tokens[0] == 0)[0])
+    if reweights:
+        assert weights[: last + 1] == pytest.approx([2 * (last + 1 - place) / (last + 2) for place in range(last + 1)])
+    left = [(dataset.read(sample).loss_mask * weights).sum() for sample in range(400)]
+    assert objective.token_count(batch) == pytest.approx(np.mean(left), rel=0.02)
 
 
 def test_without_weights_it_is_the_language_model() -> None:

@@ -221,6 +221,13 @@ def test_a_stop_saves_and_returns_its_exit_code(
     assert capsys.readouterr().out == f"{message}\n"
 
 
+def test_an_exit_interval_that_names_the_last_step_finishes_the_run() -> None:
+    stopped, whole = FakeRun(), FakeRun()
+    stopped.verdicts = {3: StopVerdict.INTERVAL}
+    assert run_to_end(stopped) is run_to_end(whole) is ExitCode.DONE
+    assert stopped.events == whole.events
+
+
 def test_a_finished_run_trains_no_more_steps() -> None:
     run = FakeRun()
     run.progress = Progress(3, 24, 240)

@@ -78,8 +78,11 @@ def test_the_objective_of_each_kind() -> None:
     assert built == PrefixObjective(
         mesh.tp, 1000, source_count=3, label_smoothing=0.1, z_loss_coeff=0.5, on_targets_only=True
     )
-    weighted = build_objective(_config("--objective prefix --reweight-loss-based-on-position-frequency"), mesh)
-    assert isinstance(weighted, PrefixObjective) and weighted.reweights_positions and not weighted.on_targets_only
+    weighted = build_objective(
+        _config("--objective prefix --reset-attention-mask --reweight-loss-based-on-position-frequency"), mesh
+    )
+    assert isinstance(weighted, PrefixObjective) and weighted.reweights_positions and weighted.by_document
+    assert not weighted.on_targets_only
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_empty_steps_are_counted_and_reported_once(capsys: pytest.CaptureFixture
     steps.check_trained()
 
 
-def test_overflows_with_the_least_loss_scale_end_a_run() -> None:
+def test_overflows_with_a_loss_scale_that_cannot_fall_end_a_run() -> None:
     run = run_with()
     run.config.precision = PrecisionConfig(fp16=True, hysteresis=2, min_loss_scale=1.0)
     run.report = SimpleNamespace(step=lambda *told: None)
@@ -82,10 +82,14 @@ def test_overflows_with_the_least_loss_scale_end_a_run() -> None:
         add(skipped, loss_scale)
     with pytest.raises(NumericsError, match=r"the least loss scale, 1 \(--min-loss-scale\), 3 times in a row"):
         add(True, 1.0)
-    run.config.precision, steps = PrecisionConfig(fp16=True, loss_scale=1.0), StepReports(run, 0)  # it does not fall
-    for _ in range(4):
-        add(True, 1.0)
-    assert run.progress.skipped_steps == 10
+    run.config.precision, steps = PrecisionConfig(fp16=True, loss_scale=8.0, hysteresis=2), StepReports(run, 0)
+    run.config.safety = SafetyConfig(max_bad_steps=3)
+    for _ in range(3):
+        add(True, 8.0)
+    with pytest.raises(
+        NumericsError, match=r"the constant loss scale, 8 \(--loss-scale\), 4 times in a row.*without --loss-scale"
+    ):
+        add(True, 8.0)
 
 
 def test_allowed_bad_steps_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
