@@ -428,3 +428,14 @@ def test_switches_of_single_fusions_ask_for_torch() -> None:
     assert small("--no-bias-gelu-fusion").requested_kernels["activation"] == "torch"
     assert small("--no-bias-gelu-fusion --kernels activation=csrc").requested_kernels["activation"] == "csrc"
     assert small("--disable-bias-linear").requested_kernels["activation"] == "auto"  # turns that fusion off by itself
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--data-path a --data-path b", "--config a.json --config b.json", "--window-size 5,0 --window-size 7,0",
+     "--num-experts 4 4 8 8 --num-experts 8"],
+)  # fmt: skip
+def test_a_blend_a_file_of_flags_and_sizes_by_layer_are_given_once(text: str) -> None:
+    option = text.split()[0]
+    with pytest.raises(ConfigError, match=f"{option} is given twice: .* Give it once"):
+        small(text)

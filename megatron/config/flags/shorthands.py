@@ -312,7 +312,7 @@ def _always(values: Values, defaults: Values | None = None) -> Callable[[Any, Va
 
 def _flag(name: str, element: type, help: str, *, many: bool = False) -> Flag:
     default = False if element is bool else None
-    return Flag(name, element, FlagFacts(help=help), default, required=False, is_tuple=many, count=None)
+    return Flag(name, element, FlagFacts(help=help, once=many), default, required=False, is_tuple=many, count=None)
 
 
 # In the order in which they are applied: --no-position-embedding depends on what earlier ones have set.
