@@ -24,7 +24,9 @@ TOKENIZERS = (
     *SENTENCEPIECE_TOKENIZERS,
     *WORDPIECE_TOKENIZERS,
 )
-_NVIDIA_NAMES: Mapping[str, str] = types.MappingProxyType({"HuggingFaceTokenizer": "HFTokenizer"})
+_NVIDIA_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {"HuggingFaceTokenizer": "HFTokenizer", "Llama3Tokenizer": "HFTokenizer"}
+)
 _INDEX_RULES = ("bigscience", "nvidia")
 
 
