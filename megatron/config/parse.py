@@ -49,6 +49,7 @@ from megatron.config.run_config import (
     cross_problems,
     sections_of,
 )
+from megatron.config.sections.checkpoints import SavingConfig
 from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sequence_rules import sequence_notices, sequence_problems
@@ -212,7 +213,7 @@ def read_flags(
     merged = _merge(reading, flags, own, program)
     refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, merged.values)
     values, group_problems = read_group_files(merged.values)
-    values = _with_positions(_with_counts(own, values))
+    values = _with_stretch(_with_positions(_with_counts(own, values)))
     sections, section_problems, wrong = _build_sections(own, values, merged, reading.spellings)
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
@@ -221,6 +222,7 @@ def read_flags(
         notices += _idle_notices(sections["model"], values)
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
+        notices += _saving_notices(sections["saving"])
     return RequestDraft(sections, merged.provenance, (*problems,), (*notices,), frozenset(wrong), (*remarks,), program)
 
 
@@ -390,6 +392,18 @@ def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, place: length}
 
 
+def _with_stretch(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A stretch of latent attention's context is YaRN's unless --rope-scaling-type or --rope-type says otherwise, and
+    starts from 4096 tokens.
+
+    Source: NVIDIA Megatron-LM `megatron/core/transformer/transformer_config.py`, `MLATransformerConfig`.
+    """
+    stretch = ("model.multi_latent_attention", "model.rope_scaling_factor")
+    if not all(values.get(name) for name in stretch) or "model.rope_scaling_type" in values:
+        return dict(values)
+    return {"model.rope_original_max_positions": 4096, **values, "model.rope_scaling_type": "yarn"}
+
+
 def _with_counts(own: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:
     """Moves several values of a flag that takes one for each layer to the field for them; the flag's own is the
     largest.
@@ -438,6 +452,15 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
         yield (
             f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "
             f"{model.max_position_embeddings}, the context that the network is made for."
+        )
+
+
+def _saving_notices(saving: SavingConfig) -> Iterator[str]:
+    """A sentence for a run that would lose everything to a crash."""
+    if saving.save is not None and not (saving.save_interval or saving.save_each_epoch):
+        yield (
+            f"--save {saving.save} without --save-interval: a checkpoint is written only where the run ends or is "
+            "stopped. Give the steps between checkpoints, for example --save-interval 500."
         )
 
 

@@ -221,6 +221,9 @@ def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             else:
                 _check_saved(section, name, value, _field_types().get(name, ()))
                 yield section, name, value
+        if entries.get("moe_router_score_function") == "sigmoid" and "moe_router_keep_scores" not in entries:
+            # Older versions kept the scores with this flag, which Megatron-LM reads beside softmax only.
+            yield section, "moe_router_keep_scores", entries.get("moe_router_pre_softmax", False)
 
 
 @functools.cache

@@ -14,12 +14,14 @@ SMALL = (
 
 
 def words(text: str = "", drop: str = "") -> list[str]:
-    """The small command line without the flags named in `drop` (and their one value), followed by `text`."""
-    found = shlex.split(SMALL)
-    for name in drop.split():
+    """The small command line without the flags named in `drop` (and their one value), followed by `text`, which
+    may give another --data-path.
+    """
+    found, more = shlex.split(SMALL), shlex.split(text)
+    for name in {*drop.split(), *({"--data-path"} & {*more})}:
         place = found.index(name)
         del found[place : place + 2]
-    return found + shlex.split(text)
+    return found + more
 
 
 def small(text: str = "", drop: str = "") -> RunRequest:

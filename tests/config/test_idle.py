@@ -30,6 +30,14 @@ def resolved(text: str) -> RunConfig:
         ("--position-embedding-type rope --rotary-base-windowed 9", "--rotary-base-windowed 9.0 .* --attention-window"),
         ("--qk-layernorm-scope all", "--qk-layernorm-scope all has no effect without --qk-layernorm"),
         ("--moe-router-topk 3", "--moe-router-topk 3 has no effect without --num-experts"),
+        (
+            "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "--moe-router-pre-softmax has no effect without --moe-router-score-function softmax",
+        ),
+        (
+            "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-keep-scores",
+            "--moe-router-keep-scores has no effect without several experts",
+        ),
         ("--openai-gelu --swiglu", "--openai-gelu has no effect without a GELU"),
     ],
 )
@@ -37,7 +45,7 @@ def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: 
     config = resolved(text)
     assert any(re.search(sentence, notice) for notice in config.notices), config.notices
     kept = {"--position-embedding-type", "rope", "alibi", "--swiglu"}
-    plain = resolved(" ".join(word for word in text.split() if word in kept))
+    plain = resolved(" ".join(word for word in text.split() if word in kept) or text.rpartition("--")[0])
     check_resume(config.to_json(), plain)
     check_resume(plain.to_json(), config)
 

@@ -267,7 +267,7 @@ REFUSALS = [
     ),
     ("--data-impl fasta", "", r"--data-impl fasta is unknown. Use one of: lazy, cached, mmap, infer"),
     # control
-    ("--save out", "", r"--save out needs --save-interval"),
+    ("--save out --save-interval -1", "", r"--save-interval -1 is out of range"),
     ("--skip-train-iteration-range 5-2", "", r"--skip-train-iteration-range 5-2 is not a range of steps"),
     ("--skip-train-iteration-range x", "", r"--skip-train-iteration-range x is not a range of steps"),
     ("--from-scratch --finetune --load x", "", r"--from-scratch and --finetune contradict"),
@@ -305,11 +305,11 @@ def test_evaluation_needs_neither_length_nor_rate() -> None:
 
 
 def test_problems_of_all_sections_are_reported_in_one_error() -> None:
-    text = "--num-layers x --zero-stage 3 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --mos --foo"
+    text = "--num-layers x --zero-stage 3 --pipeline-model-parallel-size 5 --min-lr 1 --split a --keep-best --mos --foo"
     with pytest.raises(ConfigError) as caught:
         small(text)
     said = "\n".join(caught.value.problems)
-    for part in ("--num-layers takes", "--zero-stage 3", "--min-lr", "--split a", "--save o", "--mos", "--foo"):
+    for part in ("--num-layers takes", "--zero-stage 3", "--min-lr", "--split a", "--keep-best", "--mos", "--foo"):
         assert part in said
     assert "cannot fill" not in said  # the rule about --num-layers, which has no value, keeps quiet
     assert len(caught.value.problems) == 7
@@ -428,3 +428,14 @@ def test_switches_of_single_fusions_ask_for_torch() -> None:
     assert small("--no-bias-gelu-fusion").requested_kernels["activation"] == "torch"
     assert small("--no-bias-gelu-fusion --kernels activation=csrc").requested_kernels["activation"] == "csrc"
     assert small("--disable-bias-linear").requested_kernels["activation"] == "auto"  # turns that fusion off by itself
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--data-path a --data-path b", "--config a.json --config b.json", "--window-size 5,0 --window-size 7,0",
+     "--num-experts 4 4 8 8 --num-experts 8"],
+)  # fmt: skip
+def test_a_blend_a_file_of_flags_and_sizes_by_layer_are_given_once(text: str) -> None:
+    option = text.split()[0]
+    with pytest.raises(ConfigError, match=f"{option} is given twice: .* Give it once"):
+        small(text)

@@ -47,7 +47,7 @@ def test_a_value_that_looks_like_a_flag_stays_with_its_flag() -> None:
 
 def test_a_flag_of_the_trainer_wins_over_the_programs_words() -> None:
     own, words = read("--data d --batch 4 --micro-batch-size 1 --global-batch-size 6")
-    request = parse([*small_words(), *own.words(), *words])
+    request = parse([*small_words(drop="--data-path"), *own.words(), *words])
     assert (request.data.data_path, request.optim.global_batch_size) == (("d",), 6)
 
 

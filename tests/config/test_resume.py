@@ -246,6 +246,16 @@ def test_a_checkpoint_without_fields_of_the_architecture_has_their_defaults(
         check_resume(before, run(now))
 
 
+def test_an_older_checkpoint_keeps_the_sigmoids_that_it_was_trained_with() -> None:
+    text = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax"
+    older = saved(text)
+    del older["model"]["moe_router_keep_scores"]
+    assert RunConfig.from_json(older).model.moe_router_keep_scores
+    with pytest.raises(ConfigError, match="--moe-router-keep-scores is off and the checkpoint was saved with on"):
+        check_resume(older, run(text))
+    assert check_resume(older, run(f"{text} --moe-router-keep-scores")).model.keeps_scores
+
+
 def test_the_context_of_rotary_positions_is_the_checkpoints() -> None:
     rope, drop = "--position-embedding-type rope", "--max-position-embeddings"
     assert run(rope, drop).model.max_position_embeddings == 32

@@ -67,8 +67,11 @@ LAYOUTS = {
 
 def rehearsed(flags: tuple[str, ...], size: int) -> Rehearsal:
     """A rehearsal of the network in a layout."""
-    place = NETWORK.index("--train-iters")
-    network = NETWORK if "--train-samples" not in flags else NETWORK[:place] + NETWORK[place + 2 :]
+    network = NETWORK
+    for replaced, given in (("--train-iters", "--train-samples"), ("--data-path", "--data-path")):
+        if given in flags:
+            place = network.index(replaced)
+            network = network[:place] + network[place + 2 :]
     machine = Machine("cuda", size, supports_fp16=True, supports_bf16=True)
     return rehearse(resolve(parse([*network, *flags]), machine, TokenizerFacts(128, 1, "")), size)
 

@@ -99,7 +99,10 @@ class ExpertFields(FeedForwardFields):
         "softmax", "how router logits become scores", choices=("softmax", "sigmoid")
     )
     moe_router_pre_softmax: bool = network_flag(
-        False, "weights are the scores over all experts; off: over the chosen ones only, so they sum to 1"
+        False, "softmax over all experts, before the choice; off: over the chosen ones only, so weights sum to 1"
+    )
+    moe_router_keep_scores: bool = network_flag(
+        False, "sigmoid scores are the weights; off: divided by their sum, unless a token goes to a single expert"
     )
     moe_router_topk_scaling_factor: float = network_flag(1.0, "factor of the experts' weights", above=0)
     moe_router_num_groups: int | None = network_flag(
@@ -186,6 +189,13 @@ class ExpertFields(FeedForwardFields):
         return self.moe_expert_capacity_factor is not None and not self.disable_moe_token_dropping
 
     @property
+    def keeps_scores(self) -> bool:
+        """Whether a token's weights are its scores, whatever their sum."""
+        if self.moe_router_score_function == "softmax":
+            return self.moe_router_pre_softmax
+        return self.moe_router_keep_scores or self.moe_router_topk == 1
+
+    @property
     def balances_global_batch(self) -> bool:
         """Whether there is a load-balancing loss for the global batch."""
         return self.moe_aux_loss_scope == GLOBAL and self.moe_aux_loss_coeff > 0
@@ -232,7 +242,7 @@ class ExpertFields(FeedForwardFields):
             )
         if self.num_experts > 1:
             yield from self._group_problems()
-        if self.num_experts > 1 and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+        if self.num_experts > 1 and self.moe_router_topk == 1 and not self.keeps_scores:
             yield (
                 f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The "
                 "weights of the chosen experts sum to 1, so the weight of a single one is constant and the router "

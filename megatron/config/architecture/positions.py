@@ -70,12 +70,19 @@ class PositionFields(ConfigSection):
         8.0, "factor of the stretched context", at_least=1, spelled=("--rotary-scaling-factor",)
     )
     rope_original_max_positions: int | None = network_flag(
-        None, "context that the unscaled network was trained with; --max-position-embeddings if unset", at_least=1
+        None,
+        "context that the unscaled network was trained with; --max-position-embeddings if unset",
+        at_least=1,
+        spelled=("--yarn-original-max-position-embeddings",),
     )
     rope_low_freq_factor: float = network_flag(1.0, "llama3: below this, frequencies are divided", above=0)
     rope_high_freq_factor: float = network_flag(4.0, "llama3: above this, frequencies are unchanged", above=0)
-    rope_beta_fast: float = network_flag(32.0, "yarn: rotations above which frequencies are unchanged", above=0)
-    rope_beta_slow: float = network_flag(1.0, "yarn: rotations below which frequencies are divided", above=0)
+    rope_beta_fast: float = network_flag(
+        32.0, "yarn: rotations above which frequencies are unchanged", above=0, spelled=("--yarn-beta-fast",)
+    )
+    rope_beta_slow: float = network_flag(
+        1.0, "yarn: rotations below which frequencies are divided", above=0, spelled=("--yarn-beta-slow",)
+    )
     yarn_correction_range_round_to_int: bool = network_flag(
         True, "yarn: the channels between which frequencies are interpolated are whole numbers"
     )

@@ -24,7 +24,9 @@ class FlagFilesConfig(ConfigSection):
     model_preset: str | None = flag(
         None, "a published architecture by name, a file in examples/configs; --config and the command line win"
     )
-    config: str | None = flag(None, "JSON or YAML file with flags by name; the command line wins", path=PathUse.FILE)
+    config: str | None = flag(
+        None, "JSON or YAML file with flags by name; the command line wins", once=True, path=PathUse.FILE
+    )
 
 
 _MOST_UNKNOWN = 20  # guessing what was meant takes a millisecond each

@@ -68,7 +68,7 @@ def read_command_line(
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
     reading = CommandLineReading({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
-    for destination, option, words in namespace.occurrences:
+    for destination, (option, words) in _by_flag(flags, reading).items():
         flag = flags[destination]
         reading.spellings[destination] = option
         try:
@@ -79,6 +79,24 @@ def read_command_line(
             reading.broken.add(flag.field)
             reading.values.pop(destination, None)
     return reading
+
+
+def _by_flag(flags: Mapping[str, Flag], reading: CommandLineReading) -> dict[str, tuple[str, list[str]]]:
+    """The option and the words of each flag. Of one that was given several times the last value counts, and lists of
+    texts add up; two lists in which places have a meaning are a problem.
+    """
+    by_flag: dict[str, tuple[str, list[str]]] = {}
+    for destination, option, words in reading.occurrences:
+        flag, (_, before) = flags[destination], by_flag.get(destination, ("", words))
+        is_list = flag.is_tuple and flag.count is None
+        if destination in by_flag and is_list and flag.element is str and not flag.facts.once:
+            words = [*before, *words]
+        elif before != words and (is_list or flag.facts.once or (flag.facts.by_layer and len(before + words) > 2)):
+            values = ", then ".join(masked(" ".join(each)) or "nothing" for each in (before, words))
+            all_values = ", with all its values" if is_list else ""
+            reading.problems.append(f"{option} is given twice: {values}. Give it once{all_values}.")
+        by_flag[destination] = option, words
+    return by_flag
 
 
 def parse_flags(

@@ -50,6 +50,7 @@ class FlagFacts:
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     by_layer: str | None = None
     numeric: bool = False
+    once: bool = False
     path: PathUse | None = None
 
 
@@ -65,7 +66,8 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
             does with the field), `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that
             is refused), `synonyms` (other words for values), `by_layer` (several values may be written, one for each
             layer; the field that takes them where they differ), `numeric` (a switch that may also be written with 1 or
-            0, because upstream's takes a word), `path` (what the flag does with the path that is its value).
+            0, because upstream's takes a word), `once` (two different values are refused, where otherwise the last one
+            would count, or lists of texts add up), `path` (what the flag does with the path that is its value).
     """
     if "computed" in facts:
         default = Unset.COMPUTED

@@ -214,6 +214,13 @@ def _no_position_embedding(value: Any, known: Values) -> Meaning:
     return Meaning({"position_embedding_type": "none"})
 
 
+def _rope_type(value: str, known: Values) -> Meaning:
+    if value not in ("rope", "yarn"):
+        raise ConfigError(f"--rope-type {value} is unknown. Use one of: rope, yarn.")
+    stretch = {"rope_scaling_factor": 1.0, "rope_original_max_positions": 4096} if value == "yarn" else {}
+    return Meaning({"rope_scaling_type": "yarn" if value == "yarn" else "none"}, stretch)
+
+
 def _use_rope_scaling(value: Any, known: Values) -> Meaning:
     fixed = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
     return Meaning({"rope_scaling_type": "llama3"}, fixed)
@@ -312,7 +319,7 @@ def _always(values: Values, defaults: Values | None = None) -> Callable[[Any, Va
 
 def _flag(name: str, element: type, help: str, *, many: bool = False) -> Flag:
     default = False if element is bool else None
-    return Flag(name, element, FlagFacts(help=help), default, required=False, is_tuple=many, count=None)
+    return Flag(name, element, FlagFacts(help=help, once=many), default, required=False, is_tuple=many, count=None)
 
 
 # In the order in which they are applied: --no-position-embedding depends on what earlier ones have set.
@@ -354,6 +361,10 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
     ),
     Shorthand(
         _flag("use_rope_scaling", bool, "--rope-scaling-type llama3, made for a context of 8192"), _use_rope_scaling
+    ),
+    Shorthand(
+        _flag("rope_type", str, "rotation of latent attention: rope, or yarn with a context of 4096 that is stretched"),
+        _rope_type,
     ),
     Shorthand(
         _flag("rotary_seq_len_interpolation_factor", float, "--rope-scaling-type linear and its factor"), _interpolation

@@ -62,7 +62,9 @@ class SavingConfig(ConfigSection):
     """Folder and interval, background writing, retention, and the second copy."""
 
     save: str | None = flag(None, "folder checkpoints are written to", path=PathUse.FOLDER)
-    save_interval: int | None = flag(None, "steps between checkpoints", at_least=1)
+    save_interval: int | None = flag(
+        None, "steps between checkpoints; only where the run ends or is stopped if 0 or unset", at_least=0
+    )
     save_each_epoch: bool = flag(False, "also save at the end of each pass of --epochs")
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
     async_save: bool = flag(
@@ -111,11 +113,6 @@ class SavingConfig(ConfigSection):
             yield (
                 f"--save-secondary-per-node needs --save-secondary, a folder on the disk of each node, not "
                 f"{self.save_secondary}. Give one, for example --save-secondary /local/checkpoints."
-            )
-        if self.save is not None and self.save_interval is None:
-            yield (
-                f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "
-                "500."
             )
         if self.checkpoint_link is not None and _LINK.fullmatch(self.checkpoint_link) is None:
             yield (

@@ -24,7 +24,9 @@ TOKENIZERS = (
     *SENTENCEPIECE_TOKENIZERS,
     *WORDPIECE_TOKENIZERS,
 )
-_NVIDIA_NAMES: Mapping[str, str] = types.MappingProxyType({"HuggingFaceTokenizer": "HFTokenizer"})
+_NVIDIA_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {"HuggingFaceTokenizer": "HFTokenizer", "Llama3Tokenizer": "HFTokenizer"}
+)
 _INDEX_RULES = ("bigscience", "nvidia")
 
 
@@ -44,19 +46,20 @@ class DataConfig(ConfigSection):
         "a source, or weight source weight source ...: a prefix of token files, a quoted pattern of Parquet windows, "
         "or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
         nargs="+",
+        once=True,
         path=PathUse.PREFIX,
     )
     split: str = flag(
         "969, 30, 1", "shares of train, validation and test when --data-path is used", resume=RUN_MUST_MATCH
     )
     train_weighted_split_paths: tuple[str, ...] = flag(
-        (), 'one group "NAME: W S:E PREFIX, W S:E PREFIX" to train on', nargs="+", path=PathUse.PREFIX
+        (), 'one group "NAME: W S:E PREFIX, W S:E PREFIX" to train on', nargs="+", once=True, path=PathUse.PREFIX
     )
     valid_weighted_split_paths: tuple[str, ...] = flag(
-        (), "groups to validate on, each separately", nargs="+", path=PathUse.PREFIX
+        (), "groups to validate on, each separately", nargs="+", once=True, path=PathUse.PREFIX
     )
     test_weighted_split_paths: tuple[str, ...] = flag(
-        (), "groups to test on, each separately", nargs="+", path=PathUse.PREFIX
+        (), "groups to test on, each separately", nargs="+", once=True, path=PathUse.PREFIX
     )
     train_weighted_split_paths_path: str | None = flag(
         None, "file that holds the training group", path=PathUse.SMALL_FILE
@@ -66,13 +69,13 @@ class DataConfig(ConfigSection):
     )
     test_weighted_split_paths_path: str | None = flag(None, "file that holds the test groups", path=PathUse.SMALL_FILE)
     train_data_path: tuple[str, ...] = flag(
-        (), "prefixes (or weight prefix ...) used for training only", nargs="+", path=PathUse.PREFIX
+        (), "prefixes (or weight prefix ...) used for training only", nargs="+", once=True, path=PathUse.PREFIX
     )
     valid_data_path: tuple[str, ...] = flag(
-        (), "prefixes (or weight prefix ...) used for validation only", nargs="+", path=PathUse.PREFIX
+        (), "prefixes (or weight prefix ...) used for validation only", nargs="+", once=True, path=PathUse.PREFIX
     )
     test_data_path: tuple[str, ...] = flag(
-        (), "prefixes (or weight prefix ...) used for testing only", nargs="+", path=PathUse.PREFIX
+        (), "prefixes (or weight prefix ...) used for testing only", nargs="+", once=True, path=PathUse.PREFIX
     )
     tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=TOKENIZERS, synonyms=_NVIDIA_NAMES)
     vocab_file: str | None = flag(

@@ -71,6 +71,12 @@ def idle_fields(model: ModelRequest) -> dict[str, str]:
         idle["moe_router_bias_update_rate"] = "--moe-router-enable-expert-bias"
     if model.moe_router_num_groups is None:
         idle["moe_router_group_scored_experts"] = "--moe-router-num-groups"
+    if model.moe_router_score_function == "softmax":
+        idle["moe_router_keep_scores"] = "--moe-router-score-function sigmoid"
+    elif model.moe_router_topk == 1:
+        idle["moe_router_keep_scores"] = "several experts for a token (--moe-router-topk)"
+    if model.moe_router_score_function == "sigmoid":
+        idle["moe_router_pre_softmax"] = "--moe-router-score-function softmax"
     if model.num_experts == 1:
         idle.update({name: "--num-experts" for name in names if name.startswith("moe_")})
     if not model.mtp_num_layers:

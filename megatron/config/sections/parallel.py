@@ -65,6 +65,7 @@ class ParallelRequest(ConfigSection):
         "ranks that share each sequence and exchange tokens for heads around attention; with --context-parallel-size "
         "each rank of its ring is such a group",
         at_least=1,
+        spelled=("--sequence-parallel-size",),
     )
     elastic: bool = flag(
         False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"

@@ -75,9 +75,15 @@ class ReportConfig(ConfigSection):
     )
     log_loss_scale_to_tensorboard: bool = flag(True, "write the loss scale to TensorBoard")
     log_validation_ppl_to_tensorboard: bool = flag(False, "write the validation perplexity to TensorBoard")
-    wandb_project: str = flag("", "Weights & Biases project; nothing is sent if empty")
-    wandb_entity: str = flag("", "user or team at Weights & Biases; the default of the account if empty")
-    wandb_exp_name: str = flag("", "name of the run at Weights & Biases")
+    wandb_project: str = flag(
+        "", "Weights & Biases project; nothing is sent if empty", spelled=("--wandb-project-name",)
+    )
+    wandb_entity: str = flag(
+        "",
+        "user or team at Weights & Biases; the default of the account if empty",
+        spelled=("--wandb-entity-name",),
+    )
+    wandb_exp_name: str = flag("", "name of the run at Weights & Biases", spelled=("--wandb-name",))
     wandb_save_dir: str = flag("", "folder for Weights & Biases files", path=PathUse.FOLDER)
 
     def problems(self) -> Iterator[str]:

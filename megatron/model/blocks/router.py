@@ -78,7 +78,7 @@ class Router(StepState):
         super().__init__()
         self.top_k, self.tp = config.moe_router_topk, mesh.tp
         self.is_sigmoid = config.moe_router_score_function == "sigmoid"
-        self.keeps_scores = config.moe_router_pre_softmax
+        self.keeps_scores = config.keeps_scores
         self.scale = config.moe_router_topk_scaling_factor
         self.groups, self.group_top_k = config.moe_router_num_groups, config.moe_router_group_topk or 0
         self.scored_experts = config.moe_router_group_scored_experts
@@ -208,6 +208,8 @@ class RouterLosses:
         self.layer = layer
         self.is_sigmoid = config.moe_router_score_function == "sigmoid"
         self.by_sample = config.moe_aux_loss_scope == SAMPLE
+        self.top_k = config.moe_router_topk
+        self.chooses_by_score = not config.moe_router_enable_expert_bias and config.moe_router_num_groups is None
         self.balance_coefficient = config.moe_aux_loss_coeff
         self.z_coefficient = config.moe_z_loss_coeff
 
@@ -222,7 +224,7 @@ class RouterLosses:
         """Returns `hidden` with the losses attached, and records the statistics. Shapes: hidden `[b, s, h]`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.balance_coefficient > 0):
             probabilities = router_probabilities(routing.logits, self.is_sigmoid)
-            balance = self._balance(probabilities, routing.experts, load, len(hidden), split)
+            balance = self._balance(probabilities, routing, load, len(hidden), split)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.z_coefficient > 0):
             z = z_loss(routing.logits)
         self._record(losses, probabilities.detach(), load, balance, z)
@@ -232,7 +234,7 @@ class RouterLosses:
     def _balance(
         self,
         probabilities: torch.Tensor,
-        experts: torch.Tensor,
+        routing: Routing,
         load: ExpertLoad,
         samples: int,
         split: SequenceSplit | None,
@@ -242,11 +244,13 @@ class RouterLosses:
         """
         if load.last_shares is not None:
             return balance_loss(probabilities, load.last_shares)
-        if not self.by_sample:
-            return balance_loss(probabilities, load.counts if split is None else split.summed(load.counts))
-        chosen = experts.view(samples, -1)
-        counts = load.counts.new_zeros(samples, load.counts.numel())
-        counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen))  # [b, e]
+        counts = load.counts
+        if self.by_sample or not self.chooses_by_score:
+            # The loss is about the scores: neither the bias nor the limit to groups is for it to undo.
+            best = routing.experts if self.chooses_by_score else routing.logits.detach().topk(self.top_k).indices
+            chosen = best.view(samples if self.by_sample else 1, -1)
+            counts = counts.new_zeros(len(chosen), counts.numel())
+            counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen))  # [b, e]
         return balance_loss(probabilities, counts if split is None else split.summed(counts))
 
     def _record(

@@ -299,7 +299,8 @@ def _places(saving: SavingConfig, report: ReportConfig, folder: Path) -> Iterato
     """What is written where."""
     yield "run folder", f"{folder}: log.txt, metrics.jsonl, config.json"
     if saving.save is not None:
-        yield "checkpoints", f"{saving.save}, every {saving.save_interval:,} steps"
+        when = f"every {saving.save_interval:,} steps" if saving.save_interval else "where the run ends"
+        yield "checkpoints", f"{saving.save}, {when}"
     else:
         yield "checkpoints", "none are written (--save)"
     services = [f"TensorBoard {report.tensorboard_dir}"] if report.tensorboard_dir else []

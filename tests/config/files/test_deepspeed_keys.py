@@ -187,8 +187,8 @@ def test_what_is_switched_off_is_accepted_in_silence(tree: dict[str, Any]) -> No
         ({"amp": {"enabled": True}}, r'"amp" cannot be set here: the precision is chosen by --fp16 or --bf16'),
         ({"progressive_layer_drop": {"theta": 0.5}}, r'"progressive_layer_drop" cannot be set here: every layer'),
         (
-            {"zero_optimization": {"zero_quantized_weights": True}},
-            r'"zero_optimization\.zero_quantized_weights" cannot',
+            {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}},
+            r'"zero_optimization\.zeropp_loco_param" cannot',
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},

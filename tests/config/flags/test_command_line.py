@@ -33,6 +33,9 @@ class Tool(ConfigSection):
     fast: bool = flag(True, "be fast", spelled=("--no-quick", "--quick"))
     no_save: bool = flag(False, "save nothing")
     pair: tuple[int, int] | None = flag(None, "two numbers")
+    sizes: tuple[int, ...] = flag((), "numbers in an order")
+    blend: tuple[str, ...] = flag((), "weights and names", once=True)
+    settings: str = flag("", "a file", once=True)
 
     def problems(self) -> Iterator[str]:
         if self.workers == 13:
@@ -50,6 +53,25 @@ def test_every_kind_of_flag_is_read() -> None:
         pair=(1, -2),
     )  # fmt: skip
     assert read("--input x") == Tool(input=("x",))
+
+
+def test_what_is_given_twice_adds_up_or_counts_as_written_last() -> None:
+    numbers = "--sizes 1 2 --sizes 1 2 --pair 1 2 --pair 3 4"
+    tool = read(f"--input a --workers 3 --kind b --input b c --workers 4 --fast --no-fast {numbers}")
+    assert tool == Tool(input=("a", "b", "c"), workers=4, kind="b", fast=False, sizes=(1, 2), pair=(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--sizes 1 2 --sizes 3", "--sizes is given twice: 1 2, then 3. Give it once, with all its values."),
+        ("--blend 1 a --blend 1 b", "--blend is given twice: 1 a, then 1 b. Give it once, with all its values."),
+        ("--settings a --settings b", "--settings is given twice: a, then b. Give it once."),
+    ],
+)
+def test_values_that_would_be_lost_are_refused(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        read(f"--input x {words}")
 
 
 def test_the_first_words_may_belong_to_a_flag_that_is_not_named() -> None:

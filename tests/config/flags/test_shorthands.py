@@ -14,6 +14,7 @@ from tests.config.command_lines import small
 
 SWIGLU = {"activation_function": "silu", "gated_linear_unit": True}
 ROPE = {"position_embedding_type": "rope"}
+LATENT = "--multi-latent-attention --position-embedding-type rope"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,12 @@ ROPE = {"position_embedding_type": "rope"}
         ("--num-experts 4 --moe-layer-freq 1", {"moe_layer_pattern": ()}),
         ("--num-experts 4 --moe-layer-freq [0]*1+[1]*3", {"moe_layer_pattern": (0, 1, 1, 1)}),
         ("--num-experts 4 4 --expert-interval 2", {"num_experts": 4, "moe_layer_pattern": (0, 1)}),
+        (f"{LATENT} --rotary-scaling-factor 40",
+         {"rope_scaling_type": "yarn", "rope_scaling_factor": 40.0, "rope_original_max_positions": 4096}),
+        (f"{LATENT} --rope-type yarn --yarn-beta-fast 16",
+         {"rope_scaling_type": "yarn", "rope_scaling_factor": 1.0, "rope_original_max_positions": 4096,
+          "rope_beta_fast": 16.0}),
+        (LATENT, {"rope_scaling_type": "none"}),
         ("--num-experts 4 --topk 1", {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
         ("--num-experts 4 --topk 2", {"moe_router_topk": 2, "moe_router_pre_softmax": False}),
         ("--num-experts 1 --topk 1", {"moe_router_topk": 1, "moe_router_pre_softmax": False}),
@@ -78,9 +85,17 @@ def test_what_they_stand_for(text: str, values: dict[str, Any]) -> None:
     assert config.notices == ()
 
 
+@pytest.mark.parametrize("text", ["--position-embedding-type rope", f"{LATENT} --rope-type rope"])
+def test_a_factor_without_a_scaling_is_announced(text: str) -> None:
+    config = small(f"{text} --rotary-scaling-factor 40")
+    assert config.model.rope_scaling_type == "none"
+    assert any("--rope-scaling-factor 40.0 has no effect" in notice for notice in config.notices)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        ("--rope-type neox", "--rope-type neox is unknown. Use one of: rope, yarn"),
         (
             "--swiglu --activation-function relu",
             "--swiglu and --activation-function relu contradict each other: .* silu",

@@ -63,7 +63,7 @@ NARROW = "--tensor-model-parallel-size 4 --kv-channels 8 --hidden-size 54 --chec
             "--accumulate-allreduce-grads-in-fp32 --fp16 --zero-stage 3",
             "--accumulate-allreduce-grads-in-fp32 is refused with --fp16 and --zero-stage 3",
         ),
-        ("--checkpoint-in-cpu", "--checkpoint-in-cpu is refused: what recompute keeps stays on the device"),
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload is refused: .* Use --cpu-optimizer"),
         (
             "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
             "--num-layers-at-start-in-bf16 1 and --num-layers-at-end-in-bf16 3 leave none of --num-layers 4 to --fp8",

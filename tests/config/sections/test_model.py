@@ -50,7 +50,8 @@ def test_a_token_cannot_go_to_more_experts_than_there_are() -> None:
 def test_a_single_expert_per_token_needs_its_score_as_weight() -> None:
     with pytest.raises(ConfigError, match="--moe-router-topk 1 with --num-experts 4 needs --moe-router-pre-softmax"):
         request(num_experts=4, moe_router_topk=1)
-    assert request(num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True).moe_router_topk == 1
+    assert request(num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True).keeps_scores
+    assert request(num_experts=4, moe_router_topk=1, moe_router_score_function="sigmoid").keeps_scores
 
 
 def test_the_pattern_says_which_layers_have_experts() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.config import SavingConfig
 from megatron.errors import ConfigError
+from tests.config.command_lines import small
 
 
 def test_a_second_name_has_the_step_and_may_have_the_epoch() -> None:
@@ -26,9 +27,11 @@ def test_nothing_is_kept_where_nothing_is_deleted() -> None:
         SavingConfig(keep_every=5)
 
 
-def test_a_folder_needs_an_interval() -> None:
-    with pytest.raises(ConfigError, match="--save out needs --save-interval"):
-        SavingConfig(save="out")
+@pytest.mark.parametrize("interval", ["", "--save-interval 0"])
+def test_a_folder_without_an_interval_holds_the_end_of_a_run_and_says_so(interval: str) -> None:
+    (notice,) = small(f"--save out {interval}").notices
+    assert notice.startswith("--save out without --save-interval: a checkpoint is written only where the run ends")
+    assert small("--save out --save-interval 5").notices == ()
 
 
 def test_an_address_is_no_folder() -> None:

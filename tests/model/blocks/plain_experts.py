@@ -87,9 +87,11 @@ def _network(token: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str
 def _factors(logits: torch.Tensor, best: list[int], config: ModelConfig) -> list[torch.Tensor]:
     sigmoid = config.moe_router_score_function == "sigmoid"
     scores = [1 / (1 + torch.exp(-logit)) if sigmoid else torch.exp(logit) for logit in logits]
-    divisor = sum(scores) if config.moe_router_pre_softmax else sum(scores[expert] for expert in best)
-    if sigmoid and config.moe_router_pre_softmax:
+    divisor = sum(scores[expert] for expert in best)
+    if sigmoid and (config.moe_router_keep_scores or len(best) == 1):
         divisor = 1.0
+    elif not sigmoid and config.moe_router_pre_softmax:
+        divisor = sum(scores)
     return [config.moe_router_topk_scaling_factor * scores[expert] / divisor for expert in best]
 
 

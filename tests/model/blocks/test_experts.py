@@ -45,7 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 10,
     },
     "sigmoid": {**GATED, "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
-    "sigmoid as it is": {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
+    "sigmoid as it is": {"moe_router_score_function": "sigmoid", "moe_router_keep_scores": True},
     "shared": {**GATED, "moe_shared_expert_intermediate_size": 10, "moe_router_topk": 3},
     "without losses": {**GATED, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0},
     "every expert": {"moe_router_topk": 6},

@@ -45,20 +45,37 @@ def test_the_best_experts_in_order() -> None:
     torch.testing.assert_close(routing.logits, LOGITS)
 
 
+# Weights of logits 2, 1, 0, -1 by score function, --moe-router-pre-softmax, --moe-router-topk and
+# --moe-router-keep-scores; without the last, those of megatron-core's `topk_routing_with_score_function`.
+WEIGHTS = {
+    ("softmax", False, 2, False): [0.731059, 0.268941],
+    ("softmax", False, 4, False): [0.643914, 0.236883, 0.087144, 0.032059],
+    ("softmax", True, 1, False): [0.643914],
+    ("softmax", True, 2, False): [0.643914, 0.236883],
+    ("sigmoid", False, 1, False): [0.880797],
+    ("sigmoid", True, 1, False): [0.880797],
+    ("sigmoid", False, 2, False): [0.546449, 0.453551],
+    ("sigmoid", True, 2, False): [0.546449, 0.453551],
+    ("sigmoid", True, 4, False): [0.369959, 0.307065, 0.210014, 0.112963],
+    ("sigmoid", False, 2, True): [0.880797, 0.731059],
+    ("sigmoid", True, 2, True): [0.880797, 0.731059],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("factor", [1.0, 2.5])
-def test_weights_of_every_mode(factor: float) -> None:
-    chosen = torch.tensor([[2.0, 1.0], [3.0, 2.5]])
-    expected = {
-        ("softmax", False): chosen.exp() / chosen.exp().sum(1, keepdim=True),
-        ("softmax", True): chosen.exp() / LOGITS.exp().sum(1, keepdim=True),
-        ("sigmoid", False): chosen.sigmoid() / chosen.sigmoid().sum(1, keepdim=True),
-        ("sigmoid", True): chosen.sigmoid(),
-    }
-    for (function, keeps), weights in expected.items():
-        routing = route(
-            moe_router_score_function=function, moe_router_pre_softmax=keeps, moe_router_topk_scaling_factor=factor
-        )
-        torch.testing.assert_close(routing.weights, weights * factor)
+@pytest.mark.parametrize("bias", [None, [0.0] * 4])
+@pytest.mark.parametrize("combination", WEIGHTS, ids=str)
+def test_weights_of_every_combination(
+    combination: tuple[str, bool, int, bool], bias: list[float] | None, factor: float
+) -> None:
+    function, is_before, top_k, keeps = combination
+    routing = routed(
+        [[2.0, 1.0, 0.0, -1.0]], bias, moe_router_score_function=function, moe_router_pre_softmax=is_before,
+        moe_router_topk=top_k, moe_router_keep_scores=keeps, moe_router_topk_scaling_factor=factor,
+    )  # fmt: skip
+    expected = torch.tensor([WEIGHTS[combination]]) * factor
+    torch.testing.assert_close(routing.weights, expected, atol=1e-5, rtol=1e-5)
+    assert routing.experts.tolist() == [list(range(top_k))]
 
 
 def test_large_sigmoids_are_distinguished_by_their_logits() -> None:
@@ -89,7 +106,8 @@ def routed(scores: list[list[float]], bias: list[float] | None = None, **changes
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_bias_changes_the_choice_and_not_the_weights(function: str, keeps: bool) -> None:
     logits = [[2.0, -1.0, 1.0, 0.0]]
-    routing = routed(logits, [0.0, 0.0, -1.0, 0.0], moe_router_score_function=function, moe_router_pre_softmax=keeps)
+    settings = {"moe_router_pre_softmax": keeps, "moe_router_keep_scores": keeps}
+    routing = routed(logits, [0.0, 0.0, -1.0, 0.0], moe_router_score_function=function, **settings)
     assert routing.experts.tolist() == [[0, 3]]
     scores = torch.tensor(logits).sigmoid() if function == "sigmoid" else torch.tensor(logits).softmax(dim=1)
     expected = scores[:, [0, 3]]
@@ -167,6 +185,19 @@ def test_the_balance_loss_of_samples_is_the_mean_of_theirs() -> None:
     config = tiny_config(num_experts=2, moe_router_topk=1, moe_router_pre_softmax=True, moe_aux_loss_scope="sample")
     RouterLosses(config, 0).attach(torch.zeros(2, 2, 4), routing, ExpertLoad(torch.tensor([3, 1])), losses)
     assert losses.sums()[BALANCE_LOSS].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sample"])
+def test_the_balance_loss_counts_the_best_by_score_whatever_bias_and_groups_choose(scope: str) -> None:
+    scores = [[2.0, 1.0, 0.0, -1.0], [1.0, 2.0, -1.0, 0.0]]
+    expected = balance_loss(torch.tensor(scores).softmax(1), torch.tensor([2, 2, 0, 0]))
+    for changes in ({"moe_router_enable_expert_bias": True}, {"moe_router_num_groups": 2, "moe_router_group_topk": 2}):
+        config = tiny_config(num_experts=4, moe_aux_loss_scope=scope, moe_aux_loss_coeff=0.1, **changes)
+        chosen = Routing(torch.tensor(scores), torch.tensor([[2, 3], [0, 2]]), torch.ones(2, 2))
+        losses = AuxiliaryLosses()
+        load = ExpertLoad(torch.tensor([1, 0, 2, 1]))
+        RouterLosses(config, 0).attach(torch.zeros(1, 2, 4), chosen, load, losses)
+        assert losses.sums()[BALANCE_LOSS].item() == pytest.approx(expected.item())
 
 
 def test_the_z_loss_is_the_mean_square_of_the_log_sum() -> None:

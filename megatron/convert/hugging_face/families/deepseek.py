@@ -203,7 +203,7 @@ DEEPSEEK_V3 = Family(
         same("num_experts", "n_routed_experts", 256, also=("num_local_experts",)),
         same("moe_router_topk", "num_experts_per_tok", 8),
         same("moe_router_topk_scaling_factor", "routed_scaling_factor", 2.5),
-        mapped("moe_router_pre_softmax", "norm_topk_prob", ((True, False), (False, True)), True),
+        mapped("moe_router_keep_scores", "norm_topk_prob", ((True, False), (False, True)), True),
         _shared_experts(1, 2048),
         _expert_layers(3),
         _groups(2, "noaux_tc", "noaux_tc", (8, 4)),
