@@ -283,7 +283,7 @@ def _read_prompts(path: str | None) -> list[str] | None:
     if path is None:
         return None
     try:
-        lines = read_plain_text(path, with_pipes=True).split("\n")
+        lines = read_plain_text(path, with_pipes=True).removeprefix("\ufeff").split("\n")
     except (OSError, UnicodeDecodeError) as failure:
         raise DataError(
             f"{path} (--sample-input-file) cannot be read as UTF-8 text: {failure}. Give a file of prompts."

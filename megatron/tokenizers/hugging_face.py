@@ -7,14 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron import log
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.declared import (
+    ADDED,
+    CONFIG,
+    SPECIAL_MAP,
+    add_declared,
+    numbered_tokens,
+    prefix_space_changes,
+    read_declarations,
+    special_tokens,
+)
 from megatron.tokenizers.encoders.fast_encoder import without_panics
 from megatron.tokenizers.library import ROLES, Tokenizer, TokenizerProperties, called_special, rust_tokenizer
 from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_json, require_tokenizers
 
 _END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
 TOKENIZER_FOLDER = "tokenizer"  # of an imported model's tokenizer, next to its checkpoints
-_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_HF_FILES = ("tokenizer.json", CONFIG, SPECIAL_MAP, ADDED)
 
 
 def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | None) -> Tokenizer:
@@ -36,16 +47,28 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
     else:
         description = _converted_by_transformers(source)
         where = source
+    settings = read_declarations(files)
     reference = _reference_from_json(description, where)
+    if prefix_space_changes(description, settings):
+        reference = _reference_from_json(description, where)
+    own = repr(reference.get_added_tokens_decoder())
+    add_declared(reference, numbered_tokens(settings), where)
+    named_in = " or ".join(str(files[name]) for name in (CONFIG, SPECIAL_MAP) if name in files)
+    named = {what: _named_token(f"{what}_token", reference, settings, named_in) for what in ("eos", *ROLES)}
+    add_declared(reference, special_tokens(settings), where, special=True)
+    reference.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    if (declared := repr(reference.get_added_tokens_decoder())) != own or reference.encode_special_tokens:
+        description = {**description, "added_tokens": declared, "split": reference.encode_special_tokens}
+    eod_id = named.pop("eos")
     facts = TokenizerProperties(
         f"{kind}:{source}",
-        eod_id=_hugging_face_eod(reference, files),
+        eod_id=_well_known_eod(reference) if eod_id is None else eod_id,
         vocab_size=1 + max(reference.get_vocab(with_added_tokens=True).values()),
         identity=lambda: canonical(description),
         special_ids=lambda: called_special(reference),
         is_exact=_is_exact(description),
         unknown_id=_unknown_id(reference, description),
-        roles=_named_roles(reference, files),
+        roles={role: number for role, number in named.items() if number is not None},
     )
     return rust_tokenizer(facts, reference, known_library)
 
@@ -122,51 +145,38 @@ def _reference_from_json(description: Any, path: str) -> Any:
     require_tokenizers()
     from tokenizers import Tokenizer as Reference
 
-    if isinstance(
-        description, dict
-    ):  # these truncate or pad texts; a corpus must have all of each text and nothing else
+    if isinstance(description, dict):
+        # these truncate or pad texts; a corpus must have all of each text and nothing else
         description = {**description, "truncation": None, "padding": None}
+        if isinstance(model := description.get("model"), dict) and model.get("dropout"):
+            log.info(
+                f"{path}: its BPE-dropout of {model['dropout']} is switched off, so a text always has the same ids"
+            )
+            description["model"] = {**model, "dropout": None}
     try:
         return without_panics(lambda: Reference.from_str(json.dumps(description)))
     except ValueError as failure:
         raise DataError(f"{path} is not a tokenizer that the tokenizers library can load: {failure}.") from failure
 
 
-def _hugging_face_eod(reference: Any, files: Mapping[str, Path]) -> int | None:
-    """The end-of-sequence token that the files name, else a well-known one that the vocabulary holds."""
-    named = _named_token("eos_token", reference, files)
-    if named is not None:
-        return named
-    ids = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
-    return next((int(number) for number in ids if number is not None), None)
+def _well_known_eod(reference: Any) -> int | None:
+    """The end-of-document token of a tokenizer that names none."""
+    ids = (_id_of(reference, token) for token in _END_OF_DOCUMENT_GUESSES)
+    return next((number for number in ids if number is not None), None)
 
 
-def _named_roles(reference: Any, files: Mapping[str, Path]) -> dict[str, int]:
-    """The tokens of masked samples that the files name."""
-    roles = {role: _named_token(f"{role}_token", reference, files) for role in ROLES}
-    return {role: number for role, number in roles.items() if number is not None}
-
-
-def _named_token(what: str, reference: Any, files: Mapping[str, Path]) -> int | None:
-    """The token that the files name so, such as `eos_token`; None if they name none.
+def _named_token(what: str, reference: Any, settings: Mapping[str, Any], named_in: str) -> int | None:
+    """The token that the settings name so, such as `eos_token`; None if they name none.
 
     Raises:
         DataError: it is not in the vocabulary.
     """
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if name not in files:
-            continue
-        named = read_tokenizer_json(files[name], name)
-        token = named.get(what) if isinstance(named, dict) else None
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            number = _id_of(reference, token)
-            if number is None:
-                raise DataError(
-                    f"{files[name]} names {what} {token!r:.200}, which is not in the vocabulary of tokenizer.json."
-                )
-            return number
-    return None
+    token = settings.get(what)
+    token = token.get("content") if isinstance(token, dict) else token
+    number = _id_of(reference, token) if isinstance(token, str) else None
+    if isinstance(token, str) and number is None:
+        raise DataError(f"{named_in} names {what} {token!r:.200}, which is not in the vocabulary of tokenizer.json.")
+    return number
 
 
 def _is_exact(description: Mapping[str, Any]) -> bool:

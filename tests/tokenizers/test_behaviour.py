@@ -151,7 +151,9 @@ def test_another_end_of_document_is_refused(forms: tuple[TokenizerChoice, Path],
     for end in (END, "a"):
         folder = tmp_path / end.strip("<|>")
         shutil.copytree(forms[1], folder)
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": end, "extra_special_tokens": [END, "a"]})
+        )
         tokenizers.append(build_tokenizer(of_folder(folder)))
     one, other = tokenizers
     assert one.fingerprint == other.fingerprint and one.eod_id != other.eod_id

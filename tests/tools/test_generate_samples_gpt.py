@@ -52,7 +52,7 @@ def test_every_prompt_of_a_file_is_continued(checkpoints: Path, prompt_file: Pat
 
 def test_output_lines_belong_to_prompt_lines(checkpoints: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "prompts.txt", tmp_path / "out"
-    path.write_text("\ndef f\n\nimport os\n")
+    path.write_text("\ufeff\ndef f\n\nimport os\n", encoding="utf-8")
     argv = ["--load", str(checkpoints), "--sample-input-file", str(path), "--sample-output-file", str(out)]
     assert generate_samples_gpt.main([*argv, "--out-seq-length", "3", "--greedy"]) == 0
     records = _records(out)

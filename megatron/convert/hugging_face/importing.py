@@ -77,8 +77,9 @@ def import_model(request: ModelImportRequest) -> Path:
     config = read_json_file(source / "config.json", "the configuration of the model")
     family = family_of(config)
     model = family.read_config(config)
-    stored = with_decoded_blocks(with_table_names(family, read_weight_files(source)))
     is_tied = not model.untie_embeddings_and_output_weights
+    files = read_weight_files(source, family.head if is_tied else "")
+    stored = with_decoded_blocks(with_table_names(family, files))
     stored = without_copies(family, stored, is_tied=is_tied)
     model = family.with_heads(model, stored)
     stored = without_later_layers(family, stored, model.num_layers)

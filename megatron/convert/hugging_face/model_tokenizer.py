@@ -117,7 +117,7 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path,
             described["added_tokens"] = _with_special_token(described.get("added_tokens") or [], eod, tokenizer)
         write_json(target / TOKENIZER_JSON, described)
     if not (target / TOKENIZER_CONFIG).exists():
-        named = {} if eod is None else dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), eod)
+        named = {} if eod is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), eod)
         write_json(
             target / TOKENIZER_CONFIG,
             {
@@ -221,7 +221,10 @@ def _around(first: tuple[str, int], last: tuple[str, int]) -> dict[str, Any]:
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a folder's tokenizer, those that it names."""
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a folder's tokenizer, those that it names.
+
+    A padding token that also begins or ends texts is left out: transformers gives its embedding no gradient.
+    """
     described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
     named = read_json_file(folder / TOKENIZER_CONFIG, "the tokenizer's configuration")
     added = {str(entry.get("content")): entry.get("id") for entry in described.get("added_tokens") or []}
@@ -241,6 +244,8 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     if "eos_token_id" not in ids:
         with contextlib.suppress(ConfigError):  # it may have none
             ids["eos_token_id"] = tokenizer.eod_id
+    if ids.get("pad_token_id") in (ids.get("bos_token_id"), ids.get("eos_token_id")):
+        ids.pop("pad_token_id", None)
     return ids
 
 

@@ -133,11 +133,13 @@ def with_table_names(family: Family, stored: Mapping[str, FileTensor]) -> dict[s
 
 def without_copies(family: Family, stored: Mapping[str, FileTensor], *, is_tied: bool) -> dict[str, FileTensor]:
     """The stored tensors without those that some files hold twice: the head of a model with a tied one, and the
-    family's copies.
+    family's copies. A tied matrix that is stored as the head alone is the embedding.
 
     Raises:
         ConversionError: what is stored as a copy is not one.
     """
+    if is_tied and family.head in stored and family.embedding not in stored:
+        stored = {family.embedding if name == family.head else name: tensor for name, tensor in stored.items()}
     pairs = [*([(family.head, family.embedding)] if is_tied else []), *family.copies]
     copies = {copy for copy, original in pairs if copy in stored and original in stored}
     for copy, original in pairs:

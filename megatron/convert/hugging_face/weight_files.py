@@ -78,8 +78,11 @@ class FileTensor:
         return values.view(box)
 
 
-def read_weight_files(folder: Path) -> dict[str, FileTensor]:
+def read_weight_files(folder: Path, tied_head: str = "") -> dict[str, FileTensor]:
     """The tensors of a model directory by name.
+
+    Args:
+        tied_head: a tensor that the index may name without there being one, as some writers do.
 
     Raises:
         ConversionError: there are no safetensors files, one is missing or damaged, or two hold the same tensor.
@@ -96,6 +99,8 @@ def read_weight_files(folder: Path) -> dict[str, FileTensor]:
                 )
             tensors[tensor.name] = tensor
     for tensor_name, file in (weight_map or {}).items():
+        if tensor_name not in tensors and tensor_name == tied_head:
+            continue
         if tensor_name not in tensors or tensors[tensor_name].path.name != file:
             raise ConversionError(
                 f"{folder / INDEX_FILE} says that tensor {tensor_name} is in {file}, which does not hold it. Download "

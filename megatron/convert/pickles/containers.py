@@ -10,6 +10,7 @@ import io
 import itertools
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ _LARGEST_PICKLE_BYTES = 2**29
 _BUFFER_BYTES = 2**17
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MOST_ENTRIES = 2**20
+_CHECKED_BYTES = 2**22
 
 
 class FileRange(io.RawIOBase):
@@ -131,7 +133,7 @@ class _Archive:
         entry = self._entries[pickles[0]]
         if entry.file_size > _LARGEST_PICKLE_BYTES:
             raise RefusedError(f"its pickle has {entry.file_size} bytes")
-        begin = self._begin(entry)
+        begin = self._checked_begin(entry)
         content = _PickleFile(FileRange(self._file.read_at, begin, begin + entry.file_size))
         return InertUnpickler(content, self._storage).load()
 
@@ -169,6 +171,19 @@ class _Archive:
             raise RefusedError(f"entry {shown(entry.filename)} of the zip file reaches beyond its end")
         return begin
 
+    def _checked_begin(self, entry: zipfile.ZipInfo) -> int:
+        """The same, where the entry's bytes have the checksum of the directory; 0 stands for none computed."""
+        begin, checksum = self._begin(entry), 0
+        for place in range(begin, begin + entry.file_size, _CHECKED_BYTES):
+            count = min(_CHECKED_BYTES, begin + entry.file_size - place)
+            checksum = zlib.crc32(self._file.read_at(place, count), checksum)
+        if entry.CRC not in (0, checksum):
+            raise RefusedError(
+                f"entry {shown(entry.filename)} of the zip file is damaged: its checksum is {checksum:08x}, and the "
+                f"directory says {entry.CRC:08x}"
+            )
+        return begin
+
     def _content(self, entry: zipfile.ZipInfo, most: int) -> bytes:
         return self._file.read_at(self._begin(entry), min(entry.file_size, most))
 
@@ -184,7 +199,7 @@ class _Archive:
                 f"storage {shown(key)} has {entry.file_size} bytes, but the pickle says {numel} elements of {width}"
             )
         if known is None or known.dtype != dtype:
-            known = self._storages[key] = StorageBytes(self._begin(entry), entry.file_size, dtype)
+            known = self._storages[key] = StorageBytes(self._checked_begin(entry), entry.file_size, dtype)
         return known
 
 

@@ -187,6 +187,22 @@ def test_a_tokenizer_is_needed_and_must_fit(tiny_model: TinyModel, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "source"]
 
 
+@pytest.mark.parametrize("form", ["only the head is stored", "the index names a head that is not stored"])
+def test_a_tied_matrix_is_found_whatever_its_name(tiny_model: TinyModel, tmp_path: Path, form: str) -> None:
+    source = copied(tiny_model("llama-multi-query-linear"), tmp_path / "source")
+    file = source / "model.safetensors"
+    stored = load_file(file)
+    assert "lm_head.weight" not in stored
+    if form.startswith("only"):
+        stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    else:
+        named = dict.fromkeys([*stored, "lm_head.weight"], file.name)
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    save_file(stored, file, {"format": "pt"})
+    made = import_model(ModelImportRequest(source, tmp_path / "made", has_tokenizer=False))
+    assert json.loads((made / "proof.json").read_text())["is_equal"]
+
+
 def test_weights_can_be_imported_without_a_tokenizer(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = copied(tiny_model(NAME), tmp_path / "source")
     (source / "tokenizer.json").unlink()

@@ -98,6 +98,7 @@ def test_other_ids_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> No
         ({"eos_token": "<|endoftext|>"}, {"eos_token_id": END}),
         ({"eos_token": {"content": "<|endoftext|>"}, "bos_token": "a", "pad_token": "nowhere"},
          {"eos_token_id": END, "bos_token_id": 66}),
+        ({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}, {"eos_token_id": END}),
         ({}, {"eos_token_id": END}),
     ],
 )  # fmt: skip
@@ -120,6 +121,7 @@ def test_gpt2_files_become_a_tokenizer_json(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(target)
     assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eod_id and len(theirs) == tokenizer.vocab_size
     assert theirs("a<|endoftext|>")["input_ids"][-1] == tokenizer.eod_id
+    assert theirs.pad_token is None, "padding has no gradient, and the end of a document has one"
 
 
 def test_a_wordpiece_vocabulary_becomes_a_tokenizer_with_its_special_tokens(tmp_path: Path) -> None:

@@ -143,6 +143,17 @@ def test_a_file_that_is_missing_or_changes(tmp_path: Path) -> None:
         found["a"].read()
 
 
+def test_a_changed_bit_of_an_archive_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"name": "before", "a": BASE}, path)
+    whole = path.read_bytes()
+    for changed, entry in ((BASE[2].numpy().tobytes(), "data/0"), (b"before", "data.pkl")):
+        place = whole.index(changed)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=rf"entry .*{entry}.* is damaged: its checksum is \w{{8}}, and the"):
+            read_pickle(path)
+
+
 def test_an_older_file_whose_storages_do_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": BASE}, path, _use_new_zipfile_serialization=False)

@@ -179,6 +179,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "yaml": ("megatron/files/settings.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
+        "megatron/tokenizers/declared.py",
         "megatron/tokenizers/gpt2.py",
         "megatron/tokenizers/hugging_face.py",
         "megatron/tokenizers/tokenizer_files.py",
