@@ -24,7 +24,7 @@ import torch
 from megatron import device, log
 from megatron.checkpoint.saving import SaveOptions, write_snapshot
 from megatron.checkpoint.snapshot import Pieces, Snapshot, laid_out, take_snapshot
-from megatron.errors import CheckpointError, PeerLostError
+from megatron.errors import CheckpointError
 from megatron.parallel.agreement import gather_on_first, run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import is_lost_peer
@@ -254,7 +254,7 @@ class _Save:
 
 def _leaves_no_time(failure: BaseException) -> bool:
     """Whether a run ended for a reason that also ends the save: another rank is lost, or this one is interrupted."""
-    return not isinstance(failure, Exception) or isinstance(failure, PeerLostError) or is_lost_peer(failure)
+    return not isinstance(failure, Exception) or is_lost_peer(failure)
 
 
 def _set_event() -> threading.Event:

@@ -63,7 +63,7 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
     if ranks.launcher == "deepspeed":
         die_with_deepspeed_runner()
     own_device = device.local_device(
-        ranks.local_rank, one_device_per_process=ranks.launcher in ("srun", "mpirun", "environment")
+        ranks.local_rank, one_device_per_process=ranks.is_foreign_job or ranks.launcher == "environment"
     )
     _export(ranks)
     backend = parallel.distributed_backend or device.default_backend()
@@ -145,8 +145,7 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> 
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    if ranks.launcher in ("srun", "mpirun"):
-        _check_address(ranks)
+    _check_address(ranks)
     with _explained(ranks, backend, timeout, calling):
         calling.begin(_open_store(ranks, timeout))
         store = _own_keys(timeout)
@@ -213,21 +212,25 @@ def _own_keys(timeout: timedelta) -> dist.Store:
 
 
 def _check_address(ranks: Ranks) -> None:
-    """Refuses a host name that does not resolve; every rank would retry it until its timeout.
+    """Says at once that a host name does not resolve, which every rank would retry in silence until its timeout.
 
-    Only for names from a node list: the name of a pod or container may start to resolve later.
+    Refuses it only on nodes of a scheduler: the name of a pod or container may start to resolve later.
     """
     for left in reversed(range(_LOOKUP_TRIES)):
         try:
             socket.getaddrinfo(ranks.master_address, ranks.master_port)
             return
-        except socket.gaierror as failure:
+        except (OSError, UnicodeError) as failure:
+            text = (
+                f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of rank 0 "
+                f"(started by {ranks.launcher}): {getattr(failure, 'strerror', None) or failure}. Set MASTER_ADDR to a "
+                "name or IP address of that host that all nodes can resolve."
+            )
+            if not ranks.is_foreign_job:
+                log.warning(f"{text} It is looked up again until --distributed-timeout-minutes are over.")
+                return
             if left == 0:
-                raise LaunchError(
-                    f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of "
-                    f"rank 0 (started by {ranks.launcher}): {failure.strerror}. Set MASTER_ADDR to a name or IP "
-                    f"address of that host that all nodes can resolve."
-                ) from failure
+                raise LaunchError(text) from failure
             time.sleep(1)
 
 

@@ -1,4 +1,4 @@
-"""How this process was launched: the variables of torchrun, deepspeed, srun, mpirun or a shell, read into one value."""
+"""Reads how this process was launched, from the variables of torchrun, deepspeed, srun, MPI, Flux, jsrun or a shell."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _LOCAL_RANK_NAMES = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
     "MV2_COMM_WORLD_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
+    "PALS_LOCAL_RANKID",
+    "PMI_LOCAL_RANK",
     "SLURM_LOCALID",
 )
 _LOCAL_SIZE_NAMES = (
@@ -27,13 +31,19 @@ _LOCAL_SIZE_NAMES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
     "MV2_COMM_WORLD_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+    "PMI_LOCAL_SIZE",
 )
+# Variables of the rank and of the size, and what starts ranks with them. PALS (mpiexec of Cray) sets those of PMI.
 _MPI_NAMES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "jsrun"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "mpirun"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "flux run"),
+    ("PMI_RANK", "PMI_SIZE", "mpirun"),
 )
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID")
+_PASSING = {"mpirun": "mpirun -x", "jsrun": "jsrun -E", "flux run": "flux run --env"}
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "FLUX_JOB_ID", "PALS_APID", "PBS_JOBID", "LSB_JOBID")
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,8 @@ class Ranks:
     """This process's rank, the number of ranks, and the address where they meet.
 
     Args:
-        launcher: torchrun, deepspeed, launch (tools/launch.py), srun, mpirun, environment (variables set by hand) or
-            none.
+        launcher: torchrun, deepspeed, launch (tools/launch.py), srun, mpirun, jsrun, flux run, environment (variables
+            set by hand) or none.
         is_one_node: whether all ranks are known to run on this machine.
     """
 
@@ -57,7 +67,12 @@ class Ranks:
     @property
     def has_parent_launcher(self) -> bool:
         """Whether the parent process is a launcher, which the rank must not outlive; a shell is not."""
-        return self.launcher in ("torchrun", "deepspeed", "launch", "srun", "mpirun")
+        return self.launcher not in ("environment", "none")
+
+    @property
+    def is_foreign_job(self) -> bool:
+        """Whether a scheduler or MPI started the ranks, each with the devices and the addresses that it chose."""
+        return self.launcher in ("srun", "mpirun", "jsrun", "flux run")
 
 
 def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
@@ -75,26 +90,19 @@ def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None,
     """
     if _given(environ, "RANK"):
         return _from_environment(environ, local_rank)
-    for rank_name, size_name in _MPI_NAMES:
+    for rank_name, size_name, launcher in _MPI_NAMES:
         if _given(environ, rank_name) and _given(environ, size_name):
-            return _from_mpi(environ, local_rank, rank_name, size_name, parent_process_id)
+            return _from_mpi(environ, local_rank, rank_name, size_name, launcher, parent_process_id)
     if _in_slurm_step(environ):
         return _from_slurm(environ)
-    if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != 1:
-        raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know its rank. "
-            f"Start it with torchrun, deepspeed, srun or mpirun, or set RANK; unset WORLD_SIZE for a single process."
-        )
+    for rank_name, size_name, _ in (("RANK", "WORLD_SIZE", ""), *_MPI_NAMES):
+        _check_both(environ, rank_name, size_name)
     return Ranks(0, 1, 0, "127.0.0.1", _DEFAULT_PORT, "none", is_one_node=True)
 
 
 def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
+    _check_both(environ, "RANK", "WORLD_SIZE")
     rank = _number(environ, "RANK")
-    if rank > 0 and not _given(environ, "WORLD_SIZE"):
-        raise LaunchError(
-            f"RANK={rank} is set but WORLD_SIZE is not, so the number of ranks is unknown. Start the ranks with "
-            "torchrun, deepspeed, srun or mpirun, or set WORLD_SIZE; unset RANK for a single process."
-        )
     world_size = _number(environ, "WORLD_SIZE") if _given(environ, "WORLD_SIZE") else 1
     _check_rank(rank, world_size, "RANK", "WORLD_SIZE")
     if world_size > 1 and not _given(environ, "MASTER_ADDR"):
@@ -110,29 +118,34 @@ def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
         launcher = "deepspeed" if _given(environ, "CROSS_SIZE") else "environment"
     local = _local_rank(environ, flag, rank, world_size)
     return Ranks(
-        rank, world_size, local, environ.get("MASTER_ADDR") or "127.0.0.1", _port(environ), launcher,
+        rank, world_size, local, _address(environ) or "127.0.0.1", _port(environ), launcher,
         is_one_node=_local_size(environ, world_size) == world_size,
     )  # fmt: skip
 
 
 def _from_mpi(
-    environ: Mapping[str, str], flag: int | None, rank_name: str, size_name: str, parent_process_id: int
+    environ: Mapping[str, str],
+    flag: int | None,
+    rank_name: str,
+    size_name: str,
+    launcher: str,
+    parent_process_id: int,
 ) -> Ranks:
     rank, world_size = _number(environ, rank_name), _number(environ, size_name)
     _check_rank(rank, world_size, rank_name, size_name)
     _check_world_size(environ, world_size, size_name)
     is_one_node = _local_size(environ, world_size) == world_size
     local = _local_rank(environ, flag, rank, world_size)
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_slurm_host(environ))
+    address = _address(environ) or ("127.0.0.1" if is_one_node else _first_slurm_host(environ))
     if address is None:
         raise LaunchError(
-            f"mpirun started {world_size} ranks ({size_name}={world_size}) on several nodes and MASTER_ADDR is not "
-            f"set. Pass the host of rank 0, for instance with mpirun -x MASTER_ADDR=HOST."
+            f"{launcher} started {world_size} ranks ({size_name}={world_size}) on several nodes and MASTER_ADDR is not "
+            f"set. Pass the host of rank 0, for instance with {_PASSING[launcher]} MASTER_ADDR=HOST."
         )
     job = next((environ[name] for name in _JOB_NAMES if environ.get(name)), None)
     if job is None:
         job = _slurm_job(environ) or (str(parent_process_id) if is_one_node else None)
-    return Ranks(rank, world_size, local, address, _port(environ, job), "mpirun", is_one_node)
+    return Ranks(rank, world_size, local, address, _port(environ, job), launcher, is_one_node)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Ranks:
@@ -142,7 +155,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Ranks:
     _check_world_size(environ, world_size, size_name)
     nodes_name = next((name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if _given(environ, name)), None)
     is_one_node = world_size == 1 or (nodes_name is not None and _number(environ, nodes_name) == 1)
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_slurm_host(environ))
+    address = _address(environ) or ("127.0.0.1" if is_one_node else _first_slurm_host(environ))
     if address is None:
         raise LaunchError(
             f"srun started {world_size} ranks ({size_name}={world_size}) but neither SLURM_STEP_NODELIST nor "
@@ -195,7 +208,14 @@ def _local_size(environ: Mapping[str, str], world_size: int) -> int | None:
     if world_size == 1:
         return None
     name = next((name for name in _LOCAL_SIZE_NAMES if _given(environ, name)), None)
-    return None if name is None else _number(environ, name)
+    if name is None:
+        return world_size if environ.get("FLUX_JOB_NNODES") == "1" else None
+    return _number(environ, name)
+
+
+def _address(environ: Mapping[str, str]) -> str:
+    """The address of rank 0, without the brackets around an IPv6 address; empty if it is not given."""
+    return environ.get("MASTER_ADDR", "").strip().removeprefix("[").removesuffix("]")
 
 
 def _port(environ: Mapping[str, str], job: str | None = None) -> int:
@@ -205,6 +225,21 @@ def _port(environ: Mapping[str, str], job: str | None = None) -> int:
             raise LaunchError(f"MASTER_PORT={port} is not a TCP port. It must be between 1 and 65535.")
         return port
     return _DEFAULT_PORT if job is None else _LOWEST_JOB_PORT + zlib.crc32(job.encode()) % _JOB_PORTS
+
+
+def _check_both(environ: Mapping[str, str], rank_name: str, size_name: str) -> None:
+    """Refuses to take a process for a run of its own if one of two variables says that it has company."""
+    if not _given(environ, rank_name) and _given(environ, size_name) and _number(environ, size_name) != 1:
+        raise LaunchError(
+            f"{size_name}={environ[size_name]} is set but {rank_name} is not, so this process does not know its rank. "
+            f"Start it with torchrun, deepspeed, srun or mpirun, or set RANK; unset {size_name} for a single process."
+        )
+    if not _given(environ, size_name) and _given(environ, rank_name) and _number(environ, rank_name) > 0:
+        raise LaunchError(
+            f"{rank_name}={environ[rank_name]} is set but {size_name} is not, so the number of ranks is unknown. Start "
+            "the ranks with torchrun, deepspeed, srun or mpirun, or set RANK and WORLD_SIZE; unset "
+            f"{rank_name} for a single process."
+        )
 
 
 def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> None:
@@ -224,7 +259,7 @@ def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> N
 
 
 def _starter(rank_name: str) -> str:
-    return "srun" if rank_name.startswith("SLURM") else "mpirun"
+    return next((launcher for name, _, launcher in _MPI_NAMES if name == rank_name), "srun")
 
 
 def _check_world_size(environ: Mapping[str, str], world_size: int, size_name: str) -> None:

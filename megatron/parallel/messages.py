@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import device
+from megatron.errors import PeerLostError
 from megatron.parallel.mesh import Axis
 
 # The kind of time that sends and receives of pipeline stages take.
@@ -233,8 +234,8 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
 
 
 def is_lost_peer(failure: BaseException) -> bool:
-    """Whether a collective failed because another rank ended or hangs, judging by gloo's and NCCL's error messages."""
-    if isinstance(failure, dist.DistBackendError | dist.DistNetworkError):
+    """Whether a rank fails because another one ended or hangs, judging by gloo's and NCCL's error messages."""
+    if isinstance(failure, PeerLostError | dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(failure, RuntimeError) and any(text in str(failure) for text in _LOST_PEER_TEXTS)
 

@@ -154,9 +154,12 @@ def _reference_from_json(description: Any, path: str) -> Any:
             )
             description["model"] = {**model, "dropout": None}
     try:
-        return without_panics(lambda: Reference.from_str(json.dumps(description)))
+        reference = without_panics(lambda: Reference.from_str(json.dumps(description)))
     except ValueError as failure:
         raise DataError(f"{path} is not a tokenizer that the tokenizers library can load: {failure}.") from failure
+    if not reference.get_vocab_size():
+        raise DataError(f"{path} holds a tokenizer without tokens. Fetch or write the file again.")
+    return reference
 
 
 def _well_known_eod(reference: Any) -> int | None:

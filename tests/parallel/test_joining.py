@@ -106,6 +106,11 @@ def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.
     assert waits == [1, 1]
 
 
+def test_an_unknown_host_given_by_hand_is_warned_of_before_the_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    joining._check_address(Ranks(1, 4, 0, "pod-0.invalid", 12345, "environment"))
+    assert "Rank 1 of 4 cannot look up 'pod-0.invalid'" in capsys.readouterr().err
+
+
 def _wait_for_nobody(rank: int) -> str:
     if rank == 2:
         return ""

@@ -32,6 +32,17 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-1",
 }  # fmt: skip
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+PALS = {
+    "PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "PALS_LOCAL_RANKID": "1",
+    "PALS_RANKID": "5", "PBS_JOBID": "123.polaris", "MASTER_ADDR": "x1",
+}  # fmt: skip
+FLUX = {
+    "FLUX_TASK_RANK": "3", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "MASTER_ADDR": "h",
+}  # fmt: skip
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "7", "JSM_NAMESPACE_SIZE": "12", "JSM_NAMESPACE_LOCAL_RANK": "1", "LSB_JOBID": "9",
+    "MASTER_ADDR": "h1",
+}  # fmt: skip
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
 
@@ -57,6 +68,11 @@ HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
         ({**BY_HAND, "LOCAL_WORLD_SIZE": "2"}, None, (1, 2, 1, "h", 29500, "environment")),
         ({}, None, (0, 1, 0, "127.0.0.1", None, "none")),
         ({}, 0, (0, 1, 0, "127.0.0.1", None, "none")),
+        (PALS, None, (5, 8, 1, "x1", None, "mpirun")),
+        ({**FLUX, "PMI_RANK": "3", "PMI_SIZE": "4"}, None, (3, 4, 1, "h", None, "flux run")),
+        ({**FLUX, "MASTER_ADDR": "", "FLUX_JOB_NNODES": "1"}, None, (3, 4, 1, "127.0.0.1", None, "flux run")),
+        (JSRUN, None, (7, 12, 1, "h1", None, "jsrun")),
+        ({**BY_HAND, "LOCAL_RANK": "0", "MASTER_ADDR": " [::1]"}, None, (1, 2, 0, "::1", 29500, "environment")),
         ({"RANK": "", "WORLD_SIZE": "1"}, None, (0, 1, 0, "127.0.0.1", None, "none")),
     ],
 )  # fmt: skip
@@ -66,7 +82,7 @@ def test_every_launcher_is_read(environ: dict[str, str], flag: int | None, expec
     assert (found.rank, found.world_size, found.local_rank) == (rank, world_size, local_rank)
     assert (found.master_address, found.launcher) == (address, launcher)
     assert port is None or found.master_port == port
-    assert found.has_parent_launcher == (launcher in ("torchrun", "deepspeed", "launch", "srun", "mpirun"))
+    assert found.has_parent_launcher == (launcher not in ("environment", "none"))
 
 
 def test_port_is_the_jobs_own() -> None:
@@ -96,6 +112,10 @@ def test_a_single_node_is_recognized() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR is not"),
         ({"RANK": "zero"}, None, "RANK='zero' is not an integer"),
         ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"FLUX_JOB_SIZE": "4"}, None, "FLUX_JOB_SIZE=4 is set but FLUX_TASK_RANK is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, None, "OMPI_COMM_WORLD_SIZE=4 is set but OMPI_COMM_WORLD_RANK is not"),
+        ({"PMI_RANK": "2"}, None, "PMI_RANK=2 is set but PMI_SIZE is not, so the number of ranks is unknown"),
+        ({**JSRUN, "MASTER_ADDR": ""}, None, "jsrun started 12 ranks .* jsrun -E MASTER_ADDR=HOST"),
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "LOCAL_RANK is not set and --local_rank was not"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "LOCAL_RANK=2 does not fit 2 processes"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, 2, "--local_rank=2 does not fit 2 processes"),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.device import Stopwatch
+from megatron.errors import PeerLostError
 from megatron.kernels.attention.partial import PartialAttention
 from megatron.parallel import messages
 from megatron.parallel.expert.exchange import RowExchange
@@ -157,6 +158,7 @@ def test_an_axis_of_one_needs_no_process_group() -> None:
         (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"), True),
         (RuntimeError("[gloo/transport/tcp/pair.h:311] Connect timeout [none]"), True),
         (dist.DistNetworkError("unreachable"), True),
+        (PeerLostError("another rank has ended"), True),
         (RuntimeError("size mismatch"), False),
         (ValueError("Connection closed by peer"), False),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import sys
 import threading
@@ -62,6 +63,8 @@ class WebThread:
             import uvicorn
         except ImportError as failure:
             raise ConfigError("serving needs the uvicorn package (pip install trident-megatron[serve]).") from failure
+        # Else asyncio has a line for each event of a stream that is sent until its client is known to have left.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         config = uvicorn.Config(
             app,
             loop="asyncio",

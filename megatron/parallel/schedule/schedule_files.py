@@ -7,8 +7,6 @@ nothing. Messages are not written: they follow.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +27,9 @@ def read_orders(path: str) -> tuple[Placement, int, Orders]:
         ConfigError: it cannot be read, or something is missing or written twice. Whether it can end is not looked at.
     """
     text = read_text(path, f"--pipeline-schedule {path}", _MOST_BYTES)
-    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if any(map(str.strip, row))]
+    # A cell holds no comma, so that quotes, which some programs write, need no more than to be left out.
+    rows = [[cell.strip(' \t"') for cell in line.split(",")] for line in text.splitlines()]
+    rows = [row for row in rows if any(row)]
     orders = [[_computation(path, rank, cell) for cell in row if cell] for rank, row in enumerate(rows)]
     for problem in _problems(orders):
         raise ConfigError(f"--pipeline-schedule {path}: {problem}")
@@ -98,8 +98,9 @@ def _missing(orders: Sequence[Sequence[Computation]], chunks: int) -> Iterator[s
     if times > 1:
         yield f"{shown(computation)} is written {times} times. Write each computation once."
         return
+    micro_batches = 1 + max(micro_batch for _, _, micro_batch in written)
     for chunk in range(chunks):
-        for micro_batch in range(1 + max(micro_batch for _, _, micro_batch in written)):
+        for micro_batch in range(micro_batches):
             has = {kind for kind in "FBIW" if (Kind(kind), chunk, micro_batch) in written}
             if has not in ({"F", "B"}, {"F", "I", "W"}):
                 yield (

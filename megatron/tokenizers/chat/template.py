@@ -48,6 +48,8 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         needed_tokens: Sequence[str] = (),
     ) -> None:
+        if not source.strip():
+            raise ConfigError(f"the chat template {name} is empty. Correct it, or name another with --chat-template.")
         self.name = name
         self._tokens = dict(tokens or {})
         self._needed_tokens = tuple(needed_tokens)

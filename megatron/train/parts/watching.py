@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.watch.position import END
 from megatron.train.part import Part, PartSetup
 from megatron.train.run import Run
@@ -29,4 +30,5 @@ class Watching(Part):
         self._watch.enter(phase, run.progress.step)
 
     def close(self, run: Run, error: BaseException | None) -> None:
-        self._watch.enter(END)
+        if error is None or not is_lost_peer(error):  # else the verdict says what this rank did when it lost the other
+            self._watch.enter(END)

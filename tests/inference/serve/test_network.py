@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
+import threading
 import time
+from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.inference.serve.network import address_of, listen
+from megatron.inference.serve.network import WebThread, address_of, listen
 from megatron.inference.serve.requests.limits import ServerLimits
 from megatron.inference.serve.requests.served import Served
 from tests.inference.serve.fakes import FakeEngine
@@ -177,3 +180,27 @@ def test_a_client_that_hangs_up_ends_its_answer(served: Served, streams: bool) -
             assert time.monotonic() < ends_at
             time.sleep(0.005)
         assert engine.steps < 100
+
+
+def test_the_log_has_no_line_for_events_that_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:
+    is_asked, has_left, is_sent = threading.Event(), threading.Event(), threading.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        is_asked.set()
+        has_left.wait(60)  # holds up the loop, so that it cannot see the client leave
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(20):
+            await send({"type": "http.response.body", "body": b"data: {}", "more_body": True})
+        is_sent.set()
+
+    web = WebThread(stream, listen("127.0.0.1", 0), ServerLimits())
+    web.start()
+    client = socket.create_connection(web._listener.getsockname())
+    client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert is_asked.wait(60)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves with a reset
+    client.close()
+    has_left.set()
+    assert is_sent.wait(60)
+    web.stop()
+    assert caplog.messages == []

@@ -36,9 +36,10 @@ def test_passes_without_gradients_of_named_schedules_are_those_of_the_schedule()
     assert forward_programs("zbv", 2, 2, 3) == build_schedule("zbv", 2, 2, 3).forward_only()
 
 
-def test_pauses_and_blanks_mean_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [" , ", '","'])
+def test_pauses_blanks_and_quotes_mean_nothing(tmp_path: Path, end: str) -> None:
     path = tmp_path / "schedule.csv"
-    path.write_text(GOOD.replace(",", " , ") + "\n,,\n")
+    path.write_text(GOOD.replace(",", end) + "\n,,\n")
     placement, micro_batches, orders = read_orders(str(path))
     assert (placement.owners, micro_batches, [len(order) for order in orders]) == ((0, 1), 2, [4, 4])
 
@@ -49,6 +50,8 @@ def test_pauses_and_blanks_mean_nothing(tmp_path: Path) -> None:
         ("0F0,0G0\n", "'0G0' in the row of rank 0 is no computation. Write chunk, F, B"),
         ("0SEND_F0\n", "'0SEND_F0' in the row of rank 0 is no computation"),
         ("\n,,\n", "it holds no computations"),
+        ("0F0,0B0\r0F1,0B1\r", "chunk 0 is in the rows of ranks 0 and 1"),
+        ("0" * 200_000 + "\n", "in the row of rank 0 is no computation"),
         ("0F0,0B0\n0F1,0B1\n", "chunk 0 is in the rows of ranks 0 and 1"),
         ("0F0,0B0\n2F0,2B0\n", "chunk 1 of 0 to 2 is missing"),
         ("0F0,0B0,2F0,2B0\n1F0,1B0\n", "rank 1 has 1 chunk and rank 0 has 2"),

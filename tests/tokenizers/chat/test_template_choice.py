@@ -119,3 +119,10 @@ def test_texts_and_ids_are_those_of_transformers(tmp_path, add_generation_prompt
         if add_generation_prompt:
             ids = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
             assert template.prompt_ids(conversation, tokenizer) == list(ids)
+
+
+def test_an_empty_template_is_refused_by_its_path(tmp_path):
+    path = tmp_path / "chat_template.jinja"
+    path.write_text(" \n")
+    with pytest.raises(ConfigError, match=f"the chat template {path} is empty"):
+        load_chat_template(None, tmp_path)
