@@ -133,6 +133,11 @@ _BETWEEN: Mapping[str, tuple[float, str]] = types.MappingProxyType(
 )
 _LATENCY = 10e-6
 DEFAULT_INTERCONNECT = "nvlink+ib400"
+# Of NVIDIA's systems with 8 of these devices, by their data sheets: DGX A100 has a ConnectX-6 of 200 Gb/s for each, DGX
+# H100, H200 and B200 a ConnectX-7 of 400 Gb/s.
+_OWN_INTERCONNECT: Mapping[str, str] = types.MappingProxyType(
+    {"a100": "nvlink3+ib200", "a100-40gb": "nvlink3+ib200", "b200": "nvlink5+ib400"}
+)
 
 
 def device_of(name: str) -> Device:
@@ -186,6 +191,11 @@ def _read_device(path: str) -> Device:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def links_of_device(name: str) -> Links:
+    """What connects the devices of this name where nothing else is said."""
+    return links_of(_OWN_INTERCONNECT.get(name.lower(), DEFAULT_INTERCONNECT))
 
 
 def links_of(name: str) -> Links:

@@ -71,6 +71,10 @@ class Layout:
         """Ranks of a stage that hold different experts or copies of them."""
         return self.replicas * (self.tp if self.keeps_experts_whole else 1)
 
+    def zero_stage(self, weight_bytes: int) -> int:
+        """The ZeRO stage that is run: the fp32 copies of weights in half precision are always divided."""
+        return self.zero if weight_bytes == 4 else max(self.zero, 1)
+
     @property
     def sequence(self) -> int:
         """Ranks that share each sequence."""

@@ -105,7 +105,7 @@ def _memory_at(job: Job, layout: Layout, chunks: tuple[range, ...], own: tuple[i
 
 def _state(job: Job, layout: Layout, ends: Parameters, blocks: Parameters) -> Amounts:
     """Bytes of weights, gradients and optimizer."""
-    stage = layout.zero if job.weight_bytes == _FP32 else max(layout.zero, 1)
+    stage = layout.zero_stage(job.weight_bytes)
     counts = [ends.dense, blocks.dense, blocks.experts]
     ranks = [layout.replicas, layout.replicas, layout.expert_copies // layout.ep]
     states = [job.end_state_bytes, job.block_state_bytes, job.block_state_bytes]

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.division import Division
 from megatron.parallel.schedule.schedule_files import read_orders
-from megatron.planning.hardware import Cluster, device_of, links_of
+from megatron.planning.hardware import Cluster, device_of, links_of, links_of_device
 from megatron.planning.job import Job
 from megatron.planning.layouts import ATTENTION, BLOCKS, NOTHING, Layout
 from megatron.planning.report import detail_lines, plan_lines
@@ -108,7 +108,9 @@ def cluster_of(request: RunRequest, devices: int | None = None) -> Cluster:
         if count % asked.nodes:
             raise ConfigError(f"--nodes {asked.nodes} does not divide {count} devices. Use a divisor of {count}.")
         per_node = count // asked.nodes
-    return Cluster(device_of(asked.planned_device), links_of(asked.interconnect), count, per_node)
+    name = asked.interconnect
+    links = links_of_device(asked.planned_device) if name is None else links_of(name)
+    return Cluster(device_of(asked.planned_device), links, count, per_node)
 
 
 def job_of(request: RunRequest, cluster: Cluster) -> Job:

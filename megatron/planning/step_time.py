@@ -16,6 +16,7 @@ from megatron.config.architecture.positions import ROPE
 from megatron.planning.job import Job, Parameters
 from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
 from megatron.planning.memory import local_tokens
+from megatron.planning.messages import boundary_bytes, sent_in_passes, sent_in_step
 
 _FP32 = 4
 _BACKWARD = 2.0  # products of a backward pass in times of those of the forward pass
@@ -68,7 +69,7 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     for rank in ranks:
         own = costs.placement.chunks_of(rank)
         blocks = [block for chunk in own for block in chunks[chunk]]
-        passes.append((_pass(job, layout, blocks, last=len(chunks) - 1 in own), rank))
+        passes.append((_pass(job, layout, blocks, first=0 in own, last=len(chunks) - 1 in own), rank))
     everyone = sum(each.seconds * ranks[rank] for each, rank in passes)
     slowest, rank = max(passes, key=lambda item: item[0].seconds)
     parts = {name: seconds * layout.micro_batches for name, seconds in slowest.parts.items()}
@@ -76,19 +77,17 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     own = costs.placement.chunks_of(rank)
     ends = job.ends_parameters(layout, first=0 in own, last=len(chunks) - 1 in own)
     share = sum((job.block_parameters(block, layout) for chunk in own for block in chunks[chunk]), Parameters(0))
-    sent = _sent_in_passes(job, layout, [block for chunk in own for block in chunks[chunk]])
-    gradients = _gradient_bytes(job, layout, (ends + share).total)
-    cluster = job.cluster
-    parts["gradients and weights"] = (
-        _seconds(gradients, cluster.bandwidth(layout.replicas, layout.tp), 0.0) if layout.replicas > 1 else 0.0
-    )
-    device = cluster.device
+    sent = sent_in_step(job, layout, costs.placement, rank)
+    cluster, device = job.cluster, job.cluster.device
+    stages = cluster.bandwidth(layout.pp, cluster.devices // layout.pp)
+    reach = cluster.bandwidth(layout.expert_copies, 1 if layout.keeps_experts_whole else layout.tp)
+    parts["gradients and weights"] = sent["dp"] / cluster.bandwidth(layout.replicas, layout.tp)
+    parts["gradients and weights"] += sent["dp of experts"] / reach + sent["embedding"] / stages
     kept = ends.total * (_FP32 + job.end_state_bytes) + share.total * (_FP32 + job.block_state_bytes)
-    moved = (2 * kept + _UPDATE_BYTES * (ends + share).total) / (layout.replicas if layout.zero else 1)
+    divided = layout.replicas if layout.zero_stage(job.weight_bytes) else 1
+    moved = (2 * kept + _UPDATE_BYTES * (ends + share).total) / divided
     parts["update"] = (moved + _GRADIENT_BYTES * (ends + share).total) / device.memory_bandwidth
     if job.is_orthogonalized:
-        is_divided = layout.zero > 0 or job.weight_bytes < _FP32
-        sent |= {"dp of matrices": 0.0, "tp of matrices": 0.0} | _matrix_bytes(layout, share, is_divided=is_divided)
         parts["matrix messages"] = sent["dp of matrices"] / cluster.bandwidth(layout.replicas, layout.tp)
         parts["matrix messages"] += sent["tp of matrices"] / cluster.bandwidth(layout.tp, 1)
     again = 1 / 3 if layout.recompute == BLOCKS else 0.0
@@ -100,16 +99,14 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
         others = (everyone - slowest.seconds) / (layout.pp - 1)
         parts["idle"] = waits * others * (1 + parts["host"] / work)
         crossings = 2 * (layout.pp * layout.chunks - 1)
-        reach = cluster.bandwidth(layout.pp, cluster.devices // layout.pp)
-        size = sent["pp"] / (2 * layout.micro_batches * layout.chunks)
-        parts["pipeline messages"] = crossings * _seconds(size, reach, cluster.links.latency)
-    sent["dp"] = gradients
+        size = boundary_bytes(job, layout)
+        parts["pipeline messages"] = crossings * _seconds(size, stages, cluster.links.latency)
     total = sum(parts.values())
     idle = parts.get("idle", 0.0) / total
     return StepTime(parts, {axis: count for axis, count in sent.items() if count}, idle)
 
 
-def _pass(job: Job, layout: Layout, blocks: list[int], *, last: bool) -> _Pass:
+def _pass(job: Job, layout: Layout, blocks: list[int], *, first: bool, last: bool) -> _Pass:
     """A micro-batch through these blocks, forward and backward."""
     device, model = job.cluster.device, job.model
     tokens, tp = local_tokens(job, layout), layout.tp
@@ -123,11 +120,11 @@ def _pass(job: Job, layout: Layout, blocks: list[int], *, last: bool) -> _Pass:
     causal = 1.0 if model.bidirectional else 0.5
     pairs = sum(job.block_costs[block].flops_per_token_pair for block in blocks) * tokens * job.sequence_length
     repeated = 1 + _ATTENTION_BACKWARD + (1.0 if layout.recompute in (BLOCKS, ATTENTION) else 0.0)
-    attention = pairs / tp * causal * repeated / (device.peak * _attention_share(job))
+    attention = pairs / tp * causal * repeated / (device.peak * _attention_share(job, layout))
     traffic = _traffic(job, layout, blocks) * (1 + again / 2.5) + (head / model.hidden_size * 2 * job.weight_bytes)
     others = traffic / (device.memory_bandwidth * device.traffic_share)
     computed = {"products": matrices, "attention": attention, "memory traffic": others}
-    return _Pass({**computed, **_messages(job, layout, blocks, attention)})
+    return _Pass({**computed, **_messages(job, layout, blocks, attention, first=first, last=last)})
 
 
 def _product_share(job: Job, side: float) -> float:
@@ -136,9 +133,11 @@ def _product_share(job: Job, side: float) -> float:
     return device.product_share * side / (side + device.saturation)
 
 
-def _attention_share(job: Job) -> float:
-    """The share of the peak of fused attention, which falls with short samples and heads of few channels."""
-    device, length, channels = job.cluster.device, job.sequence_length, job.model.kv_channels
+def _attention_share(job: Job, layout: Layout) -> float:
+    """The share of the peak of fused attention, which falls with short samples and heads of few channels. A rank of a
+    ring attends to one block of a sample after the other.
+    """
+    device, length, channels = job.cluster.device, job.sequence_length / layout.cp, job.model.kv_channels
     of_length, of_channels = device.attention_saturation
     return device.attention_share * length / (length + of_length) * channels / (channels + of_channels)
 
@@ -167,10 +166,12 @@ def _traffic(job: Job, layout: Layout, blocks: list[int]) -> float:
     return total * tokens * job.weight_bytes
 
 
-def _messages(job: Job, layout: Layout, blocks: list[int], attention: float) -> dict[str, float]:
+def _messages(
+    job: Job, layout: Layout, blocks: list[int], attention: float, *, first: bool, last: bool
+) -> dict[str, float]:
     """Seconds of the messages of a micro-batch that are waited for."""
     cluster, latency = job.cluster, job.cluster.links.latency
-    sent = _sent_in_passes(job, layout, blocks)
+    sent = sent_in_passes(job, layout, blocks, first=first, last=last)
     passes = layout.micro_batches
     parts = {}
     if layout.tp > 1:
@@ -184,69 +185,6 @@ def _messages(job: Job, layout: Layout, blocks: list[int], attention: float) -> 
         reach = cluster.bandwidth(layout.ep, 1 if layout.keeps_experts_whole else layout.tp)  # neighbours
         parts["expert messages"] = _seconds(sent["ep"] / passes, reach, len(blocks) * 4 * latency)
     return parts
-
-
-def _sent_in_passes(job: Job, layout: Layout, blocks: list[int]) -> dict[str, float]:
-    """Bytes that a rank sends in all passes of a step, by axis."""
-    model, passes, k = job.model, layout.micro_batches, job.weight_bytes
-    tokens, count = local_tokens(job, layout), len(blocks)
-    hidden = tokens * model.hidden_size * k
-    sent: dict[str, float] = {}
-    if layout.tp > 1:
-        sums = 4 + 2 * (layout.recompute == BLOCKS)  # of each block: two in forward, two in backward
-        sent["tp"] = passes * count * sums * 2 * (layout.tp - 1) / layout.tp * hidden
-    if layout.sequence > 1:
-        groups = max(model.num_query_groups / layout.tp, 1) * model.kv_channels
-        if layout.cp > 1:  # keys and values around the ring; in backward with their gradients in fp32
-            sent["cp"] = passes * count * (layout.cp - 1) * tokens * 2 * groups * (2 * k + _FP32)
-        if layout.ulysses > 1:
-            heads = (model.num_attention_heads / layout.tp * 2 + 2 * groups / model.kv_channels) * model.kv_channels
-            share = (layout.ulysses - 1) / layout.ulysses
-            sent["cp"] = sent.get("cp", 0.0) + passes * count * 2 * share * tokens * heads * k
-    if layout.ep > 1:
-        routed = sum(model.has_experts(block) for block in blocks)
-        share = (layout.ep - 1) / layout.ep
-        own = hidden / layout.tp if layout.keeps_experts_whole else hidden
-        sent["ep"] = passes * routed * 4 * share * model.moe_router_topk * own
-    if layout.pp > 1:
-        sent["pp"] = passes * layout.chunks * 2 * hidden / (layout.tp if layout.splits_sequence else 1)
-    return sent
-
-
-def _gradient_bytes(job: Job, layout: Layout, parameters: int) -> float:
-    """Bytes that a rank sends in a step to average gradients and to gather weights.
-
-    Gradients are sent in fp32 at stages 0 and 1, once a step; at stage 2 in the dtype of the weights in every pass, and
-    at stage 3 the weights themselves twice a pass.
-    """
-    ranks, k, passes = layout.replicas, job.weight_bytes, layout.micro_batches
-    share = (ranks - 1) / ranks
-    if layout.zero == 0:
-        return 2 * share * k * parameters
-    if layout.zero == 1:
-        return share * (_FP32 + k) * parameters
-    if layout.zero == 2:
-        return share * (2 * passes * k + k) * parameters
-    gathers = 2 + (layout.recompute == BLOCKS)
-    return share * passes * (gathers + 1) * k * parameters
-
-
-def _matrix_bytes(layout: Layout, share: Parameters, *, is_divided: bool) -> dict[str, float]:
-    """Bytes that a rank sends to bring the matrices of its blocks together and to divide them again, in fp32.
-
-    What it owns of a shard stays. Experts are lists of matrices, which tensor-parallel ranks do not bring together.
-    """
-    sent: dict[str, float] = {}
-    for name, count, ranks in (
-        ("dp", share.dense, layout.replicas),
-        ("dp", share.experts, layout.expert_copies // layout.ep),
-        ("tp", share.dense / layout.replicas, layout.tp),
-    ):
-        # Without ZeRO each rank has all of a shard to begin with, and wants all of it back.
-        moved = count if name == "dp" and not is_divided else 2 * count / (ranks if name == "dp" else 1)
-        key = f"{name} of matrices"
-        sent[key] = sent.get(key, 0.0) + _FP32 * moved * (ranks - 1) / ranks
-    return sent
 
 
 def _seconds(count: float, bandwidth: float, latency: float) -> float:

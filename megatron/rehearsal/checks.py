@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.rehearsal.programs import ProgramEntry, Programs, RankProgram, moved
-from megatron.rehearsal.recording import RECEIVE, SEND, RankMessage
+from megatron.rehearsal.recording import RECEIVE, SEND, RankMessage, shown_ranks
 
 _Group = tuple[int, ...]
-_Step = tuple[str, int, str, str]  # kind, elements, dtype, and what it is part of
+_Step = tuple[str, str, str]  # kind, size, and what it is part of
 
 
 def group_problems(programs: Programs) -> Iterator[str]:
@@ -21,7 +21,8 @@ def group_problems(programs: Programs) -> Iterator[str]:
         expected = {moved(ranks, first, program.rank) for ranks in walked[first]}
         for name, ranks in program.groups.items():
             if ranks not in expected:
-                yield f"rank {program.rank}: its group {name} has ranks {_shown(ranks)}, which the others do not have"
+                shown = shown_ranks(ranks)
+                yield f"rank {program.rank}: its group {name} has ranks {shown}, which the others do not have"
 
 
 def collective_problems(programs: Programs) -> Iterator[str]:
@@ -49,6 +50,24 @@ def collective_problems(programs: Programs) -> Iterator[str]:
             if group not in expected:
                 place, message, part = steps[0]
                 yield f"rank {rank}, message {place} ({part}): {message}: the other ranks of its group take no part"
+
+
+def split_problems(programs: Programs) -> Iterator[str]:
+    """Rows of an all-to-all of which one rank sends another number than the other takes."""
+    classes = {rank: _collectives(program) for rank, program in programs.walked.items()}
+    odd = {rank: _collectives(program) for rank, program in programs.odd.items()}
+    for rank, own in (*classes.items(), *odd.items()):
+        for group, steps in own.items():
+            for place, other in enumerate(group):
+                theirs = _sequence_of(programs, classes, odd, other, group) or []
+                for (number, mine, part), (_, message, _) in zip(steps, theirs, strict=False):
+                    taken = message.taken[group.index(rank)] if message.taken else 0
+                    if mine.sent and mine.sent[place] != taken:
+                        yield (
+                            f"rank {rank}, message {number} ({part}): {mine} sends {mine.sent[place]:,} rows to rank "
+                            f"{other}, which takes {taken:,}"
+                        )
+                        break
 
 
 def peer_problems(programs: Programs) -> Iterator[str]:
@@ -82,11 +101,11 @@ def _unmet(
         if their is None:
             yield f"rank {rank}, message {own[0]}: {own[1].message} ({own[1].part}): rank {other} has none for it"
             return
-        same = own[1].part == their[1].part and _size(own[1].message) == _size(their[1].message)
+        same = own[1].part == their[1].part and own[1].message.size == their[1].message.size
         if not same:
             yield (
-                f"rank {rank}, message {own[0]}: {kind} of the {own[1].part} ({_size(own[1].message)}), where rank "
-                f"{other}, message {their[0]}, has the {their[1].part} ({_size(their[1].message)})"
+                f"rank {rank}, message {own[0]}: {kind} of the {own[1].part} ({own[1].message.size}), where rank "
+                f"{other}, message {their[0]}, has the {their[1].part} ({their[1].message.size})"
             )
             return
 
@@ -98,10 +117,6 @@ def _near(programs: Programs, odd: Iterable[int]) -> set[int]:
         near.add(rank)
         near |= {event.message.ranks[1] for event in programs.of(rank).events if not event.message.is_collective}
     return near
-
-
-def _size(message: RankMessage) -> str:
-    return f"{message.elements:,} {message.dtype}"
 
 
 _Steps = list[tuple[int, RankMessage, str]]  # place in the program, message, part
@@ -148,7 +163,7 @@ def _sequence_of(
 
 
 def _steps(steps: _Steps) -> list[_Step]:
-    return [(message.kind, message.elements, message.dtype, part) for _, message, part in steps]
+    return [(message.kind, message.size, part) for _, message, part in steps]
 
 
 def _difference(rank: int, own: _Steps, leader: int, theirs: _Steps, ranks: _Group) -> str:
@@ -160,20 +175,16 @@ def _difference(rank: int, own: _Steps, leader: int, theirs: _Steps, ranks: _Gro
     if mine is None:
         place, message, part = other
         return (
-            f"rank {rank} ends without the {message.kind} of {_size(message)} ({part}) over ranks {_shown(ranks)} that "
-            f"rank {leader} begins as message {place}"
+            f"rank {rank} ends without the {message.kind} of {message.size} ({part}) over ranks {shown_ranks(ranks)} "
+            f"that rank {leader} begins as message {place}"
         )
     place, message, part = mine
     if other is None:
         return (
-            f"rank {rank}, message {place} ({part}): {message.kind} of {_size(message)} over ranks {_shown(ranks)}, "
+            f"rank {rank}, message {place} ({part}): {message.kind} of {message.size} over ranks {shown_ranks(ranks)}, "
             f"which rank {leader} does not take part in"
         )
     return (
-        f"rank {rank}, message {place} ({part}): {message.kind} of {_size(message)} over ranks {_shown(ranks)}, where "
-        f"rank {leader} has {other[1].kind} of {_size(other[1])} ({other[2]}, message {other[0]})"
+        f"rank {rank}, message {place} ({part}): {message.kind} of {message.size} over ranks {shown_ranks(ranks)}, "
+        f"where rank {leader} has {other[1].kind} of {other[1].size} ({other[2]}, message {other[0]})"
     )
-
-
-def _shown(ranks: _Group) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)})"

@@ -112,9 +112,10 @@ class Programs:
         }
         return sum((share.pieces() for share in shares.values()), Counter())
 
-    def with_odd(self, program: RankProgram) -> Programs:
-        """The same, but for one rank."""
-        return replace(self, odd={**self.odd, program.rank: program})
+    def with_odd(self, *programs: RankProgram) -> Programs:
+        """The same, but for those of these ranks that do something else than their class."""
+        unlike = {each.rank: each for each in programs if each != self.of(each.rank)}
+        return replace(self, odd={**self.odd, **unlike})
 
     def representatives(self) -> Iterator[RankProgram]:
         """One program of each class, then those that differ."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
@@ -45,23 +46,34 @@ class RankMessage:
         ranks: the global ranks of its group; of a message between two, this rank and the other.
         elements: of the largest tensor that this rank gives or takes.
         dtype: of them.
+        operation: how values are combined, or which rank of the group they come from or go to.
+        sent, taken: rows that go to and come from each rank of an all-to-all.
     """
 
     kind: str
     ranks: tuple[int, ...]
     elements: int
     dtype: str
+    operation: str = ""
+    sent: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
 
     @property
     def is_collective(self) -> bool:
         """Whether all ranks of the group take part."""
         return self.kind not in (SEND, RECEIVE)
 
+    @property
+    def size(self) -> str:
+        """Elements, their type, and how they are combined if not by a sum."""
+        combined = f" ({self.operation})" if self.operation not in ("", "sum") else ""
+        return f"{self.elements:,} {self.dtype}{combined}"
+
     def __str__(self) -> str:
         if not self.is_collective:
             end = "to" if self.kind == SEND else "from"
-            return f"{self.kind} of {self.elements:,} {self.dtype} {end} rank {self.ranks[1]}"
-        return f"{self.kind} of {self.elements:,} {self.dtype} over ranks {shown_ranks(self.ranks)}"
+            return f"{self.kind} of {self.size} {end} rank {self.ranks[1]}"
+        return f"{self.kind} of {self.size} over ranks {shown_ranks(self.ranks)}"
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
@@ -75,12 +87,13 @@ class RecordedMessages(TorchDispatchMode):
     """Takes the messages of this rank off it, in their order; a context manager.
 
     Attributes:
+        rank: this rank.
         messages: so far.
     """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self._rank = rank
+        self.rank = rank
         self.messages: list[RankMessage] = []
 
     def take(self) -> tuple[RankMessage, ...]:
@@ -104,15 +117,68 @@ class RecordedMessages(TorchDispatchMode):
         largest = max(tensors, key=lambda tensor: tensor.numel(), default=torch.empty(0))
         if name in _PEER_TO_PEER:
             other = ranks[next(argument for argument in given if isinstance(argument, int))]
-            ranks = (self._rank, other)
+            ranks = (self.rank, other)
         kind = _PEER_TO_PEER.get(name) or _KINDS[name]
-        self.messages.append(
-            RankMessage(kind, ranks, math.prod(largest.shape), str(largest.dtype).removeprefix("torch."))
-        )
+        dtype = str(largest.dtype).removeprefix("torch.")
+        sent: tuple[int, ...] = ()
+        taken: tuple[int, ...] = ()
+        if kind == "all-to-all":
+            sent, taken = _rows(given[1], given[4:5], len(ranks)), _rows(given[0], given[3:4], len(ranks))
+        operation = _operation(name, func, given)
+        self.messages.append(RankMessage(kind, ranks, math.prod(largest.shape), dtype, operation, sent, taken))
         work = Work.boxed(FakeWork())
         if name in ("send", "recv_", "barrier", "reduce_", "gather_", "alltoall_base_"):
             return work
         return given[0], work
+
+
+class RecordedTree:
+    """Takes the messages off a rank that would go along a `RankTree`; other ranks have nothing to say.
+
+    Args:
+        recorded: where they are noted.
+        ranks: all ranks.
+    """
+
+    def __init__(self, recorded: RecordedMessages, ranks: tuple[int, ...]) -> None:
+        self._recorded, self.ranks = recorded, ranks
+
+    def _note(self, kind: str, elements: int, dtype: str, operation: str = "") -> None:
+        self._recorded.messages.append(RankMessage(kind, self.ranks, elements, dtype, operation))
+
+    def maximum(self, values: np.ndarray) -> np.ndarray:
+        """The values of this rank."""
+        self._note("all-reduce", values.size, str(values.dtype), "max")
+        return values
+
+    def total(self, values: np.ndarray) -> np.ndarray:
+        """The values of this rank."""
+        self._note("all-reduce", values.size, str(values.dtype), "sum")
+        return values
+
+    def broadcast(self, content: bytes, source: int = 0) -> bytes:
+        """What this rank gives, or null in JSON."""
+        self._note("broadcast", 0, "bytes", f"root {source}")
+        return content or b"null"
+
+    def gather(self, content: bytes) -> list[bytes] | None:
+        """What this rank gives, and null in JSON of the others."""
+        self._note("gather", 0, "bytes", "root 0")
+        return None if self._recorded.rank else [content, *[b"null"] * (len(self.ranks) - 1)]
+
+
+def _operation(name: str, func: Any, given: Any) -> str:
+    """How a collective combines values, and the place of the one rank of the group that gives or gets them."""
+    named = {each.name: value for each, value in zip(func._schema.arguments, given, strict=False)}
+    words = [dist.ReduceOp.RedOpType(named["reduce_op"].op()).name.lower()] if "reduce_op" in named else []
+    return " ".join([*words, f"root {named['root_rank']}"] if "root_rank" in named else words)
+
+
+def _rows(tensor: Any, splits: Any, ranks: int) -> tuple[int, ...]:
+    """Rows of an all-to-all for each rank: of a list of tensors, or of a tensor that is divided as given or evenly."""
+    if isinstance(tensor, list):
+        return tuple(len(each) for each in tensor)
+    return tuple(splits[0]) if splits and splits[0] else (len(tensor) // ranks,) * ranks
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

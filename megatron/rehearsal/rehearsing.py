@@ -1,4 +1,4 @@
-"""Rehearses a run: walks a rank of each class, compares all ranks, and says what it found."""
+"""Rehearses a run: walks some ranks of each class, compares all ranks, and says what it found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.parallel.mesh import requested_axes, requested_experts
 from megatron.parallel.rank_tree import children_of
 from megatron.planning.report import memory_lines
 from megatron.planning.search import LayoutEstimate
-from megatron.rehearsal.checks import collective_problems, group_problems, peer_problems
+from megatron.rehearsal.checks import collective_problems, group_problems, peer_problems, split_problems
 from megatron.rehearsal.deadlock import order_problems
 from megatron.rehearsal.programs import Programs, RankProgram
 from megatron.rehearsal.shares import Pieces, StepSamples, piece_problems, pieces_of, sample_problems, steps_of
@@ -40,6 +40,7 @@ class Rehearsal:
 
     Attributes:
         programs: of a step, by the first step that has as many samples.
+        others: of an evaluation and of a save, by name.
         pieces: the parts of tensors that a checkpoint consists of.
         steps: those whose samples are looked at.
         odd_samples: what replicas read that do not read their share, by step and replica.
@@ -48,16 +49,18 @@ class Rehearsal:
     config: RunConfig
     size: int
     programs: Mapping[int, Programs]
+    others: Mapping[str, Programs]
     pieces: Pieces
     steps: Sequence[StepSamples]
     odd_samples: Mapping[tuple[int, int], np.ndarray]
 
     def problems(self) -> Iterator[str]:
         """Everything that does not fit, each with its step and rank."""
-        for step, programs in self.programs.items():
-            compared = (group_problems, collective_problems, peer_problems)
+        steps = {f"step {step}": programs for step, programs in self.programs.items()}
+        for name, programs in {**steps, **self.others}.items():
+            compared = (group_problems, collective_problems, split_problems, peer_problems)
             unlike = [sentence for check in compared for sentence in check(programs)]
-            yield from (f"step {step}, {sentence}" for sentence in unlike or order_problems(programs))
+            yield from (f"{name}, {sentence}" for sentence in unlike or order_problems(programs))
         saved = self.config.saving.save_interval or self.config.optim.train_iters
         yield from (f"step {saved}, checkpoint: {sentence}" for sentence in piece_problems(self.pieces))
         for given in self.steps:
@@ -76,7 +79,7 @@ class Rehearsal:
 
 
 def rehearse(config: RunConfig, size: int) -> Rehearsal:
-    """Walks a rank of each class of a run of so many ranks, which `rehearsal_problems` lets pass."""
+    """Walks the first, a middle and the last rank of each class of a run, which `rehearsal_problems` lets pass."""
     sizes = {axis.name: axis.size for axis in requested_axes(config.parallel, size)}
     experts = requested_experts(config.parallel)
     inner = sizes["cp"] * sizes["sp"]
@@ -93,17 +96,29 @@ def rehearse(config: RunConfig, size: int) -> Rehearsal:
         for place in range(stride):
             rank = stage * stride * replicas + place
             tensor = place % sizes["tp"]
-            like = rank - tensor + 1
             if tensor > 1 and experts.keeps_tensor:
-                walked[rank] = [program.at(rank) for program in walked[like]]
+                walked[rank] = [program.at(rank) for program in walked[rank - tensor + 1]]
             else:
                 walked[rank] = walk(config, rank, size, list(first))
-    programs = {
-        step: Programs(size, stride, replicas, {rank: each[place] for rank, each in walked.items()})
-        for place, step in enumerate(first.values())
-    }
+    # A middle one and the last one, whose code may take another way than that of the first.
+    places = {replicas // 2, replicas - 1} - {0}
+    further = [walk(config, rank + stride * place, size, list(first)) for rank in walked for place in places]
+    *programs, evaluation, save = (
+        Programs(size, stride, replicas, {rank: each[place] for rank, each in walked.items()}).with_odd(
+            *(each[place] for each in further)
+        )
+        for place in range(len(first) + 2)
+    )
     steps = tuple(steps_of(config, min(_MOST_SAMPLES, _epoch(config) or _MOST_SAMPLES)))
-    return Rehearsal(config, size, programs, pieces_of(config, walked, size), steps, {})
+    return Rehearsal(
+        config,
+        size,
+        dict(zip(first.values(), programs, strict=True)),
+        {"evaluation": evaluation, "save": save},
+        pieces_of(config, walked, size),
+        steps,
+        {},
+    )
 
 
 def _epoch(config: RunConfig) -> int | None:

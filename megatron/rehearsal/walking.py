@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from megatron.checkpoint.saving import SaveLines, SaveOptions, save
 from megatron.config import RunConfig
 from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.pipelines import is_schedule_file
@@ -31,17 +35,20 @@ from megatron.engine.stage_build import partial_parameters
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import Axis, ParallelMesh, build_mesh, requested_axes, requested_experts
+from megatron.parallel.pieces import PieceKey
 from megatron.parallel.schedule.actions import Action, Kind, Program
-from megatron.parallel.schedule.building import build_schedule
+from megatron.parallel.schedule.building import build_schedule, forward_programs
 from megatron.parallel.schedule.schedule_files import read_orders
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.planning.memory import REDUCE_BUCKET
 from megatron.rehearsal.programs import FlatShare, ProgramEntry, RankProgram
-from megatron.rehearsal.recording import RECEIVE, SEND, RankMessage, RecordedMessages, imagined_world
+from megatron.rehearsal.recording import RECEIVE, SEND, RankMessage, RecordedMessages, RecordedTree, imagined_world
 from megatron.train.objectives import build_objective, step_settings
 from megatron.train.start_up.engine_opening import pipeline_settings
 
 _TIMEOUT = timedelta(minutes=1)
+# The messages of a pass by its kind, its chunk, and whether its micro-batch is not the first.
+_Passes = Mapping[tuple[Kind, int, bool], tuple[RankMessage, ...]]
 _FORWARD_MESSAGES = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
 
 
@@ -61,7 +68,9 @@ def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerSt
 
 
 def walk(config: RunConfig, rank: int, size: int, batches: Sequence[int]) -> list[RankProgram]:
-    """The program of a rank in steps of each of these global batches, of a run that `rehearsal_problems` lets pass."""
+    """The programs of a rank in steps of each of these global batches, in an evaluation and in a save, of a run that
+    `rehearsal_problems` lets pass.
+    """
     with imagined_world(rank, size):
         axes, experts = requested_axes(config.parallel, size), requested_experts(config.parallel)
         mesh = build_mesh(axes, "meta", 0, _TIMEOUT, experts=experts)
@@ -78,7 +87,6 @@ class _Walk:
         self._config, self._mesh, self._chunks, self._stack = config, mesh, chunks, stack
         self._recorded = RecordedMessages(mesh.world.rank)
         self._phases: list[tuple[str, tuple[RankMessage, ...]]] = []
-        self._phase = "begin"
         self._trained = [each for each in stack.parameters() if each.requires_grad]
         is_expert = {id(each): mesh.ep.name in shard_spec_of(each).split_axes for each in self._trained}
         dtype = (
@@ -96,23 +104,20 @@ class _Walk:
         self._groups = self._flat_groups()
 
     def programs(self, batches: Sequence[int]) -> list[RankProgram]:
-        """Walks a step."""
+        """Walks a step, an evaluation and a save."""
+        config, mesh, rank = self._config, self._mesh, self._mesh.world.rank
         with self._recorded:
             sums, partial = self._gradient_sum(), partial_parameters(self._stack)
             sums.keep_whole(each for _, group in partial for each in group)
-            losses = self._run_few_micro_batches(sums)
-            passes = self._by_pass()
-            begin = list(self._events("begin", self._phases[0][1]))
-            self._recorded.take()
+            losses, begin, passes = self._run_few_micro_batches(*self._few_micro_batches(), sums)
             end = list(self._after_passes(sums, partial, losses))
+            evaluation = list(self._evaluation(batches[0], sums)) if config.evaluation.eval_iters else []
+            saved = list(self._save()) if config.saving.save is not None else []
+        steps = [(*begin, *self._expanded(self._program(batch), passes), *end) for batch in batches]
         weights = sum(each.numel() * each.element_size() for each in self._stack.parameters())
-        mesh, rank = self._mesh, self._mesh.world.rank
         axes = (*mesh.axes, mesh.embedding, mesh.model, mesh.gradient, mesh.loss, mesh.ep, mesh.expert_gradient)
-        groups = {axis.name: axis.ranks for axis in axes}
-        return [
-            RankProgram(rank, (*begin, *self._expanded(passes, batch), *end), groups, weights, self._shares())
-            for batch in batches
-        ]
+        groups, shares = {axis.name: axis.ranks for axis in axes}, self._shares()
+        return [RankProgram(rank, tuple(each), groups, weights, shares) for each in (*steps, evaluation, saved)]
 
     def _gradient_sum(self) -> GradientSum:
         """What the engine adds gradients up in (`engine/deepspeed_internals/optimizer_views.py`)."""
@@ -132,32 +137,44 @@ class _Walk:
         """The ranks that divide a group."""
         return self._averaging.of(group.parameters[0]).axis
 
-    def _run_few_micro_batches(self, sums: GradientSum) -> StepLoss:
-        """One micro-batch, or those of a file that have every kind of pass of each chunk."""
+    def _run_few_micro_batches(
+        self, program: Program, count: int, sums: GradientSum, *, trains: bool = True
+    ) -> tuple[StepLoss, list[ProgramEntry], _Passes]:
+        """What a program adds up, its messages before the first pass, and those of each kind of pass and chunk, of the
+        first micro-batch and of a later one, without those between stages.
+        """
         config, mesh = self._config, self._mesh
-        program, count = self._few_micro_batches()
         settings = dataclasses.replace(step_settings(config, mesh), sequence_parallel=mesh.sequence_parallel)
         losses = StepLoss(build_objective(config, mesh), settings, mesh, 1.0, count)
         shape = config.optim.micro_batch_size, config.data.seq_length
         tokens = np.zeros(shape, np.int64)
         batch = Batch(tokens, tokens, np.ones(shape, np.float32), np.arange(shape[0]), None)
         given = losses.prepare([batch] * count, with_inputs=self._chunks.has_first, with_targets=self._chunks.has_last)
-        pipeline = pipeline_settings(config)
-        runner = ChunkRunner(self._stack, self._chunks, splits_backward=pipeline.splits_backward)
-        executor = Executor(runner, mesh.pp, sums.add, self._enter)
+        runner = ChunkRunner(
+            self._stack, self._chunks, splits_backward=pipeline_settings(config).splits_backward and trains
+        )
+        begin, self._phases, self._phase = self._recorded.take(), [], ""
         self._hidden = math.prod(settings.hidden_shape(*given[0].shape))
         self._dtype = str(settings.dtype).removeprefix("torch.")
-        self._actions = [action for action in program if not action.kind.is_message]
-        executor.run(program, given, losses, trains=True)
-        self._enter("end")
-        return losses
+        self._stack.train(trains)
+        Executor(runner, mesh.pp, sums.add, self._enter).run(program, given, losses, trains=trains)
+        self._enter("")
+        actions = (action for action in program if not action.kind.is_message)
+        walked = (messages for phase, messages in self._phases if phase in ("forward", "backward"))
+        passes: dict[tuple[Kind, int, bool], tuple[RankMessage, ...]] = {}
+        for action, messages in zip(actions, walked, strict=True):
+            passes.setdefault((action.kind, action.chunk, action.micro_batch > 0), messages)
+        return losses, list(self._events("begin", begin)), passes
 
     def _few_micro_batches(self) -> tuple[Program, int]:
-        """The program that is run, and its micro-batches."""
-        pipeline, axis, chosen = pipeline_settings(self._config), self._mesh.pp, [0]
+        """The program that is run, and its micro-batches: two, or those of a file that have every kind of pass of each
+        chunk.
+        """
+        pipeline, axis = pipeline_settings(self._config), self._mesh.pp
         if not is_schedule_file(pipeline.schedule):
-            return build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, 1).actions[axis.rank], 1
+            return build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, 2).actions[axis.rank], 2
         _, count, _ = read_orders(pipeline.schedule)
+        chosen = [*range(min(2, count))]
         actions = build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count).actions[axis.rank]
         passes = {batch: {(each.kind, each.chunk) for each in actions if each.micro_batch == batch}
                   for batch in range(count)}  # fmt: skip
@@ -171,24 +188,49 @@ class _Walk:
         self._phases.append((self._phase, self._recorded.take()))
         self._phase = phase
 
-    def _by_pass(self) -> dict[tuple[Kind, int], tuple[RankMessage, ...]]:
-        """The messages of each pass of the micro-batch, by kind and chunk, without those between stages."""
-        of_passes = (messages for phase, messages in self._phases if phase in ("forward", "backward"))
-        return {
-            (action.kind, action.chunk): messages for action, messages in zip(self._actions, of_passes, strict=True)
-        }
+    def _micro_batches(self, batch: int) -> int:
+        """Those of a rank in a global batch."""
+        return batch // (self._config.optim.micro_batch_size * self._config.parallel.data_parallel_size)
 
-    def _expanded(self, passes: dict[tuple[Kind, int], tuple[RankMessage, ...]], batch: int) -> Iterator[ProgramEntry]:
-        """The passes of all micro-batches, with the messages between stages."""
-        pipeline, optim = pipeline_settings(self._config), self._config.optim
-        count = batch // (optim.micro_batch_size * self._config.parallel.data_parallel_size)
-        axis = self._mesh.pp
-        schedule = build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count)
-        for action in schedule.actions[axis.rank]:
+    def _program(self, batch: int) -> Program:
+        """What the schedule has this rank do in a step."""
+        pipeline, axis = pipeline_settings(self._config), self._mesh.pp
+        count = self._micro_batches(batch)
+        return build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count).actions[axis.rank]
+
+    def _expanded(self, program: Program, passes: _Passes) -> Iterator[ProgramEntry]:
+        """The passes of all micro-batches of a program, with the messages between stages."""
+        for action in program:
             if action.kind.is_message:
                 yield ProgramEntry(self._between(action), _crossing(action))
             else:
-                yield from self._events(str(action), passes[action.kind, action.chunk])
+                first = passes.get((action.kind, action.chunk, False), ())
+                later = passes.get((action.kind, action.chunk, True), first)
+                yield from self._events(str(action), later if action.micro_batch else first)
+
+    def _evaluation(self, batch: int, sums: GradientSum) -> Iterator[ProgramEntry]:
+        """The messages of an evaluation's global batch."""
+        pipeline, axis = pipeline_settings(self._config), self._mesh.pp
+        few, program = (
+            forward_programs(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count)[axis.rank]
+            for count in (1, self._micro_batches(batch))
+        )
+        losses, begin, passes = self._run_few_micro_batches(few, 1, sums, trains=False)
+        losses.totals.over_ranks(self._mesh)
+        end = self._recorded.take()
+        yield from (*begin, *self._expanded(program, passes), *self._events("loss", end))
+
+    def _save(self) -> Iterator[ProgramEntry]:
+        """The messages of a save, of which rank 0 writes an element into a folder of its own."""
+        mesh, recorded, taken = self._mesh, self._recorded, dict[PieceKey, torch.Tensor]()
+        with torch.device("cpu"), TemporaryDirectory() as folder:
+            if mesh.world.rank == 0:
+                taken[PieceKey("walked", "master", (1,), (0,), (1,), 0, 1)] = torch.zeros(1)
+            tree: Any = RecordedTree(recorded, mesh.control.ranks)
+            mesh = dataclasses.replace(mesh, control=dataclasses.replace(mesh.control, group=None, tree=tree))
+            options = SaveOptions(lines=SaveLines(lambda *_: None, lambda *_: None))
+            save(Path(folder), 1, taken.items(), {}, mesh, options)
+        return self._events("save", recorded.take())
 
     def _between(self, action: Action) -> RankMessage:
         kind = SEND if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else RECEIVE
@@ -228,7 +270,7 @@ class _Walk:
             whole.transform([torch.empty(each.ranges[each.replicas.rank][1]) for each in chosen], _nothing)
             elements = sum(each.shard_numel for each in chosen)
             for message in self._recorded.take():
-                yield ProgramEntry(dataclasses.replace(message, elements=elements), "matrices")
+                yield ProgramEntry(dataclasses.replace(message, elements=elements, sent=(), taken=()), "matrices")
 
     def _ranges(self, group: FlatGroup, place: int) -> tuple[tuple[int, int], ...]:
         """The first element and the number of elements that each rank updates of a parameter."""

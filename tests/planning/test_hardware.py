@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.planning.hardware import DEVICES, device_of
+from megatron.planning.hardware import DEVICES, device_of, links_of_device
 
 
 def test_a_device_is_read_from_a_file(tmp_path: Path) -> None:
@@ -44,3 +44,17 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ConfigError, match=r"--device .*mine\.json holds a list\. It must hold a mapping"):
         device_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "within", "between"),
+    [
+        ("A100", "nvlink3+ib200", 300e9, 25e9),
+        ("h200", "nvlink+ib400", 450e9, 50e9),
+        ("b200", "nvlink5+ib400", 900e9, 50e9),
+        ("mine.json", "nvlink+ib400", 450e9, 50e9),
+    ],
+)
+def test_a_device_has_links_of_its_own(device: str, name: str, within: float, between: float) -> None:
+    links = links_of_device(device)
+    assert (links.name, links.within, links.between) == (name, within, between)

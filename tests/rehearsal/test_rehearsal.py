@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import NO_PROGRAM, Machine, TokenizerFacts, parse, resolve
+from megatron.config import NO_PROGRAM
 from megatron.errors import ConfigError, ExitCode
 from megatron.parallel.mesh import ParallelMesh, requested_axes, requested_experts
 from megatron.parallel.schedule.building import build_schedule
@@ -20,21 +20,14 @@ from megatron.parallel.schedule.schedule_files import schedule_text
 from megatron.rehearsal import rehearsing
 from megatron.rehearsal.programs import ProgramEntry, RankProgram
 from megatron.rehearsal.recording import RankMessage
-from megatron.rehearsal.rehearsing import Rehearsal, rehearsal_lines, rehearse
+from megatron.rehearsal.rehearsing import Rehearsal, rehearsal_lines
 from megatron.rehearsal.shares import Pieces
 from megatron.train.preflight.plans import checked_rehearsal
 from pretrain_gpt import train
 from tests.helpers.tiny_run import write_tiny_corpus
+from tests.rehearsal.networks import EXPERTS, NETWORK, TP2_PP2, rehearsed
 
 ROOT = Path(__file__).resolve().parents[2]
-NETWORK = (
-    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
-    *("--max-position-embeddings", "16", "--hidden-dropout", "0", "--attention-dropout", "0", "--vocab-size", "128"),
-    *("--lr", "1e-3", "--train-iters", "9", "--data-path", "x", "--vocab-file", "v", "--merge-file", "m", "--bf16"),
-    *("--micro-batch-size", "1", "--global-batch-size", "32"),
-)
-TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
-EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "4")
 LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "12", "--kv-lora-rank", "8", "--qk-head-dim", "8"),
     *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "8", "--qk-layernorm", "--position-embedding-type", "rope"),
@@ -42,38 +35,27 @@ LATENT = (
 MULTI_TOKEN = ("--mtp-num-layers", "2", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights")
 LAYOUTS = {
     "data": ((), 8),
-    "tensor and pipeline": (TP2_PP2, 16),
+    "tensor and pipeline": (TP2_PP2, 8),
     "sequence parallel, interleaved": (
         (*TP2_PP2, "--sequence-parallel", "--virtual-pipeline-model-parallel-size", "2"),
-        32,
+        8,
     ),
     "zbv": ((*TP2_PP2, "--pipeline-schedule", "zbv"), 8),
-    "ring": (("--context-parallel-size", "4", "--tensor-model-parallel-size", "2"), 16),
+    "ring": (("--context-parallel-size", "4", "--tensor-model-parallel-size", "2", "--num-layers", "1"), 16),
     "ulysses": (("--ds-sequence-parallel-size", "2", "--pipeline-model-parallel-size", "2"), 8),
     "ZeRO 2": (("--tensor-model-parallel-size", "2", "--zero-stage", "2"), 8),
     "fp32": (("--no-bf16", "--zero-stage", "0", "--tensor-model-parallel-size", "2"), 8),
-    "ramp-up": ((*TP2_PP2, "--rampup-batch-size", "8", "8", "24", "--train-samples", "288"), 16),
+    "ramp-up": ((*TP2_PP2, "--rampup-batch-size", "8", "8", "24", "--train-samples", "288"), 8),
     "multi-token prediction": ((*TP2_PP2, "--sequence-parallel", *MULTI_TOKEN), 8),
     "experts": ((*EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
     "latents": ((*LATENT, *EXPERTS, *TP2_PP2, "--sequence-parallel"), 16),
-    "experts and a ring": ((*EXPERTS, "--context-parallel-size", "2", "--zero-stage", "2"), 8),
+    "experts and a ring": ((*EXPERTS, "--context-parallel-size", "2", "--zero-stage", "2", "--num-layers", "1"), 8),
     "whole experts": ((*EXPERTS, "--expert-tensor-parallel-size", "1", *TP2_PP2, "--sequence-parallel"), 16),
-    "Muon": ((*TP2_PP2, "--optimizer", "muon"), 16),
+    "Muon": ((*TP2_PP2, "--optimizer", "muon", "--save", "x", "--save-interval", "3"), 8),
     "Muon, experts, ZeRO 2": ((*EXPERTS, *TP2_PP2, "--optimizer", "muon", "--zero-stage", "2"), 16),
     "Muon, fp32": (("--tensor-model-parallel-size", "2", "--optimizer", "muon", "--no-bf16", "--zero-stage", "0"), 8),
-    "tensor 4": (("--tensor-model-parallel-size", "4", "--recompute-granularity", "full"), 8),
+    "tensor 4": (("--tensor-model-parallel-size", "4", "--recompute-granularity", "full", "--num-layers", "2"), 8),
 }
-
-
-def rehearsed(flags: tuple[str, ...], size: int) -> Rehearsal:
-    """A rehearsal of the network in a layout."""
-    network = NETWORK
-    for replaced, given in (("--train-iters", "--train-samples"), ("--data-path", "--data-path")):
-        if given in flags:
-            place = network.index(replaced)
-            network = network[:place] + network[place + 2 :]
-    machine = Machine("cuda", size, supports_fp16=True, supports_bf16=True)
-    return rehearse(resolve(parse([*network, *flags]), machine, TokenizerFacts(128, 1, "")), size)
 
 
 @pytest.mark.parametrize(("flags", "size"), LAYOUTS.values(), ids=LAYOUTS)

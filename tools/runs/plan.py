@@ -60,9 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, others = read_program(PlanFlags, words, prog="plan.py", description=__doc__ or "")
     if flags.devices is None:
         return show_schedules(flags)
+    from megatron.config.parse import read_flags
+    from megatron.config.run_config import DEFAULT
     from megatron.planning.requests import request_lines
 
-    precision = [] if {"--fp16", "--bf16", "--no-bf16"} & {*others} else ["--bf16"]
+    provenance = read_flags([*flags.words(), *others]).provenance
+    is_chosen = any(provenance[f"precision.{name}"] != DEFAULT for name in ("fp16", "bf16"))
+    precision = [] if is_chosen else ["--bf16"]
     trainer = [*precision, *flags.words(), *others]
     for line in request_lines(trainer, ["pretrain_gpt.py", *precision, *others]):
         print(line)

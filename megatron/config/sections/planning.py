@@ -32,7 +32,9 @@ class PlanningConfig(ConfigSection):
         spelled=("--device",),
     )
     nodes: int | None = flag(None, "nodes to plan for; as many as 8 devices each need if unset", at_least=1)
-    interconnect: str = flag("nvlink+ib400", "links to plan for, within and between nodes")
+    interconnect: str | None = flag(
+        None, "links to plan for, within and between nodes; those of the device's own systems if unset"
+    )
     device_hour_price: float | None = flag(None, "price of a device and hour, for the cost in a plan", at_least=0)
 
     def problems(self) -> Iterator[str]:

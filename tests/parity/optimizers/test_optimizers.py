@@ -159,6 +159,6 @@ def test_a_rehearsal_exchanges_the_matrices_of_a_step() -> None:
     """Those of experts, which are a group of the optimizer, are whole on each rank here."""
     config = layout_config(RECIPE, (1, 1, 2), 1, [*FLAGS, *OPTIMIZERS["muon-experts"]])
     for rank, found in enumerate(run_ranks(exchanges_of_matrices, 2, config)):
-        (program,) = walk(config, rank, 2, [RECIPE.global_batch_size])
+        program, *_ = walk(config, rank, 2, [RECIPE.global_batch_size])
         rehearsed = [event.message.ranks for event in program.events if event.part == "matrices"]
         assert found == rehearsed == [(0, 1)] * 2

@@ -47,3 +47,23 @@ def test_a_schedule_is_drawn_and_what_is_written_is_read(tmp_path: Path, capsys:
 def test_a_drawing_needs_a_schedule() -> None:
     with pytest.raises(ConfigError, match="--draw x.svg needs --pipeline-schedule"):
         plan.main(["--draw", "x.svg"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "dtype"),
+    [
+        ("--config", '{"fp16": true}', "--fp16"),
+        ("--config", '{"lr": 0.001}', "--bf16"),
+        ("--deepspeed_config", '{"fp16": {"enabled": true}}', "--fp16"),
+    ],
+)
+def test_a_dtype_from_a_file_is_kept(
+    flags: str, content: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "given.json"
+    path.write_text(content)
+    words = ["--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "128"]
+    words += ["--max-position-embeddings", "128", "--devices", "1", flags, str(path)]
+    assert plan.main(words) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert ("--bf16" in command) == (dtype == "--bf16")
