@@ -24,8 +24,8 @@ NO_WAITS = Target(at_most=0.0)
 CLASSES = {
     "attention": re.compile(r"sdpa|flash|fmha"),
     "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitK", re.IGNORECASE),
-    "ours": re.compile(r"megatron::|\(anonymous namespace\)::\w+<|^void megatron"),
     "torch's": re.compile(r"at::native|at_cuda_detail|cub::"),
+    "ours": re.compile(r"megatron::|\(anonymous namespace\)::"),
     "compiled by torch": re.compile(r"^triton_"),
     "copies": re.compile(r"^Mem(cpy|set)"),
 }

@@ -210,7 +210,8 @@ class KernelConfig(ConfigSection):
     cuda_graphs: str = flag(
         "off",
         "auto: forward, loss and backward of a micro-batch as one CUDA graph, which the host starts in one call, where "
-        "nothing stands in the way; the first lines of the run say what does. It has not been run on a GPU yet",
+        "nothing stands in the way; the first lines of the run say what does. A capture that fails leaves the run "
+        "without",
         choices=("auto", "off"),
     )
     manual_gc_interval: int = flag(
