@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Whoever needs more says why in the same commit; CONTRIBUTING names both numbers.
-MAXIMUM_PACKAGE_LINES = 98_300
-MAXIMUM_REACHED_LINES = 66_500
+MAXIMUM_PACKAGE_LINES = 98_550
+MAXIMUM_REACHED_LINES = 66_800
 
 
 @cache

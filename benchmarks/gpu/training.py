@@ -25,7 +25,7 @@ from benchmarks.plain_llama import PlainLlama
 from benchmarks.training_loop import TrainingLoop, TransformersNetwork
 from megatron.config import Machine, RunConfig, RunRequest, TokenizerFacts, resolve
 from megatron.data.loader import Batch
-from megatron.errors import MegatronError
+from megatron.errors import ConfigError, MegatronError
 
 Step = Callable[[], object]
 CONTENDERS = (*DECIDING, "transformers", "torch-kernels", "transformers-eager")
@@ -73,9 +73,9 @@ def run_in_turns(context: Context, after_each: Callable[[], None]) -> None:
         process = started.pop()
         if waiting:
             started.append(_started(context, waiting.pop(0)))
-        limit = min(ends_at - time.monotonic(), MOST_OF_A_PART * context.seconds)
+        limit = max(0.0, min(ends_at - time.monotonic(), MOST_OF_A_PART * context.seconds))
         try:
-            process.communicate("go\n", timeout=max(limit, 0.0))
+            process.communicate("go\n", timeout=limit)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -127,8 +127,10 @@ def contender_of(context: Context, shape: Shape, length: int, micro_batch: int) 
             return ours("ours, --kernels torch", "--kernels", "torch")
         case "transformers-eager":
             return peer(transformers, "transformers", is_compiled=False)
-        case _:
+        case "ours":
             return ours("ours")
+        case _:
+            raise ConfigError(f"There is no contender {context.contender}. Use {', '.join(CONTENDERS)}.")
 
 
 @contextlib.contextmanager

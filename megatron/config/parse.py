@@ -222,7 +222,9 @@ def read_flags(
         notices += _idle_notices(sections["model"], values)
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
-        notices += _saving_notices(sections["saving"])
+        planning = sections["planning"]
+        if not (sections["evaluation"].eval_only or planning.plan_only or planning.dry_run_ranks):
+            notices += _saving_notices(sections["saving"])
     return RequestDraft(sections, merged.provenance, (*problems,), (*notices,), frozenset(wrong), (*remarks,), program)
 
 
@@ -457,7 +459,7 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
 
 def _saving_notices(saving: SavingConfig) -> Iterator[str]:
     """A sentence for a run that would lose everything to a crash."""
-    if saving.save is not None and not (saving.save_interval or saving.save_each_epoch):
+    if saving.save is not None and saving.save_interval is None and not saving.save_each_epoch:
         yield (
             f"--save {saving.save} without --save-interval: a checkpoint is written only where the run ends or is "
             "stopped. Give the steps between checkpoints, for example --save-interval 500."

@@ -64,7 +64,7 @@ def special_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     yield from (value for value in named.values() if isinstance(value, (str, dict)))
-    yield from extra.values() if isinstance(extra, dict) else extra
+    yield from extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()
 
 
 def add_declared(reference: Any, values: Iterable[Any], where: str, *, special: bool = False) -> None:

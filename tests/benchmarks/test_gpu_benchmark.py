@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,14 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import programs, trace, training, wheels
 from benchmarks.gpu.context import TINY, Context
 from benchmarks.gpu.machine import describe, peak_of
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.parts import PARTS, SCRIPT_MINUTES, SCRIPTS
 from benchmarks.gpu.records import RESULTS, Recorder, Target, page, read_records
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.trace import Span
 from megatron.errors import ConfigError
 
 # What needs neither a process of its own nor the compiled operations, with which tests/kernels runs more.
-TINY_PARTS = ("build", "ops", "ring", "llama1b-4096", "345m-fp16", "experts", "fp8", "zero", "sanitizer")
+TINY_PARTS = ("build", "ops", "ring", "345m-fp16", "experts", "fp8", "zero", "sanitizer")
 
 
 def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +35,6 @@ def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {record["part"] for record in records} == set(TINY_PARTS)
     assert not [record for record in records if record["figure"] == "failed"]
     rates = {record["details"]["of"] for record in records if record["figure"] == "tokens per second"}
-    assert rates >= {"ours", "plain PyTorch, torch.compile"}
     figures = {(record["part"], record["figure"]): record for record in records}
     assert figures["345m-fp16", "steps"]["value"] == 2
     assert figures["ring", "largest difference, relative"]["met"] is True
@@ -48,8 +46,48 @@ def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert figures["experts", "largest gradient of an expert without rows"]["met"]
     assert {"grouped kernel", "loop over experts", "capacity of 1"} <= rates
     text = "\n".join(page(records))
-    assert "### llama1b-4096" in text and "targets met." in text
-    assert "| ours in times of the best of the others |" in text
+    assert "### experts" in text and "targets met." in text
+
+
+def test_contenders_are_processes_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
+    PARTS["llama1b-4096"].run(Context("llama1b-4096", tmp_path, torch.device("cpu"), TINY, seconds=200))
+    records = read_records([tmp_path / RESULTS])
+    assert not [record for record in records if record["figure"] in ("failed", "not measured")], (
+        tmp_path / "llama1b-4096.log"
+    ).read_text()
+    rates = [record["details"]["of"] for record in records if record["figure"] == training.RATE]
+    assert rates == ["ours, --cuda-graphs auto", "plain PyTorch, torch.compile", "ours"]
+    profiled = {record["details"]["of"] for record in records if record["figure"] == "profile, gaps"}
+    assert profiled == set(rates)
+    ratios = [record for record in records if record["figure"] == "ours in times of the best of the others"]
+    assert [record["details"]["compared"] for record in ratios] == [2, 3]
+
+
+CONTENDER = """#!/bin/sh
+while [ "$1" != --contender ]; do shift; done
+read -r turn
+[ "$2" = $KILLED ] && kill -9 $$
+echo '{"part": "124m", "figure": "tokens per second", "value": 1, "details": {"of": "'$2'"}}' >> "$RESULTS"
+"""
+
+
+@pytest.mark.parametrize("killed", training.DECIDING)
+def test_a_contender_that_is_killed_leaves_the_others_their_turns(
+    killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "contender.sh"
+    program.write_text(CONTENDER)
+    program.chmod(0o755)
+    monkeypatch.setenv("KILLED", killed)
+    monkeypatch.setenv("RESULTS", str(tmp_path / RESULTS))
+    monkeypatch.setattr(sys, "executable", str(program))
+    training.measure_model(Context("124m", tmp_path, torch.device("cpu"), TINY, seconds=100.0))
+    records = read_records([tmp_path / RESULTS])
+    left = [record["details"]["of"] for record in records if record["figure"] == training.RATE]
+    assert left == [name for name in training.DECIDING if name != killed]
+    (failed,) = [record for record in records if record["figure"] == "failed"]
+    assert failed["details"] == {"of": killed} and failed["text"] == "exit status -9; see 124m.log"
 
 
 def test_parts_follow_each_other_until_the_time_is_up(tmp_path: Path) -> None:
@@ -72,7 +110,7 @@ def test_parts_follow_each_other_until_the_time_is_up(tmp_path: Path) -> None:
     assert "exit status 7; see 124m.log" in [record.get("text") for record in records]
     assert records[-1]["text"] == "time was up; go on with --parts sanitizer,zero"
     assert program.chosen_parts("zero, ops") == ["ops", "zero"] and program.chosen_parts("all") == list(PARTS)
-    with pytest.raises(ConfigError, match="there is no part warp, bends. Use build, 124m"):
+    with pytest.raises(ConfigError, match="there is no part warp, bends. Use build, ready, 124m"):
         program.chosen_parts("warp,ops,bends")
 
 
@@ -85,12 +123,12 @@ def test_a_part_is_a_process_whose_end_is_known(tmp_path: Path) -> None:
     assert "commit abc" in (tmp_path / "results.md").read_text("utf-8")
 
 
-def test_nine_minutes_hold_the_build_and_every_network_at_the_usual_length() -> None:
-    first = list(PARTS)[:4]
-    assert first == ["build", "124m", "1.3b", "llama1b"] and program.PageFlags().minutes == 9.0
-    assert sum(PARTS[name].seconds + program._GRACE_SECONDS for name in first) <= 9 * 60
+def test_two_scripts_fit_a_machine_that_is_there_for_a_quarter_of_an_hour() -> None:
+    assert SCRIPTS["first"].split(",") == ["ready", "124m", "1.3b", "llama1b"]
+    assert 2 * SCRIPT_MINUTES <= 11
+    assert all(program.chosen_parts(names) for names in SCRIPTS.values())
     lengths = [name for name in PARTS if name.endswith("-4096")]
-    assert min(list(PARTS).index(name) for name in lengths) > 3
+    assert min(list(PARTS).index(name) for name in lengths) > list(PARTS).index("llama1b")
 
 
 def test_nothing_outlives_a_part_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,28 +150,24 @@ def _is_running(pid: int) -> bool:
     return state.strip() not in ("", "Z")
 
 
-def test_contenders_that_do_not_fit_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, clock = [], [0.0]
+def test_a_contender_out_of_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "contender.sh"
+    program.write_text("#!/bin/sh\nread -r turn\nexec sleep 300\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    training.measure_model(Context("124m", tmp_path, torch.device("cpu"), TINY, seconds=0.5))
+    records = read_records([tmp_path / RESULTS])
+    assert [(record["figure"], record["details"]["of"]) for record in records] == [
+        ("not measured", name) for name in training.DECIDING
+    ]
 
-    def measured(context: Context, contender: training.Contender, *_: object) -> float:
-        began.append(contender.name)
-        clock[0] += 4.0
-        return 5.0
 
+@pytest.mark.parametrize("key", training.CONTENDERS)
+def test_every_contender_is_built(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
-    monkeypatch.setattr(training, "measured", measured)
-    monkeypatch.setattr(training, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    training.measure_model(Context("124m", tmp_path, torch.device("cpu"), TINY, seconds=10.0))
-    assert began == ["ours", "plain PyTorch, torch.compile"]
-    last = read_records([tmp_path / RESULTS])[-1]
-    assert (last["figure"], last["details"]["of"]) == ("not measured", "transformers")
-
-
-def test_a_gpu_runs_ours_with_and_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
-    context = Context("124m", tmp_path, torch.device("cuda"), TINY, seconds=1.0)
-    names = [contender.name for contender in training.contenders(context, SHAPES["124m"].tiny(), 16, 2)]
-    assert names == ["ours", "plain PyTorch, torch.compile", "ours, --cuda-graphs auto", "transformers"]
+    context = Context("124m", tmp_path, torch.device("cpu"), TINY, contender=key)
+    contender = training.contender_of(context, SHAPES["124m"].tiny(), 16, 2)
+    assert contender.is_ours == contender.name.startswith("ours") == (key in ("graphs", "ours", "torch-kernels"))
 
 
 def test_records_become_a_table_with_verdicts(tmp_path: Path) -> None:
@@ -182,6 +216,23 @@ def test_gaps_and_kernels_of_a_trace() -> None:
     spans = [Span("a", 0, 10), Span("b", 5, 12), Span("a", 20, 30), Span("c", 22, 25)]
     assert trace.busy_and_gaps(spans) == (22.0, [8])
     assert trace.largest(spans)[0] == ("a", (20.0, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    {
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT": "products",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26": "attention",
+        "void (anonymous namespace)::forward_held<__nv_bfloat16, 1, true>((anonymous namespace)::Fo": "ours",
+        "(anonymous namespace)::update_tensors(megatron::TensorTable, megatron::AdamW, float, float": "ours",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous n": "torch's",
+        "triton_poi_fused_gelu_view_2": "compiled by torch",
+        "Memcpy HtoD (Pageable -> Device)": "copies",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*": "others",
+    }.items(),
+)
+def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
+    assert trace.by_class([Span(name, 0, 3), Span(name, 4, 5)]) == {kind: (4, 2)}
 
 
 def test_wheels_are_named_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,8 +288,12 @@ def _load_balancing(value: str, known: Values) -> Meaning:
 
 def _topk(value: int, known: Values) -> Meaning:
     """In the fork that has this flag, a single expert's weight is its score among all experts."""
-    alone = value == 1 and _is_routed(known)
+    alone = value == 1 and _is_routed(known) and _has_softmax(known)
     return Meaning({"moe_router_topk": value}, {"moe_router_pre_softmax": True} if alone else {})
+
+
+def _has_softmax(known: Values) -> bool:
+    return known.get("moe_router_score_function", "softmax") == "softmax"
 
 
 def _mlp_type(value: str, known: Values) -> Meaning:
@@ -297,7 +301,7 @@ def _mlp_type(value: str, known: Values) -> Meaning:
     if value not in ("standard", "residual"):
         raise ConfigError(f"--mlp-type {value} is unknown. Use one of: standard, residual.")
     is_residual = value == "residual" and _is_routed(known)
-    alone = is_residual and known.get("moe_router_topk", 1) == 1
+    alone = is_residual and known.get("moe_router_topk", 1) == 1 and _has_softmax(known)
     defaults = {"moe_router_topk": 1} if is_residual else {}
     return Meaning(
         {"moe_residual": value == "residual"}, {**defaults, **({"moe_router_pre_softmax": True} if alone else {})}
