@@ -75,11 +75,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             measure(flags, cases[0], Path(folder))
         return 0
+    rest = _without(words, ("--widths", "--dtypes", "--zero-stages", "--micro-batches"))
     for case in cases:  # DeepSpeed's ZeRO-3 changes torch for the rest of the process
         chosen = ("--widths", case.width, "--dtypes", case.dtype, "--zero-stages", case.zero_stage)
         more = [str(word) for word in (*chosen, "--micro-batches", case.micro_batches)]
-        subprocess.run([sys.executable, __file__, *words, *more], check=True)
+        subprocess.run([sys.executable, __file__, *rest, *more], check=True)
     return 0
+
+
+def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The words of a command line without some flags and their values."""
+    kept, is_kept = [], True
+    for word in words:
+        if word.startswith("--"):
+            is_kept = word.partition("=")[0] not in flags
+        if is_kept:
+            kept.append(word)
+    return kept
 
 
 def measure(flags: HostFlags, case: Case, folder: Path) -> None:

@@ -26,7 +26,7 @@ class Part:
 SCRIPTS = {"first": "ready,124m,1.3b,llama1b", "second": "ops,head,124m-4096,fp8"}
 SCRIPT_MINUTES = 5.5
 
-# In the order in which they run, so that nine minutes hold what matters most: what everything else needs, with the tests
+# In the order in which they run, so that nine minutes hold what matters most: what everything else needs with tests
 # of what is new, then the promised speed at the usual length, all tests, what explains the speed, and the rest. On one
 # H100 (2026-11-28) the build took 34 s, three contenders 54 s (124M) and 81 s (1.3B), and torch.compile of Llama more
 # than a minute where its cache was empty.

@@ -119,7 +119,7 @@ def test_refusals(request_: LaunchRequest, error: type[Exception], match: str, m
 
 def test_nothing_starts_that_does_not_fit() -> None:
     done = subprocess.run(
-        tool("--devices-per-node", "3", "--", "pretrain_gpt.py", *words("--lr 0 --save-interval 0")),
+        tool("--devices-per-node", "3", "--", "pretrain_gpt.py", *words("--lr 0 --save-interval -1")),
         capture_output=True,
         text=True,
         check=False,

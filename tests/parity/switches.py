@@ -39,6 +39,8 @@ SWITCHES: dict[str, list[str]] = {
                                    "--moe-router-bias"],
     "residual experts": ["--num-experts", "2", "4", "3", "--mlp-type", "residual"],
     "one expert a token": ["--num-experts", "4", "--moe-router-topk", "1", "--moe-router-pre-softmax"],
+    "sigmoids that are kept": ["--num-experts", "4", "--moe-router-topk", "2", "--moe-router-score-function", "sigmoid",
+                               "--moe-router-keep-scores"],
     "multi-token": [*ROPE, *RMS, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.5", "--num-experts", "4",
                     "--untie-embeddings-and-output-weights", "--moe-layer-pattern", "0", "1", "1"],
     "multi-token, tied": [*ROPE, "--mtp-num-layers", "1"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -180,6 +181,18 @@ def rows_of_step(name: str, step: int, prefix: str, pairs: list[tuple[list[int],
     return [row_of_pairs(train[number].tolist(), pairs) for number in numbers]
 
 
+def mean_targets(row: Row) -> float:
+    """The number of targets that prefixes of the documents of a sample leave on average.
+
+    A prefix ends at each of m positions alike: all but the end-of-document token. The label of place p counts where the
+    prefix ends at p + 1 or before.
+    """
+    ends = [place + 1 for place, token in enumerate(row.tokens[:-1]) if token == EOD]
+    whole = [(end - begin, end - begin - 1) for begin, end in itertools.pairwise([0, *ends])]
+    last = RECIPE.sequence_length - (ends[-1] if ends else 0)
+    return sum(min((place + 1) / max(m, 1), 1.0) for n, m in [*whole, (last, last)] for place in range(n))
+
+
 def plain_curve(name: str, prefix: str, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, float]]:
     """The same training in plain PyTorch: (mean loss of the counted tokens, gradient norm) of every step."""
     weights = {key: value.clone().requires_grad_() for key, value in initial_weights(RECIPE).items()}
@@ -200,6 +213,8 @@ def plain_curve(name: str, prefix: str, pairs: list[tuple[list[int], list[int]]]
         if WEIGHTS in flags:
             position_weights = 2 * (length - torch.arange(length)) / (length + 1)
         divisor = {"pairs": counts.sum()}.get(name, len(rows) * (per_sample if TARGETS in flags else length))
+        if DOCUMENTS in flags:
+            divisor = sum(map(mean_targets, rows))
         optimizer.zero_grad()
         ((losses * position_weights).sum() / divisor).backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), RECIPE.clip)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.flags.fields import Flag, FlagFacts
+from megatron.files.plain import read_plain_text
 
 SUPPORTED = "supported"
 IGNORED = "ignored"
@@ -64,7 +65,7 @@ def legacy_flags() -> dict[str, Legacy]:
 def _read_table() -> Mapping[str, Legacy]:
     """The rows of the table: a line with a status and a reason, and below it the flags that it holds for."""
     table, status, reason = dict[str, Legacy](), "", ""
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
+    for line in read_plain_text(TABLE).splitlines():
         if line.startswith("  "):
             entry = _entry(line.split(), status, reason)
             table[f"legacy.{entry.flag.field}"] = entry
