@@ -381,7 +381,8 @@ class GraphCapturer:
                 if not is_ended:
                     _abandon(pool)
                 # Once a capture is invalid, each later call only says so: what was wrong is what happened first.
-                raise failure.__context__ or failure from None
+                first = failure.__context__
+                raise (first if isinstance(first, RuntimeError) else failure) from None
         return _Graph(graph), result
 
 

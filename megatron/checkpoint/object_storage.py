@@ -115,8 +115,8 @@ class ObjectStorage:
             store.cp_file(old, new)
             store.rm(old)
             return
-        if store.exists(new):
-            if store.exists(f"{new}/{_MANIFEST}"):
+        if self.exists(target):
+            if self.exists(target / _MANIFEST):
                 raise FileExistsError(errno.EEXIST, "it exists", new)
             store.rm(new, recursive=True)
         objects = sorted(store.find(old), key=lambda name: PurePosixPath(name).name == _MANIFEST)
@@ -132,7 +132,7 @@ class ObjectStorage:
         store.invalidate_cache()
         for name in sorted(store.find(place), key=lambda name: PurePosixPath(name).name != _MANIFEST):
             store.rm(name)
-        if store.exists(place):
+        if self.exists(path):
             store.rm(place, recursive=True)  # where folders are real
 
     @_with_os_errors

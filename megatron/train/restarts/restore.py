@@ -85,8 +85,9 @@ def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
     copies = config.saving.save_secondary
     secondary = None if copies is None else Path(copies)
     saved = find_saved_run(config, mesh, None if config.loading.finetune else secondary)
-    if saved is not None and (config.loading.finetune or _is_fork(config, saved)):
-        base = saved
+    base = saved
+    # One rank resolves the paths for all: where a link leads may differ between nodes, and collectives follow.
+    if base is not None and (config.loading.finetune or run_on_first(mesh, lambda: _is_fork(config, base))):
         own = run_on_first(mesh, lambda: _own_branch(config, base, secondary))
         if own["continues"]:
             config = _resuming_itself(config)
