@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +102,7 @@ class Engine:
         self._update_count = 0
         self._averaging_weight = 0.0
         self._uncounted: deque[tuple[StepVerdict, float]] = deque()
-        self._before_changes: list[Callable[[], None]] = []
+        self._before_changes: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
@@ -120,6 +120,7 @@ class Engine:
         if isinstance(self.optimizer, Muon):
             trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]
             self.optimizer.connect(held_matrices(trained, self.view.slice_of, mesh))
+        self.optimizer.register_step_pre_hook(lambda *_: self._prepare_change())
         self.averages = self._build_averages(optim.ema_decay)
         self._losses = StepLoss(objective, self.steps, mesh, 1.0, 1)
         self._passes = self._build_passes(pipeline)
@@ -206,8 +207,13 @@ class Engine:
         If the host knows in time that an update is dropped, the work is not done then, but before the weights are
         exchanged for their means.
         """
-        self._before_changes.append(work)
-        return self.optimizer.register_step_pre_hook(lambda *_: work())
+        handle = RemovableHandle(self._before_changes)
+        self._before_changes[handle.id] = work
+        return handle
+
+    def _prepare_change(self) -> None:
+        for work in self._before_changes.values():
+            work()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's layers, each once, without a placeholder of the optimizer."""
@@ -321,8 +327,7 @@ class Engine:
         if self.averages is None:
             yield
             return
-        for work in self._before_changes:  # a dropped update has not waited for a copy of the weights
-            work()
+        self._prepare_change()  # a dropped update has not waited for a copy of the weights
         self.averages.exchange()
         self.view.refresh_weights()
         try:

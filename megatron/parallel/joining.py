@@ -48,9 +48,9 @@ _GAVE_UP, _TURNS, _FINDERS, _ACCOUNT, _READERS = "gave up", "turns", "finders", 
 def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
     """Joins the other ranks and returns this one's place among them.
 
-    Works under torchrun, the deepspeed launcher, srun and mpirun, with variables set by hand, and without any of them
-    (one process, which uses no network). Sets torchrun's variables in the environment however the process was started,
-    because DeepSpeed reads them. A rank started by a launcher is killed when the launcher ends.
+    Works under torchrun, the deepspeed launcher, srun, MPI, Flux and jsrun, with variables set by hand, and without any
+    of them (one process, which uses no network). Sets torchrun's variables in the environment however the process was
+    started, because DeepSpeed reads them. A rank started by a launcher is killed when the launcher ends.
 
     Raises:
         LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, there are not
@@ -216,14 +216,15 @@ def _check_address(ranks: Ranks) -> None:
 
     Refuses it only on nodes of a scheduler: the name of a pod or container may start to resolve later.
     """
+    started = "" if ranks.launcher == "environment" else f" (started by {ranks.launcher})"
     for left in reversed(range(_LOOKUP_TRIES)):
         try:
             socket.getaddrinfo(ranks.master_address, ranks.master_port)
             return
         except (OSError, UnicodeError) as failure:
             text = (
-                f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of rank 0 "
-                f"(started by {ranks.launcher}): {getattr(failure, 'strerror', None) or failure}. Set MASTER_ADDR to a "
+                f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of rank "
+                f"0{started}: {getattr(failure, 'strerror', None) or failure}. Set MASTER_ADDR to a "
                 "name or IP address of that host that all nodes can resolve."
             )
             if not ranks.is_foreign_job:

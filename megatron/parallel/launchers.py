@@ -232,7 +232,8 @@ def _check_both(environ: Mapping[str, str], rank_name: str, size_name: str) -> N
     if not _given(environ, rank_name) and _given(environ, size_name) and _number(environ, size_name) != 1:
         raise LaunchError(
             f"{size_name}={environ[size_name]} is set but {rank_name} is not, so this process does not know its rank. "
-            f"Start it with torchrun, deepspeed, srun or mpirun, or set RANK; unset {size_name} for a single process."
+            "Start it with torchrun, deepspeed, srun or mpirun, or set RANK and WORLD_SIZE; unset "
+            f"{size_name} for a single process."
         )
     if not _given(environ, size_name) and _given(environ, rank_name) and _number(environ, rank_name) > 0:
         raise LaunchError(

@@ -45,7 +45,7 @@ class PartitionGradients(FlatGradients):
     gradients are freed, ranks average the tensor, and each adds its own part of it. So between two passes a rank holds
     its part only, and during one the gradients of that pass and a bucket.
 
-    A bucket is sent if any of its parameters has a gradient, so all ranks must compute the gradients of the same ones.
+    Only gradients that are there are sent, so all ranks must compute those of the same parameters.
 
     Args:
         parts: one for each group, zero.
@@ -196,7 +196,7 @@ class PartitionGradients(FlatGradients):
         """Averages the gradients of a pass over the ranks and adds this rank's part of them."""
         if self.watcher is not None:
             self.watcher(run.parameters)
-        flat = run.bucket.fill([torch.zeros_like(each) if each.grad is None else each.grad for each in run.parameters])
+        flat = run.bucket.fill([each.grad for each in run.parameters])  # type: ignore[misc]
         for each in run.parameters:
             each.grad = None
         averaging, part = self._averagings[run.group], self._parts[run.group]

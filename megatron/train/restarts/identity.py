@@ -76,8 +76,8 @@ class RunIdentity:
 
 
 def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
-    """The checkpoint that a fine-tuning begins with: its run and step, a digest of its tensors, and the family of
-    Hugging Face models that they came from, if they did.
+    """The checkpoint that a fine-tuning or a fork begins with: its run and step, a digest of its tensors, and the
+    family of Hugging Face models that they came from, if they did.
 
     The digest identifies weights that belong to no run, such as imported ones: it contains no path and no time.
     """
@@ -100,7 +100,7 @@ def is_same_base(one: Mapping[str, Any], other: Mapping[str, Any], *, at_any_ste
 
 
 def base_text(base: Mapping[str, Any]) -> str:
-    """The base of a fine-tuning, for messages."""
+    """The base of a fine-tuning or a fork, for messages."""
     if base.get("run_id"):
         return f"run {base['run_id']} at iteration {base.get('step')}"
     return f"the weights {str(base.get('fingerprint'))[:12]}"
