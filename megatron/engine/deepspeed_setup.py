@@ -83,9 +83,9 @@ def initialize(
         log.info(notice)
     optimizer = build_optimizer(optim, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
+    with_experts = optimizers_for_experts(has_experts and stage > 0)
     # DeepSpeed flattens parameters and keeps views of them. With autograd on, these would hold the nodes that
     # accumulate gradients for good, on the stream of this call, and a capture as a CUDA graph would then be refused.
-    with_experts = optimizers_for_experts(has_experts and stage > 0)
     with torch.no_grad(), quiet(), as_local_rank(mesh.device), with_experts:
         engine, *_ = deepspeed.initialize(
             model=module,

@@ -1,0 +1,1 @@
+"""Random combinations of networks, layouts, schedules, ZeRO stages and optimizers, each against one process."""
