@@ -408,6 +408,9 @@ def _is_fork(config: RunConfig, saved: SavedRun) -> bool:
 def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
     """Whether --save is another folder than --load and holds later checkpoints of the same run: the same command was
     given before.
+
+    Raises:
+        CheckpointError: --load names one of the checkpoints in --save, and there are later ones.
     """
     save = config.saving.save
     if (
@@ -418,7 +421,14 @@ def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
         return False
     later = [each for each in checkpoints_in(Path(save)) if each.step > saved.record.progress.step]
     held = identity_of(Path(save)) if later else None
-    return held is not None and held.run_id == saved.record.run_id
+    is_same = held is not None and held.run_id == saved.record.run_id
+    if is_same and _names_one(config, saved):
+        raise CheckpointError(
+            f"--load {config.loading.load} is older than the checkpoint of step {later[0].step} in --save {save}, "
+            "which the next run would continue from. Save to another folder, or load the newest checkpoint with "
+            f"--load {save}."
+        )
+    return is_same
 
 
 def _own_branch(config: RunConfig, base: SavedRun, secondary: Path | None) -> dict[str, Any]:

@@ -62,6 +62,15 @@ def test_copies_of_later_steps_are_not_beside_a_run_that_goes_back(tmp_path: Pat
             started(run, **load, save_secondary=str(copies))
 
 
+def test_a_checkpoint_is_not_named_in_vain_while_later_ones_lie_where_the_run_saves(tmp_path: Path) -> None:
+    run = saved(saved(tmp_path / "a", 4, run_id=ONE), 6, run_id=ONE)
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000004 is older than the checkpoint of step 6 in --save .*a, whic"
+    ):
+        started(run, load=str(run / "iter_0000004"))
+    assert started(run, load=str(run / "iter_0000006")).saved is not None
+
+
 def test_a_run_that_has_moved_continues_where_it_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "a", 4, run_id=ONE)
     assert started(tmp_path / "b", load=str(tmp_path / "a")).config.loading.load == str(tmp_path / "a")
