@@ -41,6 +41,12 @@ class FlatGroup(NamedTuple):
         placed = sorted((((each.data_ptr() - begin) // size, each) for each in parameters), key=lambda place: place[0])
         return cls(tuple(each for _, each in placed), tuple(start for start, _ in placed), len(weights))
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether no parameter begins behind a gap: padding is at the end."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        return list(self.starts) == [sum(sizes[:number]) for number in range(len(sizes))]
+
     def counted(self, is_counted: Callable[[nn.Parameter], bool], first: int, end: int) -> Iterator[tuple[int, int]]:
         """The ranges of counted elements between two elements of the buffer; adjacent ones are joined."""
         begin = until = first
@@ -86,6 +92,9 @@ class GradientSum(ABC):
         None if this sum takes no products of matrices of a dtype, or if gradients are watched.
         """
         return None
+
+    def begin(self, passes: int) -> None:  # noqa: B027  (most add up one pass like several)
+        """Announces, before a step's first `add`, the number of its backward passes."""
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027  (most keep all of them whole)
         """Announces, before the first `add`, the parameters that `of` and `reduce` will be asked for."""
@@ -136,6 +145,13 @@ class GradientSum(ABC):
     @abstractmethod
     def parts(self) -> Sequence[torch.Tensor]:
         """What this rank updates with, one flat tensor for each group; none if it is `.grad` of the parameters."""
+
+    @property
+    def pieces(self) -> Sequence[Sequence[torch.Tensor]]:
+        """What it updates with in place of `parts`, for each group the gradient of each parameter; none if it is
+        `parts`.
+        """
+        return ()
 
     @property
     @abstractmethod
