@@ -20,7 +20,6 @@ ALLOWED = {
     "megatron/cuda_driver.py": "a file of the torch package",
     "megatron/data/datasets/examples/tokenized_examples.py": "maps a file that it has made",
     "megatron/files/replacing.py": "syncs a folder",
-    "megatron/data/order/old_index.py": "maps what the opener has read the beginning of",
     "megatron/inference/serve/web.py": "a file of the package",
     "megatron/kernels/native/library.py": "libraries that are executed when they are loaded",
     "megatron/launch/bundles/making.py": "a file that a process of its own has just made",

@@ -28,7 +28,6 @@ from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows
 from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.index_map import Indices, build_indices
-from megatron.data.order.old_index import read_old_index
 from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
 from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
@@ -98,8 +97,7 @@ class _TokenSource(Source):
         return SourcePlan(self.prefix, self._indexed.fingerprint, first, last, tokens)
 
     def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
-        stem = f"{planned.prefix}_{group.name}"
-        segments = [self._segment(stem, planned, segment, plan) for segment in planned.segments]
+        segments = [self._segment(planned, segment, plan) for segment in planned.segments]
         return GPTDataset(self._indexed, plan.sequence_length, segments)
 
     @cached_property
@@ -108,8 +106,8 @@ class _TokenSource(Source):
         _check_layout(indexed, self._request.data.data_impl)
         return indexed
 
-    def _segment(self, stem: str, source: SourcePlan, segment: Segment, plan: DataPlan) -> Indices:
-        """The index arrays of a segment: our own if there are, else upstream's if they fit, else new ones."""
+    def _segment(self, source: SourcePlan, segment: Segment, plan: DataPlan) -> Indices:
+        """The index arrays of a segment, from the cache if it has them."""
         description = {
             "idx_sha256": source.fingerprint,
             "first": source.first,
@@ -122,10 +120,6 @@ class _TokenSource(Source):
 
         def make() -> dict[str, np.ndarray]:
             lengths, length, samples, seed = self._indexed.lengths, plan.sequence_length, segment.samples, segment.seed
-            if segment is source.segments[0] and plan.epoch_rule == "bigscience":
-                old = read_old_index(stem, lengths, source.first, source.last, length, samples, seed)
-                if old is not None:
-                    return old._asdict()
             wide = source.last > np.iinfo(np.int32).max
             documents = np.arange(source.first, source.last, dtype=np.int64 if wide else np.int32)
             return build_indices(lengths, documents, length, samples, seed, plan.epoch_rule, source.tokens)._asdict()
