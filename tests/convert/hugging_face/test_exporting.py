@@ -18,11 +18,6 @@ from megatron.checkpoint import newest_record
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.record import Record
 from megatron.config import RunConfig
-from megatron.convert.hugging_face import streaming
-from megatron.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-from megatron.convert.hugging_face.model_tokenizer import check_same_ids, write_chat_template, write_tokenizer
-from megatron.convert.hugging_face.registry import family_for
 from megatron.errors import CheckpointError, ConversionError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import ChatTemplate, load_chat_template
@@ -38,6 +33,11 @@ from tests.tokenizers.chat.tokenizers_with_tokens import (
     LLAMA_TOKENS,
     hugging_face_with,
 )
+from trident.convert.hugging_face import streaming
+from trident.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+from trident.convert.hugging_face.model_tokenizer import check_same_ids, write_chat_template, write_tokenizer
+from trident.convert.hugging_face.registry import family_for
 
 TinyModel = Callable[[str], Path]
 NAME = "llama-multi-query-linear"

@@ -19,10 +19,6 @@ from transformers import AutoModelForCausalLM
 from megatron.checkpoint import newest_record, read_tensors
 from megatron.checkpoint.record import Record
 from megatron.config import RunConfig
-from megatron.convert.hugging_face import importing
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model, unfinished_folder
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.table.tensors import gate_and_up
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import ConfigError, ConversionError, StorageError
 from megatron.parallel.mesh import ParallelMesh
@@ -32,6 +28,10 @@ from tests.convert.comparison import export
 from tests.convert.tiny_models import END, TOKENS, write_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import losses, train_here
+from trident.convert.hugging_face import importing
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model, unfinished_folder
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.table.tensors import gate_and_up
 
 TinyModel = Callable[[str], Path]
 NAME = "llama-grouped-llama3"

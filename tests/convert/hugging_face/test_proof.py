@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron.checkpoint.manifest import Manifest, read_manifest
-from megatron.convert.hugging_face import proof
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-from megatron.convert.hugging_face.proof import Expected, Side, expected_logits, proof_text, prove
-from megatron.convert.hugging_face.reference import ReferenceLogits
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.weight_files import read_json_file
 from megatron.errors import ConversionError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from trident.convert.hugging_face import proof
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+from trident.convert.hugging_face.proof import Expected, Side, expected_logits, proof_text, prove
+from trident.convert.hugging_face.reference import ReferenceLogits
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.weight_files import read_json_file
 
 
 def test_a_proof_has_one_entry_a_line() -> None:

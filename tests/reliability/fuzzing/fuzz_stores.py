@@ -8,11 +8,6 @@ from random import Random
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
-from megatron.corpus.stores.importing import ImportOptions, import_files
-from megatron.corpus.stores.inspection import audit
-from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.loader import BatchOptions, MicroBatches
@@ -20,6 +15,11 @@ from megatron.data.sources.source import DataRequest
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store
 from tests.reliability.fuzzing.fuzz_files import VOCAB_SIZE
+from trident.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
+from trident.corpus.stores.importing import ImportOptions, import_files
+from trident.corpus.stores.inspection import audit
+from trident.corpus.stores.writers import open_writer
+from trident.corpus.workers.progress_line import ProgressLine
 
 SEQUENCE_LENGTH = 8
 SAMPLES = 6

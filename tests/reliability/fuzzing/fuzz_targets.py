@@ -20,12 +20,6 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.files.flag_files import read_group_files
-from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.examination import examine, report, sample_documents
-from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar
@@ -46,6 +40,12 @@ from tests.reliability.fuzzing.fuzz_stores import (
     write_windows,
 )
 from tests.reliability.fuzzing.mutations import ANY_FILE, INDEX, JSON, Files, Mutation
+from trident.corpus.preprocess import encode as encode_module
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.examination import examine, report, sample_documents
+from trident.corpus.preprocess.merge import merge
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.workers.progress_line import ProgressLine
 
 
 @dataclass(frozen=True)

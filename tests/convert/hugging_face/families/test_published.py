@@ -12,16 +12,16 @@ import yaml
 from megatron.config import ModelConfig
 from megatron.config.files.flag_files import preset_names, preset_path
 from megatron.config.run_config import frozen
-from megatron.convert.hugging_face.families.bert import BERT, ROBERTA
-from megatron.convert.hugging_face.registry import FAMILIES, family_for, family_of
-from megatron.convert.hugging_face.table.family import essential_fields
-from megatron.convert.hugging_face.table.tensors import bind, their_shapes
 from megatron.errors import ConversionError
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.convert.hugging_face.families.published import PARAMETERS, PRESETS, PUBLISHED
+from trident.convert.hugging_face.families.bert import BERT, ROBERTA
+from trident.convert.hugging_face.registry import FAMILIES, family_for, family_of
+from trident.convert.hugging_face.table.family import essential_fields
+from trident.convert.hugging_face.table.tensors import bind, their_shapes
 
 EACH = pytest.mark.parametrize("name", PUBLISHED)
 TEXT_ONLY = pytest.mark.parametrize("name", [name for name in PUBLISHED if "text_config" not in PUBLISHED[name]])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.table.config_fields import constant, read_fields, write_fields
-from megatron.convert.hugging_face.table.family import essential_fields
-from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.errors import ConversionError
+from trident.convert.hugging_face.table.config_fields import constant, read_fields, write_fields
+from trident.convert.hugging_face.table.family import essential_fields
+from trident.convert.hugging_face.table.rope import rope_fields
 
 SIZES = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096,
