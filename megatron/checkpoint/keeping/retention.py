@@ -157,8 +157,8 @@ class Retention:
         except (CheckpointError, StorageError) as failure:
             self._warn_once(f"{path} does not count as a checkpoint to keep and is not deleted: {failure}")
             return None
-        if summary.run_id and summary.run_id != run_id:
-            self._warn_once(f"{path} is of another run ({summary.run_id}) and is not deleted")
+        if summary.run_id != run_id:  # an imported model names no run
+            self._warn_once(f"{path} is of another run ({summary.run_id or 'it names none'}) and is not deleted")
             return None
         return summary
 

@@ -2,8 +2,8 @@
 
 A run draws an identity at its first start and keeps it through all restarts and layouts: it is in the record of
 each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from
-another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions have
-none, and belong to any run. A run that leaves another one at a checkpoint of it is a run of its own: else the
+another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions and
+imported models have none: any run continues from them, and none deletes them. A run that leaves another one at a checkpoint of it is a run of its own: else the
 checkpoints of both, which share their steps, could not be told apart.
 """
 
