@@ -3,8 +3,8 @@
 A run draws an identity at its first start and keeps it through all restarts and layouts: it is in the record of
 each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from
 another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions and
-imported models have none: any run continues from them, and none deletes them. A run that leaves another one at a checkpoint of it is a run of its own: else the
-checkpoints of both, which share their steps, could not be told apart.
+imported models have none: any run continues from them, and none deletes them. A run that leaves another one at a
+checkpoint of it is a run of its own: else the checkpoints of both, which share their steps, could not be told apart.
 """
 
 from __future__ import annotations
@@ -176,6 +176,20 @@ def holds_checkpoint_of(run_id: str, candidates: Sequence[Candidate]) -> bool:
         except DamagedError:
             return True
     return False
+
+
+def reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
+    """Refuses to begin at iteration 0 in a folder that holds checkpoints.
+
+    Raises:
+        CheckpointError: it does, or something like another program's.
+    """
+    candidates = find(Path(directory))
+    if candidates:
+        raise CheckpointError(
+            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and {reason}. Add "
+            f"--load {directory} to continue from there, --from-scratch to overwrite them, or choose another folder."
+        )
 
 
 def write_identity(directory: Path, identity: RunIdentity) -> None:

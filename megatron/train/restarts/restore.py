@@ -41,7 +41,13 @@ from megatron.train.restarts.identity import (
     nothing,
     only_of_run,
     read_identity,
+    reject_foreign_save,
     write_identity,
+)
+
+_NO_NEWER = (
+    "no checkpoint that is newer. If later ones were deleted there to go back, the copies undo that: stop the run, and "
+    "delete the later copies too, or give --ckpt-step, another --save and another --save-secondary."
 )
 
 
@@ -133,7 +139,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
         return None
     if loading.load is None:
         if saving.save is not None:
-            run_on_first(mesh, lambda: _reject_foreign_save(str(saving.save)))
+            run_on_first(mesh, lambda: reject_foreign_save(str(saving.save)))
         return None
     source = _source(config, mesh)
     if loading.load_step is not None or run_on_first(mesh, lambda: _is_checkpoint(source)):
@@ -147,9 +153,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
         newest = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
     if newest is not None:
         if newest.path.parent == secondary and mesh.world.rank == 0:
-            log.warning(
-                f"continuing from the copy {newest.path}: --load {loading.load} holds no checkpoint that is newer"
-            )
+            log.warning(f"continuing from the copy {newest.path}: --load {loading.load} holds {_NO_NEWER}")
         return SavedRun(Record.from_json(newest.record, newest.path), newest, folder_run_id, secondary)
     for flag, is_set in (("--eval-only", config.evaluation.eval_only), ("--finetune", loading.finetune)):
         if is_set:
@@ -175,6 +179,8 @@ def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: Paral
         damage = failure
     after_step = -1 if newest is None else folder_step(newest.path.name) or 0
     if collect(copies, source, mesh, after_step=after_step, check=check) is not None:
+        if mesh.world.rank == 0:
+            log.warning(f"--load {source} held {_NO_NEWER}")
         return newest_record(source, mesh, check=check)
     if damage is not None:
         raise damage
@@ -460,7 +466,7 @@ def _own_branch(config: RunConfig, base: SavedRun | None, secondary: Path | None
 
     candidates, held = checkpoints_in(save), identity_of(save)
     if base is None and not loading.from_scratch and not is_own(held):
-        _reject_foreign_save(str(save), f"--load {loading.load} holds none")
+        reject_foreign_save(str(save), f"--load {loading.load} holds none")
     if candidates and base is not None and not is_own(held):
         branch, flag = ("fine-tuning", "--finetune") if loading.finetune else ("fork", "--ckpt-step")
         raise CheckpointError(
@@ -488,12 +494,3 @@ def _resuming_itself(config: RunConfig) -> RunConfig:
     switches = dict.fromkeys(("finetune", "reset_iteration", "no_load_optim", "from_scratch"), False)
     changes: Mapping[str, Any] = {**switches, "ckpt_step": None, "load_tag": None}
     return dataclasses.replace(config, loading=dataclasses.replace(loading, load=save, **changes))
-
-
-def _reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
-    candidates = find(Path(directory))
-    if candidates:
-        raise CheckpointError(
-            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and {reason}. Add "
-            f"--load {directory} to continue from there, --from-scratch to overwrite them, or choose another folder."
-        )

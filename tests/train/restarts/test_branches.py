@@ -16,6 +16,7 @@ from megatron.train.restarts.restore import Start, find_start
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
 from tests.checkpoint.made.records import make_record
 from tests.train.samples import run_config
+from tools import checkpoints
 
 MESH = ParallelMesh.single()
 ONE = "1" * 16
@@ -61,6 +62,35 @@ def test_copies_of_later_steps_are_not_beside_a_run_that_goes_back(tmp_path: Pat
     for load in ({"load": str(run), "ckpt_step": 4}, {"load": str(run / "iter_0000004")}):
         with pytest.raises(CheckpointError, match=sentence):
             started(run, **load, save_secondary=str(copies))
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_deleting_later_checkpoints_goes_back_only_without_their_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], per_node: bool
+) -> None:
+    run, copies = saved(saved(tmp_path / "a", 4, run_id=ONE), 6, run_id=ONE), saved(tmp_path / "copies", 6, run_id=ONE)
+    flags = {"save_secondary": str(copies), "save_secondary_per_node": per_node}
+    shutil.rmtree(run / "iter_0000006")
+    start = started(run, load=str(run), **flags)
+    assert start.saved is not None and start.saved.record.progress.step == 6
+    told = capsys.readouterr().err
+    assert f"--load {run} h" in told and "If later ones were deleted there to go back" in told
+    for folder in (run, copies):
+        shutil.rmtree(folder / "iter_0000006", ignore_errors=True)
+    start = started(run, load=str(run), **flags)
+    assert start.saved is not None and start.saved.record.progress.step == 4
+    assert "deleted there" not in capsys.readouterr().err
+
+
+def test_a_copy_of_an_older_step_is_of_the_same_run_until_it_is_named(tmp_path: Path) -> None:
+    run = saved(saved(tmp_path / "a", 4, run_id=ONE), 6, run_id=ONE)
+    assert checkpoints.main(["copy", str(run), str(tmp_path / "b"), "--step", "4"]) == 0
+    copy = started(tmp_path / "b", load=str(tmp_path / "b"))
+    assert copy.saved is not None and copy.saved.record.progress.step == 4 and copy.identity.run_id == ONE
+    again = started(tmp_path / "b", load=str(tmp_path / "b"), save_secondary=str(run))
+    assert again.saved is not None and again.saved.record.progress.step == 6, "the later steps of the same run"
+    branch = started(tmp_path / "c", load=str(tmp_path / "b" / "iter_0000004"))
+    assert branch.identity.run_id != ONE and branch.identity.forked_from["run_id"] == ONE
 
 
 def test_a_checkpoint_is_not_named_in_vain_while_later_ones_lie_where_the_run_saves(tmp_path: Path) -> None:

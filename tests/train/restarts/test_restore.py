@@ -441,7 +441,13 @@ def test_the_newest_good_checkpoint_of_both_folders_is_taken(
     saved(copies, 6, run_id=ONE)
     capsys.readouterr()
     assert taken() == copies / "iter_0000006"
-    assert str(copies / "iter_0000006") in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (
+        f"continuing from the copy {copies / 'iter_0000006'}: --load {here} holds no checkpoint that is newer" in told
+    )
+    assert (
+        "If later ones were deleted there to go back, the copies undo that: stop the run, and delete the later" in told
+    )
     saved(copies, 8, run_id=ONE)
     (copies / "iter_0000008" / "manifest.json").write_text("{}")
     assert taken() == copies / "iter_0000006"
