@@ -201,6 +201,23 @@ def test_a_failure_is_a_warning_and_the_next_save_tries_again(
     assert "is deleted now, because it cannot be examined: " in capsys.readouterr().err
 
 
+def test_the_work_of_deleting_does_not_grow_with_the_square_of_the_checkpoints(tmp_path: Path) -> None:
+    class Counting(Storage):
+        asked = 0
+
+        def names(self, path: Path) -> list[str]:
+            self.asked += path == tmp_path
+            return super().names(path)
+
+    for step in range(1, 9):
+        newest = save_step(tmp_path, step)
+    (tmp_path / "best").symlink_to("iter_0000003")
+    storage = Counting()
+    assert len(Retention(KeepRules(1), storage).apply(newest)) == 7
+    assert storage.asked == 2, "once to find them, once for their second names"
+    assert steps(tmp_path) == [8] and not (tmp_path / "best").is_symlink()
+
+
 def test_the_newest_whole_checkpoint_is_found_by_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
         save_step(tmp_path, step)
