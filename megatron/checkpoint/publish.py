@@ -97,7 +97,8 @@ def write_hint(directory: Path, step: int, run: str, storage: Storage) -> None:
 
 
 def remove_checkpoint(folder: Path, storage: Storage) -> None:
-    """Deletes a checkpoint: one rename makes it disappear, then its files go. What a kill leaves is swept later.
+    """Deletes a checkpoint: one rename makes it disappear, then its files go. What a kill leaves, and its second names,
+    are swept later.
 
     Raises:
         OSError: the file system refused the rename; the checkpoint is whole.
@@ -105,7 +106,6 @@ def remove_checkpoint(folder: Path, storage: Storage) -> None:
     gone = folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}")
     storage.rename(folder, gone)
     storage.sync_directory(folder.parent)  # before its files go: a crash must not bring it back without them
-    _remove_dead_links(folder.parent, storage)
     discard(gone, storage)
 
 
@@ -146,7 +146,7 @@ def sweep(directory: Path, storage: Storage) -> None:
         elif is_trash(name):
             log.warning(f"removing {path}, which an unfinished deletion left behind")
             discard(path, storage)
-    _remove_dead_links(directory, storage)
+    remove_dead_links(directory, storage)
 
 
 def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage = DISK) -> None:
@@ -169,8 +169,12 @@ def discard(folder: Path, storage: Storage) -> None:
     _warn_on_failure(storage.remove_tree, folder)
 
 
-def _remove_dead_links(directory: Path, storage: Storage) -> None:
-    """Removes the second names of checkpoints that are not there any more; other links are left alone."""
+def remove_dead_links(directory: Path, storage: Storage) -> None:
+    """Removes the second names of checkpoints that are not there any more; other links are left alone.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
     for name in storage.names(directory):
         path = directory / name
         if not storage.is_link(path):

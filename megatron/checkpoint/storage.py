@@ -285,6 +285,8 @@ def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError
     advice = f"Free space there or give {flag} another directory."
     if failure.errno == errno.ENOENT:
         advice = f"All nodes must see the same {flag} directory; give one that is shared."
+    elif failure.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        advice = f"Make it writable for this user, or give {flag} another directory."
     elif failure.errno == errno.EFBIG:
         advice = "Files of this process may not be so large: raise its limit (ulimit -f)."
     return StorageError(
