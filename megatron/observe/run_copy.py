@@ -53,7 +53,7 @@ def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = lambda te
     Raises:
         ConfigError: there is no such folder, or the destination is in it.
         CheckpointError: the place holds another run's checkpoint of the same step.
-        DamagedError: a checkpoint does not match its manifest.
+        DamagedError: a checkpoint does not match its manifest; everything else was sent.
         StorageError: the place cannot be read or written, or what arrived is not what was sent.
     """
     run = run.resolve()
@@ -68,14 +68,21 @@ def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = lambda te
     plain = list(_plain_files(run))
     for path in [path for path in plain if path.name != HINT_NAME]:
         sent_bytes += _copy_file(run, path, place, target, files)
+    damaged: list[DamagedError] = []
     for folder in sorted(_checkpoints(run), key=lambda path: path.name):
-        size = _copy_checkpoint(run, folder, place, target, say)
+        size = None
+        try:
+            size = _copy_checkpoint(run, folder, place, target, say)
+        except DamagedError as damage:  # is no reason to leave out later ones
+            damaged.append(damage)
         if size is not None:
             checkpoints.append(folder.relative_to(run).as_posix())
             say(f"copied {checkpoints[-1]} ({size} bytes)")
             sent_bytes += size
     for path in [path for path in plain if path.name == HINT_NAME]:
         sent_bytes += _copy_file(run, path, place, target, files)
+    if damaged:
+        raise damaged[0]
     place.sweep(target)
     return Copied(tuple(checkpoints), tuple(files), sent_bytes)
 

@@ -84,12 +84,12 @@ def test_a_copy_goes_on_where_it_was_killed(run: Path, tmp_path: Path, monkeypat
 
 
 def test_damage_is_found_before_the_checkpoint_has_its_name(run: Path, tmp_path: Path) -> None:
-    file = run / "ckpt" / "iter_0000004" / "pieces_00000.safetensors"
+    file = run / "ckpt" / "iter_0000002" / "pieces_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(DamagedError, match="pieces_00000.safetensors of .*iter_0000004 does not match its manifest"):
+    with pytest.raises(DamagedError, match="pieces_00000.safetensors of .*iter_0000002 does not match its manifest"):
         copy_run(run, place_of(str(tmp_path / "there")))
     there = tmp_path / "there" / run.name / "ckpt"
-    assert [path.name for path in there.glob("iter_*")] == ["iter_0000002"]
+    assert [path.name for path in there.glob("iter_*")] == ["iter_0000004"], "later ones are sent"
 
 
 def test_another_runs_checkpoint_is_not_replaced(run: Path, tmp_path: Path) -> None:
