@@ -167,7 +167,7 @@ class Engine:
         if gradients is None or self.chunks.count == 1:
             return PlainPasses(self.deepspeed, self.stack, gradients, self._enter, adds_up=self.view.is_direct)
         runner = ChunkRunner(self.stack, self.chunks, splits_backward=pipeline.splits_backward)
-        executor = Executor(runner, self.mesh.pp, gradients.accumulate, self._enter)
+        executor = Executor(runner, self.mesh.pp, self.mesh.world, gradients.accumulate, self._enter)
         return PipelinePasses(executor, pipeline, gradients, self.deepspeed, self._enter)
 
     @property

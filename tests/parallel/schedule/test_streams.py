@@ -1,16 +1,16 @@
 """No schedule blocks on a GPU, where messages are kernels in streams and two ranks both send and receive.
 
 NCCL runs the messages between two ranks one after the other, whichever way they go: torch gives each pair of ranks a
-communicator and a stream, or all pairs those of their group if it was bound to a device. A message begins once both its
-ranks have come to it, and once the computations are over that were queued before it; a computation waits for what it
-needs. Nothing blocks if these waits have no circle.
+communicator and a stream in each group, or all pairs those of their group if it was bound to a device. A message begins
+once both its ranks have come to it, and once the computations are over that were queued before it; a computation waits
+for what it needs. Nothing blocks if these waits have no circle.
 
 Source: torch, `ProcessGroupNCCL::pointToPoint`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -18,6 +18,8 @@ import pytest
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.parallel.schedule.actions import Action, Kind, Program, without_backward_before
 from megatron.parallel.schedule.building import build_schedule
+
+Streams = Callable[[Action], Hashable]
 
 _BACKWARD = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD)
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -36,41 +38,46 @@ def needed(action: Action) -> list[Hashable]:
     return [(action.kind is not Kind.FORWARD, action.chunk, action.micro_batch)]
 
 
-def check_streams(programs: Sequence[Program], *, one_stream: bool) -> None:
-    """Raises CycleError if ranks wait for each other.
+STREAMS: dict[str, Streams] = {
+    "rank": lambda action: None,
+    "pair": lambda action: action.peer,
+    "direction": lambda action: (action.peer, action.kind in _BACKWARD),
+}
 
-    Args:
-        one_stream: whether a rank has one stream for all its messages, not one for each rank that it talks to.
+
+def check_streams(programs: Sequence[Program], stream_of: Streams) -> None:
+    """Raises CycleError if ranks wait for each other, each of which has a stream for all its messages, one for each
+    rank that it talks to, or two for each of them.
     """
     waits: TopologicalSorter[Hashable] = TopologicalSorter()
     sent = {message(action) for program in programs for action in program if action.peer is not None}
     for rank, program in enumerate(programs):
         computed: list[Hashable] = []  # the last computation that was queued
-        last: dict[int | None, Hashable] = {}
+        last: dict[Hashable, Hashable] = {}
         for action in program:
             if action.peer is None:
                 node: Hashable = (rank, str(action))
                 waits.add(node, *computed, *(need for need in needed(action) if need in sent))
                 computed = [node]
                 continue
-            stream = None if one_stream else action.peer
+            stream = stream_of(action)
             waits.add(message(action), *computed, *([last[stream]] if stream in last else []))
             last[stream] = message(action)
     waits.prepare()
 
 
-@pytest.mark.parametrize("one_stream", [False, True])
+@pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("name", SCHEDULE_CHUNKS)
-def test_no_schedule_blocks(name: str, one_stream: bool) -> None:
+def test_no_schedule_blocks(name: str, streams: str) -> None:
     fewest, most = SCHEDULE_CHUNKS[name]
     for chunks in {fewest, most or fewest + 1}:
         for ranks in (2, 3, 4):
             for micro_batches in (1, 2, 5, 8):
                 schedule = build_schedule(name, ranks, chunks, micro_batches)
-                check_streams(schedule.forward_only(), one_stream=one_stream)
+                check_streams(schedule.forward_only(), STREAMS[streams])
                 for first_trained in range(schedule.placement.chunks):
                     programs = [without_backward_before(program, first_trained) for program in schedule.actions]
-                    check_streams(programs, one_stream=one_stream)
+                    check_streams(programs, STREAMS[streams])
 
 
 def test_two_ranks_that_both_send_first_block() -> None:
@@ -79,4 +86,4 @@ def test_two_ranks_that_both_send_first_block() -> None:
     later = next(at for at, action in enumerate(programs[1]) if at > place and action.kind is Kind.RECEIVE_FORWARD)
     programs[1].insert(place, programs[1].pop(later))
     with pytest.raises(CycleError):
-        check_streams([tuple(program) for program in programs], one_stream=False)
+        check_streams([tuple(program) for program in programs], STREAMS["pair"])
