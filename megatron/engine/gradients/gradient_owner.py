@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_sum import GradientSum, Partial, Tied
+from megatron.engine.gradients.gradient_sum import GradientSum, Look, Partial, Tied
 from megatron.engine.gradients.loss_scale import LossScale
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.kernels.optimizer import update
@@ -81,6 +81,7 @@ class GradientOwner:
         """Sums partial gradients over the ranks of their axis, averages everything over data-parallel ranks, and sums
         tied weights over the ranks that hold them; once a step, after the last `accumulate`; collective.
         """
+        self._sum.show()
         for axis, parameters in self._partial:
             self._sum.sum_over(axis, parameters)
         self._sum.reduce(self._tied)
@@ -123,6 +124,10 @@ class GradientOwner:
         before the first step.
         """
         self._sum.watcher = watcher
+
+    def look_at_own(self, look: Look) -> None:
+        """Has a function see this rank's gradients of the next step, bucket by bucket, before ranks sum them."""
+        self._sum.look = look
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters of which this rank counts something in the norm, each with that part of its gradient between

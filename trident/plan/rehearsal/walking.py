@@ -157,7 +157,7 @@ class _Walk:
         self._hidden = math.prod(settings.hidden_shape(*given[0].shape))
         self._dtype = str(settings.dtype).removeprefix("torch.")
         self._stack.train(trains)
-        Executor(runner, mesh.pp, sums.add, self._enter).run(program, given, losses, trains=trains)
+        Executor(runner, mesh.pp, mesh.world, sums.add, self._enter).run(program, given, losses, trains=trains)
         self._enter("")
         actions = (action for action in program if not action.kind.is_message)
         walked = (messages for phase, messages in self._phases if phase in ("forward", "backward"))
