@@ -34,7 +34,7 @@ def plan_lines(
         yield from _nothing_fits(plan)
         return
     room = _gib(plan.job.cluster.device.memory_bytes)
-    yield f"{plan.considered:,} layouts looked at, {plan.fitting:,} fit into {room} GiB"
+    yield f"{plan.considered:,} layouts looked at, {plan.fitting:,} fit into {room} GiB; first the simplest within 2 %"
     yield from table_lines(plan.best)
     yield ""
     yield from detail_lines(plan.best[0], train_tokens, price)

@@ -22,6 +22,8 @@ _CHUNKS = (1, 2, 4, 8)
 _LEAST_TOKENS = 1024  # of a sample on a rank, below which it is not divided further
 # Layouts whose pipelines are tried with every schedule; simulating one takes a while.
 _REFINED = 12
+# Rates that a plan cannot tell apart, as a share of the highest: it is itself wrong by more (docs/scaling.md).
+_NEARLY = 0.98
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ def estimate(job: Job, layout: Layout) -> LayoutEstimate:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The layouts of a job that fit and are legal, the fastest first.
+    """The layouts of a job that fit and are legal.
 
     Attributes:
+        best: first the simplest of those within 2 % of the fastest, then by tokens per second.
         considered: how many layouts were looked at.
         fitting: how many of them fit.
         smallest: of those that do not fit, the one that needs the least memory, where none fits.
@@ -83,7 +86,7 @@ def search(
     count: int = 10,
     below_bytes: float | None = None,
 ) -> LayoutPlan:
-    """Ranks the layouts of a job by tokens per second.
+    """Ranks the layouts of a job by tokens per second, after the simplest of those that are nearly the fastest.
 
     Args:
         problems: what the rules of flags say of a layout.
@@ -104,14 +107,24 @@ def search(
     others = [estimate(job, layout) for each in legal for layout in _other_schedules(job, each.layout, fixed)]
     more = [each for each in others if each.fits and not problems(each.layout)]
     best = sorted([*_first(ranked, problems, count), *more], key=_place)
-    unique = list(dict.fromkeys(best))
+    near = [each for each in (*ranked, *more) if best and each.tokens_per_second >= _NEARLY * best[0].tokens_per_second]
+    near.sort(key=lambda each: (_divisions(each.layout), _place(each)))
+    unique = list(dict.fromkeys([*_first(near, problems, 1), *best]))
     return LayoutPlan(job, unique[:count], len(estimates) + len(others), len(fitting) + len(more))
 
 
-def _place(each: LayoutEstimate) -> tuple[float, int, int]:
-    """The fastest first; of equal ones that which divides the least."""
-    layout = each.layout
-    return -round(each.tokens_per_second), layout.tp * layout.pp * layout.cp, layout.micro_batch
+def _place(each: LayoutEstimate) -> tuple[int, tuple[int, ...], int]:
+    """The fastest first; of equal ones the simplest."""
+    return -round(each.tokens_per_second), _divisions(each.layout), each.layout.micro_batch
+
+
+def _divisions(layout: Layout) -> tuple[int, ...]:
+    """What a simple layout has less of, in this order: axes beside replicas, ranks on them, schedules other than 1F1B,
+    chunks, recomputation, ZeRO.
+    """
+    axes = [layout.tp, layout.cp, layout.ulysses, layout.ep, layout.pp]
+    of_pipeline = layout.schedule != "1f1b", layout.chunks
+    return sum(size > 1 for size in axes), math.prod(axes), *of_pipeline, layout.recompute != NOTHING, layout.zero
 
 
 def _first(

@@ -65,7 +65,8 @@ def test_a_plan_of_512_devices_takes_seconds_and_names_legal_layouts_that_fit(la
     assert plan.considered > 1000
     assert len(plan.best) == 10
     rates = [each.tokens_per_second for each in plan.best]
-    assert rates == sorted(rates, reverse=True)
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[0] >= 0.98 * rates[1]
     for each in plan.best:
         assert each.fits
         assert each.layout.devices == 512
@@ -148,20 +149,35 @@ def test_the_idle_share_of_many_micro_batches_is_that_of_all_of_them(name: str, 
     assert costs_of_schedule(name, ranks, 2, 10_000 * ranks).idle >= 0.0
 
 
-def test_the_first_is_the_fastest_of_all_that_fit() -> None:
+def test_none_that_fits_is_faster_than_the_ranked_or_divides_less_and_is_nearly_as_fast_as_the_first() -> None:
     words, request = read_planned(["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16"])
     plan, problems = planned(words, request)
     everything = [each for each in (estimate(plan.job, layout) for layout in layouts(plan.job, {})) if each.fits]
-    faster = [each for each in everything if each.tokens_per_second > plan.best[0].tokens_per_second]
+    fastest = max(each.tokens_per_second for each in plan.best)
+    faster = [each for each in everything if each.tokens_per_second > fastest]
     assert len(everything) > 100
     assert all(problems(each.layout) for each in faster)
+    near = [each.layout for each in everything if each.tokens_per_second >= 0.98 * fastest]
+    assert all(problems(layout) for layout in near if _divided(layout) < _divided(plan.best[0].layout))
+
+
+def _divided(layout: Layout) -> int:
+    return sum(size > 1 for size in (layout.tp, layout.cp, layout.ulysses, layout.ep, layout.pp))
+
+
+def test_the_simplest_of_layouts_within_two_percent_comes_first() -> None:
+    argv = ["--model-preset", "llama-3.2-1b", "--planned-devices", "8", "--bf16", "--global-batch-size", "64"]
+    plan, _ = planned(*read_planned([*argv, "--seq-length", "2048"]))
+    first, second, *_ = plan.best
+    assert str(first.layout) == "dp 8, ZeRO 1, recompute none, micro-batch 2"
+    assert "zbv" in str(second.layout) and 1 < second.tokens_per_second / first.tokens_per_second < 1.02
 
 
 def test_no_neighbour_of_the_first_that_fits_is_faster(large: Planned) -> None:
     job, first = large.plan.job, large.plan.best[0]
     changed = [estimate(job, layout) for _, layout in neighbours(job, first.layout) if not large.problems(layout)]
     assert any(not each.fits for each in changed)
-    assert all(each.tokens_per_second <= first.tokens_per_second * 1.001 for each in changed if each.fits)
+    assert all(each.tokens_per_second <= first.tokens_per_second / 0.98 for each in changed if each.fits)
 
 
 def test_what_is_printed_ends_with_the_command(large: Planned) -> None:
