@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.config.architecture.positions import ROPE
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.planning.job import Job, Parameters
-from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
+from megatron.planning.layouts import BLOCKS, Layout, costs_of_schedule
 
 _FP32 = 4
 # What an allocator cannot use between blocks of memory, and what the libraries of a GPU take: an allowance.
@@ -141,10 +141,10 @@ def _whole_activations(job: Job, layout: Layout, index: int) -> int:
     elements += _feed_forward_elements(job, index) / tp
     if index >= model.num_layers:  # what is joined, its norms and the norm of the result
         elements += 7 * model.hidden_size / within
-    statistics = 0.0 if layout.recompute == ATTENTION else heads * _FP32
+    statistics = 0.0 if layout.recomputes_attention else heads * _FP32
     scores = 0.0
     if not job.has_fused_kernels and model.num_query_groups < model.num_attention_heads:
-        scores = 0.0 if layout.recompute == ATTENTION else heads * job.sequence_length
+        scores = 0.0 if layout.recomputes_attention else heads * job.sequence_length
     return int(tokens * ((elements + scores) * job.weight_bytes + statistics))
 
 

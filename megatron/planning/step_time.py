@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megatron.config.architecture.positions import ROPE
 from megatron.planning.job import Job, Parameters
-from megatron.planning.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
+from megatron.planning.layouts import BLOCKS, Layout, costs_of_schedule
 from megatron.planning.memory import local_tokens
 from megatron.planning.messages import boundary_bytes, sent_in_passes, sent_in_step
 
@@ -119,7 +119,7 @@ def _pass(job: Job, layout: Layout, blocks: list[int], *, first: bool, last: boo
     matrices += head * (1 + _BACKWARD) / (device.peak * _product_share(job, min(tokens, model.hidden_size)))
     causal = 1.0 if model.bidirectional else 0.5
     pairs = sum(job.block_costs[block].flops_per_token_pair for block in blocks) * tokens * job.sequence_length
-    repeated = 1 + _ATTENTION_BACKWARD + (1.0 if layout.recompute in (BLOCKS, ATTENTION) else 0.0)
+    repeated = 1 + _ATTENTION_BACKWARD + (layout.recompute == BLOCKS or layout.recomputes_attention)
     attention = pairs / tp * causal * repeated / (device.peak * _attention_share(job, layout))
     traffic = _traffic(job, layout, blocks) * (1 + again / 2.5) + (head / model.hidden_size * 2 * job.weight_bytes)
     others = traffic / (device.memory_bandwidth * device.traffic_share)

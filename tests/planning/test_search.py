@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -178,6 +179,27 @@ def test_no_neighbour_of_the_first_that_fits_is_faster(large: Planned) -> None:
     changed = [estimate(job, layout) for _, layout in neighbours(job, first.layout) if not large.problems(layout)]
     assert any(not each.fits for each in changed)
     assert all(each.tokens_per_second <= first.tokens_per_second / 0.98 for each in changed if each.fits)
+
+
+def test_a_neighbour_that_is_as_fast_is_explained() -> None:
+    argv = ["--model-preset", "gpt2-124m", "--planned-devices", "8", "--bf16", "--global-batch-size", "64"]
+    lines = list(request_lines([*argv, "--pipeline-model-parallel-size", "1"], ["x"]))
+    (selective,) = (line for line in lines if "recompute selective: " in line)
+    assert re.fullmatch(r".*: as fast, as much memory: attention \+([\d.]+) s, host -\1 s", selective)
+
+
+@pytest.mark.parametrize("flags", [["--context-parallel-size", "2"], ["--ds-sequence-parallel-size", "2"]])
+def test_a_ring_does_not_recompute_attention_by_itself(flags: list[str]) -> None:
+    argv = ["--model-preset", "llama-3.2-1b", "--planned-devices", "2", "--bf16", "--seq-length", "8192", *flags]
+    kept, again = (
+        estimate(job_of(request, cluster_of(request)), layout_of(request, 2))
+        for more in ([], ["--recompute-granularity", "selective"])
+        for _, request in [read_planned([*argv, *more])]
+    )
+    is_ring = kept.layout.cp > 1
+    assert (kept.memory.activations == again.memory.activations) == is_ring
+    assert (kept.time == again.time) == is_ring
+    assert ("recompute selective" in dict(neighbours(kept.job, kept.layout))) != is_ring
 
 
 def test_what_is_printed_ends_with_the_command(large: Planned) -> None:
