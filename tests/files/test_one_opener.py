@@ -23,8 +23,6 @@ ALLOWED = {
     "megatron/data/order/old_index.py": "maps what the opener has read the beginning of",
     "megatron/inference/serve/web.py": "a file of the package",
     "megatron/kernels/native/library.py": "libraries that are executed when they are loaded",
-    "megatron/launch/bundles/making.py": "a file that a process of its own has just made",
-    "megatron/launch/bundles/running.py": "maps a bundle, and imports nothing of the package",
     "megatron/observe/dashboard/server.py": "files of the package",
     "megatron/parallel/rank_start.py": "/proc",
     "megatron/parallel/processes.py": "/proc",
