@@ -20,6 +20,7 @@ from megatron.parallel.schedule.building import build_schedule, schedule_costs
 from megatron.parallel.schedule.division import EVENLY
 from megatron.parallel.schedule.schedule_files import schedule_text
 from megatron.parallel.schedule.simulation import simulate
+from megatron.planning.job import Stage
 from megatron.planning.layouts import Layout, costs_of_schedule
 from megatron.planning.report import plan_lines
 from megatron.planning.requests import (
@@ -401,7 +402,7 @@ def test_a_pipeline_whose_ranks_take_unlike_times_takes_what_a_simulation_of_the
     )
     job, layout = dataclasses.replace(job_of(request, cluster), division=EVENLY), layout_of(request, 8)
     chunks, _ = job.chunks(Placement.loop(4, 1))
-    costs = [_pass(job, layout, [*blocks], first=not blocks.start, last=blocks.stop == 32).seconds for blocks in chunks]
+    costs = [_pass(job, layout, Stage(each, not each.start, each.stop == 32)).seconds for each in chunks]
     assert max(costs) > 1.5 * min(costs)
     schedule = build_schedule("1f1b", 4, 1, layout.micro_batches)
     end = max(span.end for span in simulate(schedule.orders, schedule.placement, chunk_costs=costs)) / 3
