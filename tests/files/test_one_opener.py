@@ -22,8 +22,6 @@ ALLOWED = {
     "megatron/files/replacing.py": "syncs a folder",
     "trident/serve/web.py": "a file of the package",
     "megatron/kernels/native/library.py": "libraries that are executed when they are loaded",
-    "megatron/launch/bundles/making.py": "a file that a process of its own has just made",
-    "megatron/launch/bundles/running.py": "maps a bundle, and imports nothing of the package",
     "trident/dashboard/server.py": "files of the package",
     "megatron/parallel/rank_start.py": "/proc",
     "megatron/parallel/processes.py": "/proc",

@@ -115,9 +115,9 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
 # Bytes/s in one direction. A device has a network card of its own where nothing else is said.
 _WITHIN: Mapping[str, tuple[float, str]] = types.MappingProxyType(
     {
-        "nvlink3": (300 * _GIGA, "NVLink of the A100, NVIDIA's data sheet: 600 GB/s both ways"),
-        "nvlink": (450 * _GIGA, "NVLink of the H100, NVIDIA's data sheet: 900 GB/s both ways"),
-        "nvlink5": (900 * _GIGA, "NVLink of the B200, NVIDIA's data sheet: 1.8 TB/s both ways"),
+        "nvlink3": (300 * _GIGA, "NVLink of the A100, NVIDIA's page on NVLink: 600 GB/s both ways"),
+        "nvlink": (450 * _GIGA, "NVLink of the H100, NVIDIA's page on Hopper: 900 GB/s both ways"),
+        "nvlink5": (900 * _GIGA, "NVLink of the B200, DGX B200 User Guide: 14.4 TB/s both ways of 8"),
         "pcie4": (32 * _GIGA, "PCI Express 4.0 x16: 64 GB/s both ways"),
         "pcie5": (64 * _GIGA, "PCI Express 5.0 x16: 128 GB/s both ways"),
     }
@@ -133,8 +133,8 @@ _BETWEEN: Mapping[str, tuple[float, str]] = types.MappingProxyType(
 )
 _LATENCY = 10e-6
 DEFAULT_INTERCONNECT = "nvlink+ib400"
-# Of NVIDIA's systems with 8 of these devices, by their data sheets: DGX A100 has a ConnectX-6 of 200 Gb/s for each, DGX
-# H100, H200 and B200 a ConnectX-7 of 400 Gb/s.
+# Of NVIDIA's systems with 8 of these devices, which have a network card for each. Source: DGX A100, 200 Gb/s: Narayanan
+# et al. 2021 (arXiv 2104.04473), section 5; DGX H100, H200 and B200, 400 Gb/s: NVIDIA, "DGX BasePOD", core components.
 _OWN_INTERCONNECT: Mapping[str, str] = types.MappingProxyType(
     {"a100": "nvlink3+ib200", "a100-40gb": "nvlink3+ib200", "b200": "nvlink5+ib400"}
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,6 +40,15 @@ class Parameters:
     def total(self) -> int:
         """All of them."""
         return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of the network that a pipeline rank has: blocks, and as the first or last one an end of it."""
+
+    blocks: Sequence[int]
+    first: bool
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,11 @@ class Job:
         chunks, ranks = blocks_of_chunks(self._block_flops[:layers], after, placement, self.division)
         return (*chunks[:-1], range(chunks[-1].start, len(self._block_flops))), ranks
 
+    def stage(self, placement: Placement, rank: int) -> Stage:
+        """The part of the network that a pipeline rank has."""
+        (chunks, _), own = self.chunks(placement), placement.chunks_of(rank)
+        return Stage([block for chunk in own for block in chunks[chunk]], 0 in own, len(chunks) - 1 in own)
+
     @cached_property
     def _block_flops(self) -> tuple[int, ...]:
         work = token_work(self.model, self.sequence_length)
@@ -138,12 +152,16 @@ class Job:
             attention + others // tp + rest, routed // (layout.ep if layout.keeps_experts_whole else tp * layout.ep)
         )
 
-    def ends_parameters(self, layout: Layout, *, first: bool, last: bool) -> Parameters:
-        """The parameters before the first block and after the last one on a rank that holds these ends."""
-        model, dense = self.model, 0
+    def blocks_parameters(self, layout: Layout, stage: Stage) -> Parameters:
+        """The parameters of a stage's blocks on a rank."""
+        return sum((self.block_parameters(block, layout) for block in stage.blocks), Parameters(0))
+
+    def ends_parameters(self, layout: Layout, stage: Stage) -> Parameters:
+        """The parameters before the first block and after the last one on a rank of a stage."""
+        model, first, dense = self.model, stage.first, 0
         if first:
             dense += self._embedding(layout.tp)
-        if last:
+        if stage.last:
             dense += norm_size(model) + model.mtp_num_layers * self._joining(layout.tp)
             looks_up = model.mtp_num_layers > 0 and model.untie_embeddings_and_output_weights and not first
             dense += looks_up * model.padded_vocab_size * model.hidden_size // layout.tp

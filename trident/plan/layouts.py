@@ -81,6 +81,11 @@ class Layout:
         return self.cp * self.ulysses
 
     @property
+    def recomputes_attention(self) -> bool:
+        """True where attention by itself is computed anew in backward; in a ring, which keeps no scores, never."""
+        return self.recompute == ATTENTION and self.cp == 1
+
+    @property
     def global_batch(self) -> int:
         """Samples of a step."""
         return self.micro_batch * self.micro_batches * self.dp

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron.config.architecture.positions import ROPE
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
-from trident.plan.job import Job, Parameters
-from trident.plan.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
+from trident.plan.job import Job, Parameters, Stage
+from trident.plan.layouts import BLOCKS, Layout, costs_of_schedule
 
 _FP32 = 4
 # What an allocator cannot use between blocks of memory, and what the libraries of a GPU take: an allowance.
@@ -76,29 +76,28 @@ def memory_of_ranks(job: Job, layout: Layout) -> list[Memory]:
     """The memory of the pipeline ranks; of those with equal blocks the first, which holds the most activations."""
     costs = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     chunks, ranks = job.chunks(costs.placement)
-    return [_memory_at(job, layout, chunks, costs.placement.chunks_of(rank), costs.peak_alive[rank]) for rank in ranks]
+    found = []
+    for rank in ranks:
+        largest = max((chunks[chunk] for chunk in costs.placement.chunks_of(rank)), key=len)
+        found.append(_memory_at(job, layout, job.stage(costs.placement, rank), largest, costs.peak_alive[rank]))
+    return found
 
 
-def _memory_at(job: Job, layout: Layout, chunks: tuple[range, ...], own: tuple[int, ...], alive: int) -> Memory:
-    first, last = 0 in own, len(chunks) - 1 in own
-    ends = job.ends_parameters(layout, first=first, last=last)
-    blocks = Parameters(0)
-    for chunk in own:
-        for block in chunks[chunk]:
-            blocks += job.block_parameters(block, layout)
+def _memory_at(job: Job, layout: Layout, stage: Stage, largest: range, alive: int) -> Memory:
+    """The memory of a rank of a stage, whose largest chunk is given."""
+    ends, blocks = job.ends_parameters(layout, stage), job.blocks_parameters(layout, stage)
     state = _state(job, layout, ends, blocks)
     gradients, optimizer = state.on_device - state.parameters, state.optimizer
     if job.offloads_optimizer:
         optimizer = 0
     else:
         gradients -= optimizer
-    largest = max(own, key=lambda chunk: len(chunks[chunk]))
-    kept = sum(block_activations(job, layout, block) for block in chunks[largest])
+    kept = sum(block_activations(job, layout, block) for block in largest)
     activations = int(alive * kept)
     # A backward pass leaves gradients while it frees activations.
     passing = job.weight_bytes * (ends + blocks).total // layout.chunks if layout.zero in (1, 2) else 0
     at_peak = gradients + max(0, passing - kept)
-    buffers = _buffers(job, layout, chunks[largest], last=last)
+    buffers = _buffers(job, layout, largest, last=stage.last)
     host = state.total - state.on_device
     return Memory(state.parameters, at_peak, optimizer, activations, buffers, gradients, host=host).with_margin()
 
@@ -141,10 +140,10 @@ def _whole_activations(job: Job, layout: Layout, index: int) -> int:
     elements += _feed_forward_elements(job, index) / tp
     if index >= model.num_layers:  # what is joined, its norms and the norm of the result
         elements += 7 * model.hidden_size / within
-    statistics = 0.0 if layout.recompute == ATTENTION else heads * _FP32
+    statistics = 0.0 if layout.recomputes_attention else heads * _FP32
     scores = 0.0
     if not job.has_fused_kernels and model.num_query_groups < model.num_attention_heads:
-        scores = 0.0 if layout.recompute == ATTENTION else heads * job.sequence_length
+        scores = 0.0 if layout.recomputes_attention else heads * job.sequence_length
     return int(tokens * ((elements + scores) * job.weight_bytes + statistics))
 
 

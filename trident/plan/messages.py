@@ -7,26 +7,22 @@ is what does not grow with hidden states or weights: sums of losses and norms, m
 from __future__ import annotations
 
 from megatron.parallel.schedule.actions import Placement
-from trident.plan.job import Job, Parameters
+from trident.plan.job import Job, Parameters, Stage
 from trident.plan.layouts import BLOCKS, Layout
 from trident.plan.memory import local_tokens
 
 _FP32 = 4
 
 
-def sent_in_passes(job: Job, layout: Layout, blocks: list[int], *, first: bool, last: bool) -> dict[str, float]:
-    """Bytes that a rank with these blocks sends in all passes of a step, by axis, but to other stages.
-
-    Args:
-        first: whether it has the embedding.
-        last: whether it has the head.
-    """
-    model, passes, k = job.model, layout.micro_batches, job.weight_bytes
+def sent_in_passes(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
+    """Bytes that a rank of a stage sends in all passes of a step, by axis, but to other stages."""
+    model, blocks, passes, k = job.model, stage.blocks, layout.micro_batches, job.weight_bytes
     tokens, again = local_tokens(job, layout), layout.recompute == BLOCKS
     hidden = tokens * model.hidden_size * k
     sent: dict[str, float] = {}
     if layout.tp > 1:
-        ends = 2 * (first + last) + sum(index >= model.num_layers for index in blocks) * _multi_token_gathers(layout)
+        depths = sum(index >= model.num_layers for index in blocks)
+        ends = 2 * (stage.first + stage.last) + depths * _multi_token_gathers(layout)
         gathers = ends + sum(_gathers(job, layout, index) for index in blocks)
         sent["tp"] = passes * gathers * (layout.tp - 1) / layout.tp * hidden
     if layout.sequence > 1:
@@ -99,9 +95,9 @@ def sent_for_gradients(job: Job, layout: Layout, parameters: Parameters) -> tupl
     return dense, experts
 
 
-def sent_for_tied_weights(job: Job, layout: Layout, *, first: bool, last: bool) -> float:
+def sent_for_tied_weights(job: Job, layout: Layout, stage: Stage) -> float:
     """Bytes that the ranks with the two copies of the embedding send each other in a step to sum their gradients."""
-    if layout.pp == 1 or first == last or job.model.untie_embeddings_and_output_weights:
+    if layout.pp == 1 or stage.first == stage.last or job.model.untie_embeddings_and_output_weights:
         return 0.0
     divided = layout.replicas if layout.zero_stage(job.weight_bytes) else 1
     return _FP32 * job.model.padded_vocab_size * job.model.hidden_size / layout.tp / divided
@@ -128,16 +124,13 @@ def sent_for_matrices(job: Job, layout: Layout, share: Parameters) -> dict[str, 
 
 def sent_in_step(job: Job, layout: Layout, placement: Placement, rank: int) -> dict[str, float]:
     """Bytes that a pipeline rank sends in a step, by axis."""
-    chunks, _ = job.chunks(placement)
-    own = placement.chunks_of(rank)
-    first, last = 0 in own, len(chunks) - 1 in own
-    blocks = [block for chunk in own for block in chunks[chunk]]
-    share = sum((job.block_parameters(block, layout) for block in blocks), Parameters(0))
-    sent = sent_in_passes(job, layout, blocks, first=first, last=last)
+    stage = job.stage(placement, rank)
+    share = job.blocks_parameters(layout, stage)
+    sent = sent_in_passes(job, layout, stage)
     sent["pp"] = sent_to_stages(job, layout, placement, rank)
-    sent["embedding"] = sent_for_tied_weights(job, layout, first=first, last=last)
+    sent["embedding"] = sent_for_tied_weights(job, layout, stage)
     if job.is_orthogonalized:
         sent |= sent_for_matrices(job, layout, share)
-    everything = share + job.ends_parameters(layout, first=first, last=last)
+    everything = share + job.ends_parameters(layout, stage)
     sent["dp"], sent["dp of experts"] = sent_for_gradients(job, layout, everything)
     return sent

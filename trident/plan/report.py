@@ -11,7 +11,8 @@ from trident.plan.layouts import Layout
 from trident.plan.search import LayoutEstimate, LayoutPlan, estimate, neighbours
 
 _GIB, _GB = 2**30, 1e9
-_HOUR, _DAY = 3600.0, 86400.0
+_HOUR = 3600.0
+_EVEN = 0.0005  # a share of tokens per second that is shown as 0.0 %
 
 
 def plan_lines(
@@ -34,7 +35,7 @@ def plan_lines(
         yield from _nothing_fits(plan)
         return
     room = _gib(plan.job.cluster.device.memory_bytes)
-    yield f"{plan.considered:,} layouts looked at, {plan.fitting:,} fit into {room} GiB"
+    yield f"{plan.considered:,} layouts looked at, {plan.fitting:,} fit into {room} GiB; first the simplest within 2 %"
     yield from table_lines(plan.best)
     yield ""
     yield from detail_lines(plan.best[0], train_tokens, price)
@@ -103,10 +104,21 @@ def neighbour_lines(chosen: LayoutEstimate, problems: Callable[[Layout], Sequenc
             kind, count = _grown(chosen.memory.by_kind(), other.memory.by_kind())
             yield f"  {name}: does not fit: {_gib(other.memory.total)} GiB, {kind} +{_gib(count)}"
         else:
-            change = other.tokens_per_second / chosen.tokens_per_second - 1
-            part, seconds = _grown(chosen.time.parts, other.time.parts)
-            reason = f"{part} +{seconds:.3g} s" if seconds > 1e-9 else "nothing takes longer"
-            yield f"  {name}: {change:+.1%} tokens/s: {reason}"
+            yield f"  {name}: {_change(chosen, other)}"
+
+
+def _change(chosen: LayoutEstimate, other: LayoutEstimate) -> str:
+    """The difference in speed and its reason: what takes longer, what takes less, or both where they come out even."""
+    change = other.tokens_per_second / chosen.tokens_per_second - 1
+    more = f"{(other.memory.total - chosen.memory.total) / _GIB:+.1f}"
+    is_even = abs(change) < _EVEN
+    memory = "as much memory" if more in ("+0.0", "-0.0") else f"{more} GiB"
+    reasons = [f"as fast, {memory}" if is_even else f"{change:+.1%} tokens/s"]
+    for sign, before, after in (("+", chosen, other), ("-", other, chosen)):
+        part, seconds = _grown(before.time.parts, after.time.parts)
+        if seconds > 1e-9 and (is_even or (sign == "-") == (change > 0)):
+            reasons.append(f"{part} {sign}{seconds:.3g} s")
+    return f"{reasons[0]}: {', '.join(reasons[1:])}" if reasons[1:] else reasons[0]
 
 
 def _nothing_fits(plan: LayoutPlan) -> Iterator[str]:

@@ -327,7 +327,7 @@ def own_lines(argv: Sequence[str], program: Program, devices: int, command: Sequ
 def next_that_fits(
     words: Sequence[str], request: RunRequest, cluster: Cluster
 ) -> tuple[LayoutEstimate, LayoutEstimate | None]:
-    """What a run takes that ran out of memory, and the fastest other layout that takes less and fits."""
+    """What a run takes that ran out of memory, and the first in a plan of those that take less and fit."""
     job, layout = job_of(request, cluster), layout_of(request, cluster.devices)
     job = dataclasses.replace(job, global_batch=layout.global_batch)
     own = estimate(job, layout)

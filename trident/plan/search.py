@@ -22,6 +22,8 @@ _CHUNKS = (1, 2, 4, 8)
 _LEAST_TOKENS = 1024  # of a sample on a rank, below which it is not divided further
 # Layouts whose pipelines are tried with every schedule; simulating one takes a while.
 _REFINED = 12
+# Rates that a plan cannot tell apart, as a share of the highest: it is itself wrong by more (docs/scaling.md).
+_NEARLY = 0.98
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ def estimate(job: Job, layout: Layout) -> LayoutEstimate:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The layouts of a job that fit and are legal, the fastest first.
+    """The layouts of a job that fit and are legal.
 
     Attributes:
+        best: first the simplest of those within 2 % of the fastest, then by tokens per second.
         considered: how many layouts were looked at.
         fitting: how many of them fit.
         smallest: of those that do not fit, the one that needs the least memory, where none fits.
@@ -83,7 +86,7 @@ def search(
     count: int = 10,
     below_bytes: float | None = None,
 ) -> LayoutPlan:
-    """Ranks the layouts of a job by tokens per second.
+    """Ranks the layouts of a job by tokens per second, after the simplest of those that are nearly the fastest.
 
     Args:
         problems: what the rules of flags say of a layout.
@@ -100,11 +103,15 @@ def search(
         smallest = sorted(estimates, key=lambda each: each.memory.total)
         return LayoutPlan(job, (), len(estimates), 0, next(iter(_first(smallest, problems, 1)), None))
     ranked = sorted(fitting, key=_place)
-    legal = _first(ranked, problems, _REFINED) if below_bytes is None else []
+    distinct = {dataclasses.replace(each.layout, schedule="", chunks=1): each for each in reversed(ranked)}
+    refined = sorted(distinct.values(), key=_place) if below_bytes is None else []
+    legal = _first(refined, problems, _REFINED)
     others = [estimate(job, layout) for each in legal for layout in _other_schedules(job, each.layout, fixed)]
     more = [each for each in others if each.fits and not problems(each.layout)]
     best = sorted([*_first(ranked, problems, count), *more], key=_place)
-    unique = list(dict.fromkeys(best))
+    near = [each for each in (*ranked, *more) if best and each.tokens_per_second >= _NEARLY * best[0].tokens_per_second]
+    near.sort(key=lambda each: (_complexity(each.layout), _place(each)))
+    unique = list(dict.fromkeys([*_first(near, problems, 1), *best]))
     return LayoutPlan(job, unique[:count], len(estimates) + len(others), len(fitting) + len(more))
 
 
@@ -112,6 +119,12 @@ def _place(each: LayoutEstimate) -> tuple[float, int, int]:
     """The fastest first; of equal ones that which divides the least."""
     layout = each.layout
     return -round(each.tokens_per_second), layout.tp * layout.pp * layout.cp, layout.micro_batch
+
+
+def _complexity(layout: Layout) -> tuple[int, ...]:
+    """Properties that a simple layout has less of: axes, other schedules than 1F1B, chunks, recomputation, ZeRO."""
+    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ulysses, layout.ep, layout.pp))
+    return axes, layout.schedule != "1f1b", layout.chunks, layout.recompute != NOTHING, layout.zero
 
 
 def _first(
@@ -170,6 +183,7 @@ def _axes(job: Job, ulysses: int, ring: int | None, *, keeps_experts_whole: bool
 def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What else there is to choose with these axes."""
     share, pp = job.global_batch // axes["dp"], axes["pp"]
+    recomputed = (NOTHING, ATTENTION, BLOCKS) if axes["cp"] == 1 or "recompute" in fixed else (NOTHING, BLOCKS)
     stages = ENGINES[DEFAULT_ENGINE].zero_stages if pp > 1 else (0, 1, 2, 3)
     divides = job.sequence_length % (axes["tp"] * axes["cp"]) == 0
     can_split = axes["tp"] > 1 and (divides or fixed.get("splits_sequence", False))  # padding is not proposed
@@ -180,7 +194,7 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
             if not _divides(job, pp, chunks):
                 continue
             for zero in (stage for stage in stages if stage > 0 or "zero" in fixed):
-                for recompute in (NOTHING, ATTENTION, BLOCKS):
+                for recompute in recomputed:
                     chosen = {
                         "splits_sequence": can_split and fixed.get("splits_sequence", True),
                         "schedule": schedule,
@@ -241,7 +255,7 @@ def neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
             batches = job.global_batch // (layout.dp * micro)
             yield f"micro-batch {micro}", dataclasses.replace(layout, micro_batch=micro, micro_batches=batches)
     for recompute in (NOTHING, ATTENTION, BLOCKS):
-        if recompute != layout.recompute:
+        if recompute != layout.recompute and (recompute != ATTENTION or layout.cp == 1):
             yield f"recompute {recompute}", dataclasses.replace(layout, recompute=recompute)
     for zero in (1, 2, 3):
         if zero != layout.zero and (zero in ENGINES[DEFAULT_ENGINE].zero_stages or layout.pp == 1):

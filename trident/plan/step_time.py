@@ -8,13 +8,13 @@ stages but for those of the first micro-batch on its way to the last stage and b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.config.architecture.positions import ROPE
-from trident.plan.job import Job, Parameters
-from trident.plan.layouts import ATTENTION, BLOCKS, Layout, costs_of_schedule
+from trident.plan.job import Job, Stage
+from trident.plan.layouts import BLOCKS, Layout, costs_of_schedule
 from trident.plan.memory import local_tokens
 from trident.plan.messages import boundary_bytes, sent_in_passes, sent_in_step
 
@@ -29,10 +29,10 @@ _UPDATE_BYTES, _GRADIENT_BYTES = 6.0, 14.0
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step, or of one micro-batch in it.
 
     Attributes:
-        parts: seconds by part; they add up to a step.
+        parts: seconds by part; they add up to the whole.
         sent: bytes that a rank sends in a step, by axis.
         idle: the share of a step in which a rank of the pipeline waits for others.
     """
@@ -43,18 +43,7 @@ class StepTime:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole step."""
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of a forward and backward pass of one micro-batch through the blocks of a rank, by part."""
-
-    parts: dict[str, float]
-
-    @property
-    def seconds(self) -> float:
+        """Of the whole."""
         return sum(self.parts.values())
 
 
@@ -64,19 +53,14 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     What it waits is passes of other ranks: in 1F1B one of each of them, before its first and after its last.
     """
     costs = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
-    chunks, ranks = job.chunks(costs.placement)
-    passes = []
-    for rank in ranks:
-        own = costs.placement.chunks_of(rank)
-        blocks = [block for chunk in own for block in chunks[chunk]]
-        passes.append((_pass(job, layout, blocks, first=0 in own, last=len(chunks) - 1 in own), rank))
+    _, ranks = job.chunks(costs.placement)
+    passes = [(_pass(job, layout, job.stage(costs.placement, rank)), rank) for rank in ranks]
     everyone = sum(each.seconds * ranks[rank] for each, rank in passes)
     slowest, rank = max(passes, key=lambda item: item[0].seconds)
     parts = {name: seconds * layout.micro_batches for name, seconds in slowest.parts.items()}
-    work = sum(parts.values())
-    own = costs.placement.chunks_of(rank)
-    ends = job.ends_parameters(layout, first=0 in own, last=len(chunks) - 1 in own)
-    share = sum((job.block_parameters(block, layout) for chunk in own for block in chunks[chunk]), Parameters(0))
+    work = slowest.seconds * layout.micro_batches
+    stage = job.stage(costs.placement, rank)
+    ends, share = job.ends_parameters(layout, stage), job.blocks_parameters(layout, stage)
     sent = sent_in_step(job, layout, costs.placement, rank)
     cluster, device = job.cluster, job.cluster.device
     stages = cluster.bandwidth(layout.pp, cluster.devices // layout.pp)
@@ -91,8 +75,8 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
         parts["matrix messages"] = sent["dp of matrices"] / cluster.bandwidth(layout.replicas, layout.tp)
         parts["matrix messages"] += sent["tp of matrices"] / cluster.bandwidth(layout.tp, 1)
     again = 1 / 3 if layout.recompute == BLOCKS else 0.0
-    count = sum(len(chunks[chunk]) for chunk in own)
-    host = layout.micro_batches * count * device.host_seconds_per_layer * (1 + again) + device.host_seconds_per_step
+    launched = layout.micro_batches * len(stage.blocks) * (1 + again)
+    host = launched * device.host_seconds_per_layer + device.host_seconds_per_step
     parts["host"] = max(0.0, host - work - parts["update"])
     if layout.pp > 1:
         waits = layout.micro_batches * costs.idle / (1 - costs.idle)  # in passes
@@ -101,30 +85,29 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
         crossings = 2 * (layout.pp * layout.chunks - 1)
         size = boundary_bytes(job, layout)
         parts["pipeline messages"] = crossings * _seconds(size, stages, cluster.links.latency)
-    total = sum(parts.values())
-    idle = parts.get("idle", 0.0) / total
+    idle = parts.get("idle", 0.0) / sum(parts.values())
     return StepTime(parts, {axis: count for axis, count in sent.items() if count}, idle)
 
 
-def _pass(job: Job, layout: Layout, blocks: list[int], *, first: bool, last: bool) -> _Pass:
-    """A micro-batch through these blocks, forward and backward."""
-    device, model = job.cluster.device, job.model
+def _pass(job: Job, layout: Layout, stage: Stage) -> StepTime:
+    """A micro-batch through a stage, forward and backward."""
+    device, model, blocks = job.cluster.device, job.model, stage.blocks
     tokens, tp = local_tokens(job, layout), layout.tp
     again = 1.0 if layout.recompute == BLOCKS else 0.0
     products = sum(job.block_costs[block].flops_per_token for block in blocks) * tokens / tp
     width = min(tokens, model.hidden_size, min(model.ffn_hidden_size, model.moe_ffn_hidden_size) / tp)
-    head = job.head_flops * tokens / tp if last else 0.0
+    head = job.head_flops * tokens / tp if stage.last else 0.0
     rate = device.peak * _product_share(job, width)
     matrices = products * (1 + _BACKWARD + again) / rate
     matrices += head * (1 + _BACKWARD) / (device.peak * _product_share(job, min(tokens, model.hidden_size)))
     causal = 1.0 if model.bidirectional else 0.5
     pairs = sum(job.block_costs[block].flops_per_token_pair for block in blocks) * tokens * job.sequence_length
-    repeated = 1 + _ATTENTION_BACKWARD + (1.0 if layout.recompute in (BLOCKS, ATTENTION) else 0.0)
+    repeated = 1 + _ATTENTION_BACKWARD + (layout.recompute == BLOCKS or layout.recomputes_attention)
     attention = pairs / tp * causal * repeated / (device.peak * _attention_share(job, layout))
     traffic = _traffic(job, layout, blocks) * (1 + again / 2.5) + (head / model.hidden_size * 2 * job.weight_bytes)
     others = traffic / (device.memory_bandwidth * device.traffic_share)
     computed = {"products": matrices, "attention": attention, "memory traffic": others}
-    return _Pass({**computed, **_messages(job, layout, blocks, attention, first=first, last=last)})
+    return StepTime({**computed, **_messages(job, layout, stage, attention)})
 
 
 def _product_share(job: Job, side: float) -> float:
@@ -142,7 +125,7 @@ def _attention_share(job: Job, layout: Layout) -> float:
     return device.attention_share * length / (length + of_length) * channels / (channels + of_channels)
 
 
-def _traffic(job: Job, layout: Layout, blocks: list[int]) -> float:
+def _traffic(job: Job, layout: Layout, blocks: Sequence[int]) -> float:
     """Bytes that a micro-batch moves outside of products and attention, forward and backward.
 
     In elements a token: norms and residual additions, the activation, biases, rotations, and joining the gradients of
@@ -166,12 +149,10 @@ def _traffic(job: Job, layout: Layout, blocks: list[int]) -> float:
     return total * tokens * job.weight_bytes
 
 
-def _messages(
-    job: Job, layout: Layout, blocks: list[int], attention: float, *, first: bool, last: bool
-) -> dict[str, float]:
+def _messages(job: Job, layout: Layout, stage: Stage, attention: float) -> dict[str, float]:
     """Seconds of the messages of a micro-batch that are waited for."""
-    cluster, latency = job.cluster, job.cluster.links.latency
-    sent = sent_in_passes(job, layout, blocks, first=first, last=last)
+    cluster, latency, blocks = job.cluster, job.cluster.links.latency, stage.blocks
+    sent = sent_in_passes(job, layout, stage)
     passes = layout.micro_batches
     parts = {}
     if layout.tp > 1:

@@ -87,7 +87,6 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "styles",
     ),
     "megatron.parallel": ("schedule", ".", "expert", "sequence", "tensor", "watch"),
-    "megatron.launch": ("bundles", "."),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (
         "object_storage",
@@ -140,7 +139,7 @@ HOMES = {
     "cloudpickle": (),
     "joblib": (),
     "shelve": (),
-    "marshal": ("megatron/launch/bundles/running.py",),  # code that stands beside the sources it was made from
+    "marshal": (),
     "torch.load": (),
     "torch.save": ("trident/convert/megatron_output/output_tensors.py",),  # other programs' formats are pickles
     "torch.serialization": (),
@@ -148,10 +147,7 @@ HOMES = {
     "os.popen": (),
     "subprocess.getoutput": (),
     "subprocess.getstatusoutput": (),
-    "runpy": (
-        "examples/jax_lm_training/jax_lm/preprocess.py",  # Beam pickles what is in __main__ by value
-        "megatron/launch/bundles/running.py",
-    ),
+    "runpy": ("examples/jax_lm_training/jax_lm/preprocess.py",),  # Beam pickles what is in __main__ by value
 }
 
 # Who renames and syncs files, or parses what is in one.
