@@ -50,6 +50,7 @@ from megatron.config.run_config import (
     sections_of,
 )
 from megatron.config.sections.checkpoints import SavingConfig
+from megatron.config.sections.data import NULL_TOKENIZER
 from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sequence_rules import sequence_notices, sequence_problems
@@ -213,7 +214,7 @@ def read_flags(
     merged = _merge(reading, flags, own, program)
     refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, merged.values)
     values, group_problems = read_group_files(merged.values)
-    values = _with_stretch(_with_positions(_with_counts(own, values)))
+    values = _with_id_count(_with_stretch(_with_positions(_with_counts(own, values))))
     sections, section_problems, wrong = _build_sections(own, values, merged, reading.spellings)
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
@@ -404,6 +405,15 @@ def _with_stretch(values: Mapping[str, Any]) -> dict[str, Any]:
     if not all(values.get(name) for name in stretch) or "model.rope_scaling_type" in values:
         return dict(values)
     return {"model.rope_original_max_positions": 4096, **values, "model.rope_scaling_type": "yarn"}
+
+
+def _with_id_count(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes --vocab-size for the ids of NullTokenizer, beside which the network's vocabulary has end-of-document."""
+    size = "model.vocab_size"
+    if values.get("data.tokenizer_type") != NULL_TOKENIZER or size not in values:
+        return dict(values)
+    others = {name: value for name, value in values.items() if name != size}
+    return {**others, "data.tokenizer_name_or_path": str(values[size])}
 
 
 def _with_counts(own: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -261,9 +261,9 @@ REFUSALS = [
         r"--tokenizer-model is required by --tokenizer-type Llama2Tokenizer",
     ),
     (
-        "--tokenizer-type NullTokenizer",
+        "--tokenizer-type TikTokenizer",
         "",
-        r"--tokenizer-type NullTokenizer is unknown. Use one of: GPT2BPETokenizer",
+        r"--tokenizer-type TikTokenizer is unknown. Use one of: GPT2BPETokenizer",
     ),
     ("--data-impl fasta", "", r"--data-impl fasta is unknown. Use one of: lazy, cached, mmap, infer"),
     # control

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.errors import ConfigError
 from megatron.secret_text import SecretText, guarded, reveal
 
+MOCK_DATA = "mock:"  # the source of random ids, instead of a prefix
 _SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 
 
