@@ -408,12 +408,11 @@ def _with_stretch(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_id_count(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes --vocab-size for the ids of NullTokenizer, beside which the network's vocabulary has end-of-document."""
-    size = "model.vocab_size"
-    if values.get("data.tokenizer_type") != NULL_TOKENIZER or size not in values:
+    """Gives NullTokenizer as many ids as the network's vocabulary."""
+    size = values.get("model.vocab_size")
+    if values.get("data.tokenizer_type") != NULL_TOKENIZER or size is None:
         return dict(values)
-    others = {name: value for name, value in values.items() if name != size}
-    return {**others, "data.tokenizer_name_or_path": str(values[size])}
+    return {**values, "data.tokenizer_name_or_path": str(size)}
 
 
 def _with_counts(own: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:

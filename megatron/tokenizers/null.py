@@ -1,6 +1,6 @@
 """Ids written as numbers, for runs that need a vocabulary and no text.
 
-Source: NVIDIA Megatron-LM's `NullTokenizer`, whose end-of-document comes after the ids that are counted.
+Source: NVIDIA Megatron-LM `megatron/core/tokenizers/text/libraries/null_tokenizer.py`: the last id ends a document.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from megatron.tokenizers.library import Ids, Lengths, Tokenizer, TokenizerProper
 
 
 def null_tokenizer(count: str | None) -> Tokenizer:
-    """Makes a tokenizer of that many ids and end-of-document.
+    """Makes a tokenizer of that many ids.
 
     Raises:
         ConfigError: it is not a number.
     """
-    size = _number(count or "", 2**31 - 2)
+    size = _number(count or "", 2**31 - 1)
     if not size:
         raise ConfigError(
             f"--tokenizer-type {NULL_TOKENIZER} has no ids with --tokenizer-model {count}. Give their number: "
             "--vocab-size 50304 for training, --tokenizer-model 50304 for a tool."
         )
-    facts = TokenizerProperties(NULL_TOKENIZER, eod_id=size, vocab_size=size + 1, identity=lambda: f"ids {size}")
-    return Tokenizer(facts, _Numbers(size), None, lambda: {"ids": [str(size)]})
+    facts = TokenizerProperties(NULL_TOKENIZER, eod_id=size - 1, vocab_size=size, identity=lambda: f"ids {size}")
+    return Tokenizer(facts, _Numbers(size - 1), None, lambda: {"ids": [str(size)]})
 
 
 class _Numbers:

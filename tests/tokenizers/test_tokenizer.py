@@ -55,21 +55,21 @@ RUN = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --m
 RUN += "--micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type NullTokenizer"
 
 
-def test_the_end_of_a_document_comes_after_the_ids_that_are_counted() -> None:
+def test_a_vocabulary_without_words_has_ids_of_which_the_last_ends_a_document() -> None:
     request = parse([*RUN.split(), "--vocab-size", "512"])
     tokenizer = build_tokenizer(request.data)
-    assert (tokenizer.vocab_size, tokenizer.eod_id, request.model.vocab_size) == (513, 512, None)
-    assert tokenizer.encode("3 512  0") == [3, 512, 0] and tokenizer.decode([3, 512, 0]) == "3 512 0"
-    assert tokenizer.written(512) == "512" and tokenizer.written(513) is None
+    assert (tokenizer.vocab_size, tokenizer.eod_id, request.model.vocab_size) == (512, 511, 512)
+    assert tokenizer.encode("3 511  0") == [3, 511, 0] and tokenizer.decode([3, 511, 0]) == "3 511 0"
+    assert tokenizer.written(511) == "511" and tokenizer.written(512) is None
     record = TokenizerRecord.of(tokenizer)
     assert record.is_of(build_tokenizer(TokenizerChoice("NullTokenizer", tokenizer_name_or_path="512")))
     assert not record.is_of(build_tokenizer(TokenizerChoice("NullTokenizer", tokenizer_name_or_path="511")))
 
 
-@pytest.mark.parametrize("word", ["513", "-1", "word", "9" * 5000])
+@pytest.mark.parametrize("word", ["512", "-1", "word", "9" * 5000])
 def test_a_text_that_is_no_list_of_ids_is_refused(word: str) -> None:
     tokenizer = build_tokenizer(TokenizerChoice("NullTokenizer", tokenizer_name_or_path="512"))
-    with pytest.raises(DataError, match=rf"'{word[:50]}.*is not an id of --tokenizer-type NullTok.* from 0 to 512\."):
+    with pytest.raises(DataError, match=rf"'{word[:50]}.*is not an id of --tokenizer-type NullTok.* from 0 to 511\."):
         tokenizer.encode(f"1 {word}")
 
 

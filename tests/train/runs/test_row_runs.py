@@ -71,7 +71,7 @@ def test_mock_data_needs_no_files_and_resumes_in_another_layout(corpus: TinyCorp
     for step in whole:
         assert cut[step] == pytest.approx(whole[step], rel=1e-4)
     config = saved_config(tmp_path / "cut")
-    assert (config.model.vocab_size, config.data.data_path) == (513, ("mock:",))
+    assert (config.model.vocab_size, config.data.data_path) == (512, ("mock:",))
     assert "test" in (tmp_path / "whole" / "run" / "log.txt").read_text()
 
 
