@@ -45,8 +45,8 @@ class DataConfig(ConfigSection):
     )
     data_path: tuple[str, ...] = flag(
         (),
-        "a source, or weight source weight source ...: a prefix of token files, a quoted pattern of Parquet windows, "
-        "or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
+        "sources, mixed by size, or weight source weight source ...: a prefix of token files, a quoted pattern of "
+        "Parquet windows, or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
         nargs="+",
         once=True,
         path=PathUse.PREFIX,
