@@ -164,20 +164,22 @@ def governed_values(
                 "the learning rate of the optimizer."
             )
         reading.take(path, flag, given, (key, entry, destination, value))
-    zero = checked.settings.get("zero_optimization", {})
     stage = {**defaults, **reading.values, **given}.get("parallel.zero_stage", flags["parallel.zero_stage"].default)
-    is_asked = zero.get("cpu_offload_param") or zero.get("offload_param", {}).get("device", "none") != "none"
-    if is_asked and stage != 3:
-        reading.notices.append(
-            f'--deepspeed_config {path}: "zero_optimization.offload_param" has no effect with ZeRO stage {stage}, as '
-            "in DeepSpeed: the weights stay on the device. Use --zero-stage 3 to keep them on the host."
-        )
+    reading.notices += _offload_notices(path, checked.settings.get("zero_optimization", {}), stage)
     peak = {**defaults, **given, **reading.values}.get("optim.lr")
     further = training_settings(checked.settings, checked.tree, peak)
     reading.problems += [f"--deepspeed_config {path}: {problem}" for problem in further.problems]
     for each in further.entries:
         reading.take(path, flags[each[2]], given, each)
     return reading
+
+
+def _offload_notices(path: str, zero: Mapping[str, Any], stage: int) -> Iterator[str]:
+    if stage < 3 and (zero.get("cpu_offload_param") or zero.get("offload_param", {}).get("device", "none") != "none"):
+        yield (
+            f'--deepspeed_config {path}: "zero_optimization.offload_param" has no effect with ZeRO stage {stage}, as '
+            "in DeepSpeed: the weights stay on the device. Use --zero-stage 3 to keep them on the host."
+        )
 
 
 def _trains_in_bf16(settings: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
