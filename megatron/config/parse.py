@@ -38,6 +38,7 @@ from megatron.config.request_rules import (
     placement_problems,
 )
 from megatron.config.rules.gradient_rules import gradient_figure_problems
+from megatron.config.rules.megatron_lm import megatron_lm_notices
 from megatron.config.rules.multi_token_rules import multi_token_problems
 from megatron.config.run_config import (
     DEFAULT,
@@ -223,6 +224,7 @@ def read_flags(
         notices += _idle_notices(sections["model"], values)
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
+        notices += megatron_lm_notices(sections, values)
         planning = sections["planning"]
         if not (sections["evaluation"].eval_only or planning.plan_only or planning.dry_run_ranks):
             notices += _saving_notices(sections["saving"])
