@@ -284,7 +284,7 @@ class DataSources:
 
 @dataclass(frozen=True)
 class _Range:
-    """Sequences [first, last) of a token file with a weight that is not normalised yet."""
+    """Sequences [first, last) of a token file with a weight that is not normalised yet, 0 for its tokens."""
 
     prefix: str
     weight: float
@@ -342,18 +342,21 @@ def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> l
 def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSources) -> GroupPlan | None:
     """A group without its empty sources, the weights of the others summing to 1; None if all are empty."""
     kept = [part for part in ranges if part.first < part.last]
+    planned = [sources[part.prefix].plan(part.first, part.last, name) for part in kept]
+    kept = [part for part, source in zip(kept, planned, strict=True) if source.tokens]
+    planned = [source for source in planned if source.tokens]
     if not kept:
         return None
     for part in ranges:
         if part not in kept:
             log.warning(
-                f"{name}: {part.prefix} has no sequences in its range [{part.first}, {part.last}); it is left out and "
-                f"its weight {part.weight:g} is shared by the others."
+                f"{name}: {part.prefix} has no tokens in its range [{part.first}, {part.last}); it is left out"
+                + (f" and its weight {part.weight:g} is shared by the others." if part.weight else ".")
             )
-    total = sum(part.weight for part in kept)
-    members = tuple(PhaseMember(place, part.weight / total) for place, part in enumerate(kept))
-    planned = tuple(sources[part.prefix].plan(part.first, part.last, name) for part in kept)
-    return GroupPlan(name, planned, (Phase(0, members, blended=blended),))
+    weights = [part.weight or source.tokens for part, source in zip(kept, planned, strict=True)]
+    total = sum(weights)
+    members = tuple(PhaseMember(place, weight / total) for place, weight in enumerate(weights))
+    return GroupPlan(name, tuple(planned), (Phase(0, members, blended=blended),))
 
 
 def _no_training_data_text(data: DataConfig) -> str:

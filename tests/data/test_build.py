@@ -131,7 +131,31 @@ def test_a_source_without_sequences_is_skipped_and_its_weight_redistributed(tmp_
     assert [source.prefix for source in plan.valid[0].sources] == [large, other]
     assert plan.valid[0].phases[0].weights == [0.5, 0.5]
     assert len(datasets.valid["valid"]) == 4
-    assert "small has no sequences in its range [1, 1); it is left out" in capsys.readouterr().err
+    assert "small has no tokens in its range [1, 1); it is left out" in capsys.readouterr().err
+
+
+def test_sources_without_weights_are_mixed_by_their_tokens(tmp_path, capsys):
+    long, short, single = (
+        write_corpus(tmp_path / name, [20] * count) for name, count in (("l", 6), ("s", 2), ("x", 1))
+    )
+    datasets, plan = build(config(long, short, single, split="1,1,0"), samples=(12, 2, 0))
+    assert [member.weight for member in plan.train.phases[0].members] == [0.6, 0.2, 0.2]  # 60, 20 and 20 tokens
+    assert [member.weight for member in plan.valid[0].phases[0].members] == [0.75, 0.25]
+    assert "x has no tokens in its range [1, 1); it is left out." in capsys.readouterr().err
+    separate = build(DataConfig(seq_length=8, train_data_path=(long, single)), samples=(7, 0, 0))[1]
+    assert [member.weight for member in separate.train.phases[0].members] == [6 / 7, 1 / 7]
+    assert (
+        len(datasets.train) == 12
+        and build(config(long, short, single, split="1,1,0"), plan=plan)[1].train == plan.train
+    )
+
+
+def test_an_evaluation_of_empty_documents_is_left_out(tmp_path, capsys):
+    full, empty = write_corpus(tmp_path / "full", [9] * 4), write_corpus(tmp_path / "tail", [9, 9, 0, 0])
+    plan = build(config("1", full, "3", empty, split="1,1,0"), samples=(4, 2, 0))[1]
+    assert [source.prefix for source in plan.valid[0].sources] == [full]
+    assert "tail has no tokens in its range [2, 4); it is left out and its weight 3 is" in capsys.readouterr().err
+    assert build(config(empty, split="1,1,0"), samples=(1, 2, 0))[1].valid == ()
 
 
 def test_weighted_groups_have_names_and_ranges(tmp_path):

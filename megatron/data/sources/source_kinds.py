@@ -13,6 +13,7 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 
 from megatron.config import DataConfig
+from megatron.config.flags.blends import MOCK_DATA
 from megatron.config.objective.masking import SENTENCES, STREAM
 from megatron.data.datasets.changed_samples import CopiedPrompts
 from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, names_example_files
@@ -32,6 +33,7 @@ from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
 from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.sources.parquet_rows import ParquetRows, check_window_length
+from megatron.data.sources.random_rows import RANDOM_ROWS, RandomRows
 from megatron.data.sources.source import DataRequest, Facts, Source, SourceUse, check_examples, other_rows
 from megatron.data.sources.store_rows import StoreRows, store_fingerprint
 from megatron.data.stores.address import StoreAddress, is_store_address
@@ -46,6 +48,8 @@ _NOTHING_ASKED = DataRequest(DataConfig(seq_length=1), 1, 0)
 
 def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
     """The source that a prefix names."""
+    if prefix == MOCK_DATA:
+        return _RandomSource(prefix, request)
     if is_store_address(prefix):
         return _StoreSource(prefix, request)
     if names_example_files(prefix):
@@ -89,7 +93,7 @@ class _TokenSource(Source):
 
     def plan(self, first: int, last: int, split: str) -> SourcePlan:
         tokens = int(self._indexed.lengths[first:last].sum(dtype=np.int64))
-        if tokens == 0:
+        if tokens == 0 and split == "train":  # whose sources are all meant; evaluations leave it out
             raise DataError(
                 f"{split}: the sequences [{first}, {last}) of {self.prefix} hold no tokens. "
                 "Preprocess a corpus that is not empty, or change the split."
@@ -183,6 +187,23 @@ class _RowsSource(Source):
     @cached_property
     @abstractmethod
     def _rows(self) -> RowSource: ...
+
+
+class _RandomSource(_RowsSource):
+    """Random ids of the run's tokenizer, instead of data."""
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        """There are none."""
+
+    def facts(self) -> Facts:
+        return (("random_rows", RANDOM_ROWS),)
+
+    @cached_property
+    def _rows(self) -> RowSource:
+        request = self._request
+        if request.tokenizer is None:
+            raise ConfigError("--mock-data draws ids of a tokenizer (--tokenizer-type).")
+        return RandomRows(self.prefix, request.tokenizer.vocab_size, request.sequence_length, request.seed)
 
 
 class _WindowSource(_RowsSource):
