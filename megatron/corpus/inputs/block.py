@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -97,7 +98,7 @@ def parse_block(
 
     Args:
         skip_bad: continue after a bad document; otherwise stop at it.
-        separator: what ends a document in plain text; a line's end if None, which may be a Windows line end.
+        separator: what ends a document in plain text, a line's end if None; see `separator_pattern`.
         hold_long: a very long text is given as a `LongText`.
         shows_all: keep every bad document, not the first few.
 
@@ -124,7 +125,7 @@ def _parse_text(
     offset = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
     texts: list[Any] = []
     parsed = ParsedLines([texts for _ in keys], shows_all=shows_all)
-    for number, (start, stop) in enumerate(_text_pieces(data, offset, separator)):
+    for number, (start, stop) in enumerate(_text_pieces(data, offset, separator or LINE_END)):
         parsed.lines += 1
         if parsed.bad and not skip_bad:  # only counted
             continue
@@ -139,16 +140,22 @@ def _parse_text(
     return parsed
 
 
-def _text_pieces(data: bytes, start: int, separator: str | None) -> Iterator[tuple[int, int]]:
-    """Where each document of plain text begins and stops; an empty rest after the last separator is not a document.
+def separator_pattern(separator: str) -> re.Pattern[bytes]:
+    """What ends a document in plain text: a separator whose line ends may also be those of Windows.
 
-    Args:
-        separator: what ends a document; None is a line's end, before which a carriage return is left out.
+    A carriage return before a leading line feed is left to the caller: a pattern that begins with a literal is fast.
     """
-    ending = (separator or LINE_END).encode()
-    while (stop := data.find(ending, start)) >= 0:
-        yield start, stop - (separator is None and stop > start and data[stop - 1] == _CARRIAGE_RETURN)
-        start = stop + len(ending)
+    line_feed_inside = rb"(?!\A)(?<!\r)\\\n"  # escaped; after a given carriage return it is taken literally
+    return re.compile(re.sub(line_feed_inside, rb"\\r?\\n", re.escape(separator.encode())))
+
+
+def _text_pieces(data: bytes, start: int, separator: str) -> Iterator[tuple[int, int]]:
+    """Where each document of plain text begins and stops; an empty rest after the last separator is not a document."""
+    begins_line = separator.startswith(LINE_END)
+    for ending in separator_pattern(separator).finditer(data, start):
+        stop = ending.start()
+        yield start, stop - (begins_line and stop > start and data[stop - 1] == _CARRIAGE_RETURN)
+        start = ending.end()
     if start < len(data):
         yield start, len(data)
 

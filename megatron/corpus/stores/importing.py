@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.corpus.inputs.block import parse_block
 from megatron.corpus.inputs.input_blocks import blocks, check_documents, total_bytes
 from megatron.corpus.inputs.input_paths import layout_of
-from megatron.corpus.inputs.lines import BYTE_ORDER_MARK, BadLines
+from megatron.corpus.inputs.lines import BYTE_ORDER_MARK, BadLines, is_blank
 from megatron.corpus.stores.writers import StoreWriter
 from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.stores.backend import FILTERED_COLUMN, ORIGINAL_COLUMN, PLAIN_COLUMN, ImportRecord
@@ -167,5 +167,4 @@ def _first_line(path: str) -> bytes:
     """The first line of JSON of a file; nothing of a file that has no such lines."""
     if layout_of(path) != "jsonl":
         return b""
-    block = next(blocks([path], 1), None)
-    return b"" if block is None else block.read()
+    return next((line for block in blocks([path], 1) if not is_blank(line := block.read())), b"")
