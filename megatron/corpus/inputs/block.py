@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron.corpus.inputs.lines import BYTE_ORDER_MARK, BadLine, ParsedLines, parse_lines
@@ -12,6 +12,7 @@ from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
 from megatron.corpus.inputs.parquet import parquet_texts
 from megatron.errors import DataError
 from megatron.files.exact import read_exactly
+from megatron.files.formats import FIRST_BYTES, recognized, recognized_file
 from megatron.files.plain import open_plain
 from megatron.tokenizers.encoders.long_text import LongText
 
@@ -80,8 +81,9 @@ def shown_path(path: str) -> str:
 def unreadable(path: str, offset: int, failure: BaseException) -> DataError:
     """The error of an input that is damaged at a byte offset of its text."""
     return DataError(
-        f"{shown_path(path)}: cannot be read past byte offset {offset} of its text: {failure}. The file is damaged or "
-        "not of the format in its suffix; fetch it again or leave it out."
+        f"{shown_path(path)}: cannot be read past byte offset {offset} of its text: {failure}. "
+        + (recognized_file(path) or "The file is damaged or not of the format in its suffix; fetch it again")
+        + ", or leave it out."
     )
 
 
@@ -106,11 +108,18 @@ def parse_block(
         DataError: the block cannot be read.
     """
     data = block.read()
-    if block.layout == "text":
-        return _parse_text(data, keys, block.start == 0, skip_bad, separator, hold_long, shows_all)
     if block.layout == "parquet":
         return _parse_rows(parquet_texts(data, keys), keys, skip_bad)
-    return parse_lines(data, keys, block.start == 0, skip_bad, hold_long, shows_all)
+    is_first, is_text = block.start == 0, block.layout == "text"
+    if is_text:
+        parsed = _parse_text(data, keys, is_first, skip_bad, separator, hold_long, shows_all)
+    else:
+        parsed = parse_lines(data, keys, is_first, skip_bad, hold_long, shows_all)
+    if is_first and parsed.bad and parsed.bad[0].line == 0:
+        format_words = recognized(data[:FIRST_BYTES], as_lines=not is_text)
+        reason = ". ".join(filter(None, (parsed.bad[0].reason, format_words)))
+        parsed.bad[0] = replace(parsed.bad[0], reason=reason)
+    return parsed
 
 
 def _parse_text(

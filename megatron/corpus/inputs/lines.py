@@ -20,6 +20,7 @@ from megatron.corpus.inputs.long_lines import (
     LongLine,
 )
 from megatron.errors import DataError
+from megatron.files.formats import LOOKS_LIKE
 from megatron.tokenizers.encoders.long_text import LongText
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -73,7 +74,7 @@ class BadLines:
         for entry in bad:
             where = f"{source}:{line + entry.line + 1}: byte offset {start + entry.offset}: {entry.reason}"
             if not self.are_skipped:
-                raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}")
+                raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}".rstrip())
             if self.count < _SHOWN_BAD_LINES:
                 if self.before_warning is not None:
                     self.before_warning()
@@ -85,6 +86,8 @@ class BadLines:
 def _advice(source: str, reason: str) -> str:
     """What to do about a line that gives no document."""
     advice = "Fix the line, or leave such lines out with --on-bad-line skip."
+    if LOOKS_LIKE in reason:
+        return ""
     if not reason.startswith(_NOT_JSON):
         return advice
     if source == "<stdin>":

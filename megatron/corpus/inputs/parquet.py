@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
+from megatron.files.formats import recognized_file
 from megatron.files.plain import check_plain
 
 _BATCH_ROWS = 1024
@@ -147,7 +148,10 @@ def _open(path: str) -> Any:
         check_plain(path)
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as failure:
-        raise DataError(f"{path} is not a Parquet file that can be read: {failure}.") from failure
+        reasons = (str(failure).rstrip("."), recognized_file(path))
+        raise DataError(
+            f"{path} is not a Parquet file that can be read: {'. '.join(filter(None, reasons))}."
+        ) from failure
 
 
 def _check_counts(metadata: Any, path: str) -> None:

@@ -42,6 +42,14 @@ def test_texts_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
     assert [entry.text for entry in cleaned] == ["1", "é", None] and cleaned[2].bad is not None
 
 
+def test_a_file_of_another_format_is_recognized(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    for content, words in ((b"PK\x03\x04", r"\. The file looks like a zip archive\."), (b"PAR1 cut", r"[^.]\.$")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"in.parquet is not a Parquet file that can be read: .*{words}"):
+            list(blocks([str(path)], 1))
+
+
 class _Lying:
     """Something of pyarrow's with some other answers."""
 
