@@ -340,20 +340,25 @@ def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> l
 
 
 def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSources) -> GroupPlan | None:
-    """A group without its empty sources, the weights of the others summing to 1; None if all are empty."""
-    kept = [part for part in ranges if part.first < part.last]
-    if not kept:
-        return None
-    for part in ranges:
-        if part not in kept:
+    """A group without its empty sources, the weights of the others summing to 1; None if all are empty.
+
+    A range whose documents are all empty is one of them.
+    """
+    plans = [
+        sources[part.prefix].plan(part.first, part.last, name) if part.first < part.last else None for part in ranges
+    ]
+    planned = tuple(plan for plan in plans if plan is not None and plan.tokens)
+    total = sum(part.weight for part, plan in zip(ranges, plans, strict=True) if plan in planned)
+    members = []
+    for part, plan in zip(ranges, plans, strict=True):
+        if plan in planned:
+            members.append(PhaseMember(len(members), part.weight / total))
+        elif any(plans):
             log.warning(
-                f"{name}: {part.prefix} has no sequences in its range [{part.first}, {part.last}); it is left out and "
-                f"its weight {part.weight:g} is shared by the others."
+                f"{name}: {part.prefix} has no tokens in its range [{part.first}, {part.last}); it is left out"
+                + (f" and its weight {part.weight:g} is shared by the others." if planned else ".")
             )
-    total = sum(part.weight for part in kept)
-    members = tuple(PhaseMember(place, part.weight / total) for place, part in enumerate(kept))
-    planned = tuple(sources[part.prefix].plan(part.first, part.last, name) for part in kept)
-    return GroupPlan(name, planned, (Phase(0, members, blended=blended),))
+    return GroupPlan(name, planned, (Phase(0, tuple(members), blended=blended),)) if planned else None
 
 
 def _no_training_data_text(data: DataConfig) -> str:
@@ -361,7 +366,7 @@ def _no_training_data_text(data: DataConfig) -> str:
         return "There is no training data. Name it with --data-path PREFIX."
     asked = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
     return (
-        f"No sequences are left for training: {asked} gives the training range none. Use a larger share or a corpus "
+        f"No tokens are left for training: {asked} gives the training range none. Use a larger share or a corpus "
         "with more documents."
     )
 
