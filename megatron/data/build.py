@@ -349,7 +349,7 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSour
     ]
     planned = tuple(plan for plan in plans if plan is not None and plan.tokens)
     total = sum(part.weight for part, plan in zip(ranges, plans, strict=True) if plan in planned)
-    members = []
+    members: list[PhaseMember] = []
     for part, plan in zip(ranges, plans, strict=True):
         if plan in planned:
             members.append(PhaseMember(len(members), part.weight / total))
