@@ -29,7 +29,7 @@ _PLAIN_USER = re.compile(r"[\w.%+~$-]*")
 _WRONG_PORT = re.compile(r":(?!\d*$)(.*)$", re.DOTALL)
 # Options of a connection string that hold nothing secret, in lower case, and the options of our own addresses.
 _HARMLESS = """
-    table collection column field
+    table collection column field split
     appname authmechanism authsource compressors connect connecttimeoutms datetime_conversion directconnection
     gssapiservicename heartbeatfrequencyms j journal loadbalanced localthresholdms maxconnecting maxidletimems
     maxpoolsize maxstalenessseconds minpoolsize proxyhost proxyport readconcernlevel readpreference readpreferencetags

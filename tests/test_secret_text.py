@@ -96,6 +96,7 @@ def test_what_is_shown_of_an_address(written: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["mongodb://[::1]:27017/db?readPreference=nearest", "sqlite:////a@b:c/x.db?table=t", "hf://o/n@r:s",
+     "hf://data/one?split=train",
      "a/b-?.parquet",
      "mongodb://me@h/db", "mongodb://me:*** holds a character that must be encoded. Write %40 for @, %2F for /",
      "mongodb://me:***@h/db holds %40 for @",

@@ -340,23 +340,25 @@ def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> l
 
 
 def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSources) -> GroupPlan | None:
-    """A group without its empty sources, the weights of the others summing to 1; None if all are empty."""
-    kept = [part for part in ranges if part.first < part.last]
-    planned = [sources[part.prefix].plan(part.first, part.last, name) for part in kept]
-    kept = [part for part, source in zip(kept, planned, strict=True) if source.tokens]
-    planned = [source for source in planned if source.tokens]
-    if not kept:
-        return None
-    for part in ranges:
-        if part not in kept:
+    """A group without its empty sources, the weights of the others summing to 1; None if all are empty.
+
+    A range whose documents are all empty is one of them. Ranges without weights are weighed by their tokens.
+    """
+    plans = [
+        sources[part.prefix].plan(part.first, part.last, name) if part.first < part.last else None for part in ranges
+    ]
+    planned = tuple(plan for plan in plans if plan is not None and plan.tokens)
+    weights: list[float] = []
+    for part, plan in zip(ranges, plans, strict=True):
+        if plan is not None and plan.tokens:
+            weights.append(part.weight or plan.tokens)
+        elif any(plans):
             log.warning(
                 f"{name}: {part.prefix} has no tokens in its range [{part.first}, {part.last}); it is left out"
-                + (f" and its weight {part.weight:g} is shared by the others." if part.weight else ".")
+                + (f" and its weight {part.weight:g} is shared by the others." if planned and part.weight else ".")
             )
-    weights = [part.weight or source.tokens for part, source in zip(kept, planned, strict=True)]
-    total = sum(weights)
-    members = tuple(PhaseMember(place, weight / total) for place, weight in enumerate(weights))
-    return GroupPlan(name, tuple(planned), (Phase(0, members, blended=blended),))
+    members = tuple(PhaseMember(place, weight / sum(weights)) for place, weight in enumerate(weights))
+    return GroupPlan(name, planned, (Phase(0, members, blended=blended),)) if planned else None
 
 
 def _no_training_data_text(data: DataConfig) -> str:
@@ -364,7 +366,7 @@ def _no_training_data_text(data: DataConfig) -> str:
         return "There is no training data. Name it with --data-path PREFIX."
     asked = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
     return (
-        f"No sequences are left for training: {asked} gives the training range none. Use a larger share or a corpus "
+        f"No tokens are left for training: {asked} gives the training range none. Use a larger share or a corpus "
         "with more documents."
     )
 

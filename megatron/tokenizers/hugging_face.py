@@ -41,13 +41,14 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
             "file itself, or a hub name)."
         )
     files = _hugging_face_files(source)
+    settings = read_declarations(files)
     if "tokenizer.json" in files:
         description = read_tokenizer_json(files["tokenizer.json"], "tokenizer.json")
         where = str(files["tokenizer.json"])
     else:
         description = _converted_by_transformers(source)
         where = source
-    settings = read_declarations(files)
+    description = _without_dropout(description, where)
     reference = _reference_from_json(description, where)
     if prefix_space_changes(description, settings):
         reference = _reference_from_json(description, where)
@@ -141,6 +142,14 @@ def _converted_by_transformers(source: str) -> Any:
         ) from failure
 
 
+def _without_dropout(description: Any, where: str) -> Any:
+    model = description.get("model") if isinstance(description, dict) else None
+    if not isinstance(model, dict) or not model.get("dropout"):
+        return description
+    log.info(f"{where}: its BPE-dropout of {model['dropout']} is switched off, so a text always has the same ids")
+    return {**description, "model": {**model, "dropout": None}}
+
+
 def _reference_from_json(description: Any, path: str) -> Any:
     require_tokenizers()
     from tokenizers import Tokenizer as Reference
@@ -148,11 +157,6 @@ def _reference_from_json(description: Any, path: str) -> Any:
     if isinstance(description, dict):
         # these truncate or pad texts; a corpus must have all of each text and nothing else
         description = {**description, "truncation": None, "padding": None}
-        if isinstance(model := description.get("model"), dict) and model.get("dropout"):
-            log.info(
-                f"{path}: its BPE-dropout of {model['dropout']} is switched off, so a text always has the same ids"
-            )
-            description["model"] = {**model, "dropout": None}
     try:
         reference = without_panics(lambda: Reference.from_str(json.dumps(description)))
     except ValueError as failure:

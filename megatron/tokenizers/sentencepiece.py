@@ -31,7 +31,7 @@ from megatron.tokenizers.sentencepiece_model import (
     read_model,
     tokenizer_json,
 )
-from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_bytes
+from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_bytes, way_out
 
 _ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 _OWN_SPACES = ("  a", "a  ", " \n a", f"{SPACE}a", f"a{SPACE}{SPACE}b {SPACE}", "\t\ta  b   c    d", "\u3000a\u00a0b")
@@ -173,9 +173,7 @@ def _processor(content: bytes, model_file: str) -> Any:
     else:
         reason = "it holds no pieces"
     if not size:
-        raise DataError(
-            f"{model_file} (--tokenizer-model) is not a SentencePiece model: {reason}. Fetch or write the file again."
-        )
+        raise DataError(f"{model_file} (--tokenizer-model) is not a SentencePiece model: {reason}. {way_out(content)}")
     return processor
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError, printable
+from megatron.files.formats import FIRST_BYTES, recognized
 from megatron.files.plain import open_plain, parse_json, read_plain
 
 _FIRST_BYTES = 4096
@@ -20,12 +21,11 @@ def read_tokenizer_file(path: str | Path, what: str) -> str:
         ConfigError: there is no such file.
         DataError: it cannot be read or is not UTF-8.
     """
+    content = read_tokenizer_bytes(path, what)
     try:
-        return read_tokenizer_bytes(path, what).decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as failure:
-        raise DataError(
-            f"{path} ({what}) cannot be read as UTF-8 text: {failure}. Fetch or write the file again."
-        ) from failure
+        raise DataError(f"{path} ({what}) cannot be read as UTF-8 text: {failure}. {way_out(content)}") from failure
 
 
 def check_tokenizer_file(path: str | Path, what: str, beginning: bytes = b"") -> None:
@@ -38,9 +38,7 @@ def check_tokenizer_file(path: str | Path, what: str, beginning: bytes = b"") ->
     content = read_tokenizer_bytes(path, what, most_bytes=_FIRST_BYTES).lstrip()
     if not content.startswith(beginning):
         begins = f"begins with {printable(content[:20].decode(errors='replace'))}" if content else "is empty"
-        raise DataError(
-            f"{path} ({what}) {begins}; it must begin with {beginning.decode()}. Fetch or write the file again."
-        )
+        raise DataError(f"{path} ({what}) {begins}; it must begin with {beginning.decode()}. {way_out(content)}")
 
 
 def read_tokenizer_bytes(path: str | Path, what: str, most_bytes: int | None = None) -> bytes:
@@ -77,7 +75,12 @@ def read_tokenizer_json(path: str | Path, what: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as failure:
-        raise DataError(f"{path} is not valid JSON: {failure}. Fetch or write the file again.") from failure
+        raise DataError(f"{path} is not valid JSON: {failure}. {way_out(text[:FIRST_BYTES].encode())}") from failure
+
+
+def way_out(content: bytes) -> str:
+    """What to do about a tokenizer file that cannot be read, by what its first bytes are."""
+    return (recognized(content) or "Fetch or write the file again") + "."
 
 
 def canonical(content: Any) -> str:

@@ -150,14 +150,6 @@ def test_sources_without_weights_are_mixed_by_their_tokens(tmp_path, capsys):
     )
 
 
-def test_an_evaluation_of_empty_documents_is_left_out(tmp_path, capsys):
-    full, empty = write_corpus(tmp_path / "full", [9] * 4), write_corpus(tmp_path / "tail", [9, 9, 0, 0])
-    plan = build(config("1", full, "3", empty, split="1,1,0"), samples=(4, 2, 0))[1]
-    assert [source.prefix for source in plan.valid[0].sources] == [full]
-    assert "tail has no tokens in its range [2, 4); it is left out and its weight 3 is" in capsys.readouterr().err
-    assert build(config(empty, split="1,1,0"), samples=(1, 2, 0))[1].valid == ()
-
-
 def test_weighted_groups_have_names_and_ranges(tmp_path):
     first = write_corpus(tmp_path / "first", [10] * 10)
     second = write_corpus(tmp_path / "second", [10] * 10, first_id=1000)
@@ -243,11 +235,24 @@ def test_training_without_data_reports_what_is_missing(tmp_path):
     with pytest.raises(DataError, match="There is no training data. Name it with --data-path"):
         build(DataConfig(seq_length=8))
     prefix = write_corpus(tmp_path / "corpus", [10])
-    with pytest.raises(DataError, match="No sequences are left for training: --data-path .* with --split 0,1,0"):
+    with pytest.raises(DataError, match="No tokens are left for training: --data-path .* with --split 0,1,0"):
         build(config(prefix, split="0,1,0"))
     empty = write_corpus(tmp_path / "empty", [0, 0, 0])
-    with pytest.raises(DataError, match=r"train: the sequences \[0, 3\) of .*empty hold no tokens"):
+    with pytest.raises(DataError, match=r"No tokens are left for training: --data-path .*empty with"):
         build(config(empty))
+
+
+def test_a_split_of_empty_documents_is_left_out(tmp_path, capsys):
+    prefix = write_corpus(tmp_path / "corpus", [100, 0])
+    datasets, plan = build(config(prefix, split="1,1,0"))
+    assert datasets.train is not None and plan.valid == () == tuple(datasets.valid)
+    assert "valid: " in (said := capsys.readouterr().err)
+    assert f"{prefix} has no tokens in its range [1, 2); it is left out." in said
+    both = config("1", prefix, "3", write_corpus(tmp_path / "other", [0, 100]), split="1,1,0")
+    assert [group.sources[0].prefix for group in (build(both)[1].train, *build(both)[1].valid)] == [
+        prefix, str(tmp_path / "other"),
+    ]  # fmt: skip
+    assert "it is left out and its weight 3 is shared by the others" in capsys.readouterr().err
 
 
 def test_a_file_of_floats_is_not_a_token_file(tmp_path, corpus):

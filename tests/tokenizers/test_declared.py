@@ -86,3 +86,6 @@ def test_dropout_of_merges_is_switched_off(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     assert loaded(tmp_path).encode(CHATML * 20) == plain
     assert "its BPE-dropout of 0.5 is switched off" in capsys.readouterr().err
+    (tmp_path / CONFIG).write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}))
+    loaded(tmp_path)
+    assert capsys.readouterr().err.count("BPE-dropout") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,7 +11,7 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers import tokenizer_files
-from megatron.tokenizers.tokenizer import build_tokenizer
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.tokenizers.tokenizer_files import check_tokenizer_file
 from tests.helpers.vocabulary import write_vocabulary
 
@@ -20,6 +21,19 @@ def test_a_vocabulary_that_is_not_utf8(tmp_path: Path) -> None:
     Path(choice.vocab_file or "").write_bytes(b'{"\xff": 1}')
     with pytest.raises(DataError, match="demo-vocab.json .* cannot be read as UTF-8"):
         build_tokenizer(choice)
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "PretrainedFromHF", "GPT2BPETokenizer"])
+def test_a_tokenizer_file_of_another_format_is_recognized(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"AA== 0\nAQ== 1\nAg== 2\n")
+    choice = TokenizerChoice(kind, str(path), str(path), str(path))
+    with pytest.raises(DataError, match=r"tokenizer\.model.* looks like ranks of a tiktoken tokenizer\."):
+        build_tokenizer(choice)
+    path.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(DataError, match=r"tokenizer\.model.* looks like a gzip file\.") as failure:
+        build_tokenizer(choice)
+    assert "Fetch or write the file again" not in str(failure.value)
 
 
 def test_a_vocabulary_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,11 +93,6 @@ class _TokenSource(Source):
 
     def plan(self, first: int, last: int, split: str) -> SourcePlan:
         tokens = int(self._indexed.lengths[first:last].sum(dtype=np.int64))
-        if tokens == 0 and split == "train":  # whose sources are all meant; evaluations leave it out
-            raise DataError(
-                f"{split}: the sequences [{first}, {last}) of {self.prefix} hold no tokens. "
-                "Preprocess a corpus that is not empty, or change the split."
-            )
         return SourcePlan(self.prefix, self._indexed.fingerprint, first, last, tokens)
 
     def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatron.errors import ConversionError, StorageError
+from megatron.errors import ConversionError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.convert.tiny_encoders import write_roberta_tokenizer, write_wordpiece_tokenizer
 from tests.convert.tiny_models import END
@@ -21,8 +21,10 @@ from trident.convert.hugging_face.model_tokenizer import (
     check_padding,
     check_same_ids,
     copy_tokenizer,
+    keep_end_ids,
     name_special_tokens,
     special_ids,
+    special_tokens_from,
     write_generation_config,
     write_tokenizer,
 )
@@ -96,7 +98,7 @@ def test_other_ids_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> No
     ("named", "expected"),
     [
         ({"eos_token": "<|endoftext|>"}, {"eos_token_id": END}),
-        ({"eos_token": {"content": "<|endoftext|>"}, "bos_token": "a", "pad_token": "nowhere"},
+        ({"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}, "bos_token": "a", "pad_token": "nowhere"},
          {"eos_token_id": END, "bos_token_id": 66}),
         ({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}, {"eos_token_id": END}),
         ({}, {"eos_token_id": END}),
@@ -109,6 +111,64 @@ def test_ids_of_special_tokens(folders: tuple[Path, Path], named: dict[str, Any]
     found = special_ids(target, tokenizer)
     vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
     assert found == {**expected, **({"bos_token_id": vocabulary["a"]} if "bos_token" in named else {})}
+
+
+def test_tokens_declared_beside_the_tokenizer_are_compared_and_counted(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    declared = {**settings, "additional_special_tokens": ["<|im_start|>"], "bos_token": "<b>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(declared))
+    described = json.loads((source / "tokenizer.json").read_text())
+    described["model"]["dropout"] = 0.9  # which transformers would apply
+    (source / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = build_tokenizer(copy_tokenizer(source, target))
+    size = END + 1
+    check_same_ids(target, tokenizer)
+    assert special_ids(target, tokenizer) == {"eos_token_id": END, "bos_token_id": size}
+    assert tokenizer.vocab_size == size + special_tokens_from(tokenizer, size) == size + 2
+    more = {**declared, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    (target / "tokenizer_config.json").write_text(json.dumps(more))
+    with pytest.raises(ConversionError, match=r"gives 'a<\|im_end\|>b <\|im_end\|>'\.\.\. the ids"):
+        check_same_ids(target, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {"eos_token_id": [5, END], "bos_token_id": 3}),
+        ({"temperature": 0.6}, {"eos_token_id": [5, END], "bos_token_id": 3}),
+        ({"eos_token_id": [7, 8], "pad_token_id": 8}, {"eos_token_id": [7, 8], "bos_token_id": 3}),
+        ({"eos_token_id": [7], "pad_token_id": 9}, {"eos_token_id": [7], "bos_token_id": 3, "pad_token_id": 9}),
+    ],
+)
+def test_ids_that_end_texts_are_kept_from_an_import_to_an_export(
+    folders: tuple[Path, Path], generation: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
+    source, target = folders
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = build_tokenizer(copy_tokenizer(source, target))
+    keep_end_ids(target, {"eos_token_id": [5, END], "bos_token_id": 3, "pad_token_id": 1, "vocab_size": 9}, tokenizer)
+    assert special_ids(target, tokenizer) == expected
+    written = json.loads((target / "generation_config.json").read_text())
+    assert written.items() >= {"bos_token_id": 3, **(generation or {})}.items() and "vocab_size" not in written
+    before = (target / "generation_config.json").stat()
+    keep_end_ids(target, {"eos_token_id": [5, END + 1], "bos_token_id": None}, tokenizer)
+    assert (target / "generation_config.json").stat() == before, "no id beyond the vocabulary, and no other file"
+
+
+@pytest.mark.parametrize("content", ["[]", "null"])
+@pytest.mark.parametrize("has_json", [True, False])
+def test_settings_that_are_no_object_are_named(folders: tuple[Path, Path], content: str, has_json: bool) -> None:
+    source, target = folders
+    path = source / "tokenizer_config.json"
+    path.write_text(content)
+    if not has_json:
+        (source / "tokenizer.json").rename(source / "vocab.json")
+    with pytest.raises(ConversionError, match=rf"{path}, .* holds no JSON object"):
+        copy_tokenizer(source, target)
+    with pytest.raises(DataError, match=rf"{path} holds no JSON object"):
+        build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(source)))
 
 
 def test_gpt2_files_become_a_tokenizer_json(tmp_path: Path) -> None:

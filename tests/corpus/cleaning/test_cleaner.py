@@ -26,7 +26,7 @@ LINES = b'{"text": "a  b", "n": 1}\n{"text": " "}\nno json\n{"text": "long enoug
 def clean(options: CleanOptions) -> tuple[list[str], list[tuple[int, str]]]:
     """The kept lines, and number and reason of the dropped documents."""
     cleaned = Cleaner(options).clean(InputBlock("in.jsonl", 0, len(LINES), LINES, 0))
-    assert cleaned.documents == 4 and len(cleaned.passed) == len(cleaned.sizes)
+    assert cleaned.lines == 4 and len(cleaned.passed) == len(cleaned.sizes)
     return cleaned.output.decode().splitlines(), [(entry.number, entry.reason) for entry in cleaned.dropped]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 GOOD = b'{"text": "good"}'
 
 BAD = [
-    (b"", 0, "the line is empty"),
-    (b"   ", 0, "the line is empty"),
     (b"{", 1, "not JSON"),
     (b'{"text": "a" "b"}', 13, "not JSON: Expecting ',' delimiter"),
     ('{"é": 1, x}'.encode(), 10, "not JSON"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from megatron.errors import DataError
 from megatron.tokenizers.encoders.long_text import LongText
 from trident.corpus.inputs import block
 from trident.corpus.inputs.block import InputBlock, as_block_data, parse_block, shown_path
+from trident.corpus.inputs.input_blocks import blocks
+from trident.corpus.inputs.lines import BadLines
 from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
 
 
@@ -27,6 +30,27 @@ def test_a_file_that_became_shorter_or_vanished_is_named(tmp_path: Path) -> None
         InputBlock(str(path), 3, 9, None, 9).read()
     with pytest.raises(DataError, match=r"gone: cannot be read past byte offset 3"):
         InputBlock(str(tmp_path / "gone"), 3, 9, None, 9).read()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("in.jsonl", b'[{"text": "a"},\n{"text": "b"}]\n', r"jsonl:1: byte offset 15: not JSON.* a JSON array\."),
+        ("in.jsonl", b'[{"text": "a"}]\n', r"holds a JSON array, not an object\. The file looks like a JSON array\."),
+        ("in.jsonl", '{"text": "a"}\n'.encode("utf-16"), r"not UTF-8: byte 0xff .*text in UTF-16\."),
+        ("in.txt", "a\n".encode("utf-16"), r"not UTF-8: byte 0xff .*text in UTF-16\."),
+        ("in.jsonl", gzip.compress(b"{}"), r"looks like a gzip file\."),
+        ("in.jsonl.bz2", gzip.compress(b"{}"), r"cannot be read past byte offset 0 .*looks like a gzip file\."),
+    ],
+)
+def test_a_file_of_another_format_is_recognized(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=words) as failure:
+        for each in blocks([str(path)], 1 << 20):
+            parsed = parse_block(each, ["text"], False)
+            BadLines(are_skipped=False).take(parsed.bad, 1, each.source, each.start, 0)
+    assert "call the file" not in str(failure.value) and "Fix the line" not in str(failure.value)
 
 
 def test_only_short_data_are_copied() -> None:

@@ -21,6 +21,7 @@ from trident.corpus.inputs.hub_rows import (
     open_rows,
     row_blocks,
 )
+from trident.corpus.inputs.input_paths import expand_inputs
 
 datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
 TEXTS = [f"text {number}" for number in range(3000)]
@@ -69,6 +70,11 @@ def test_folders_of_save_to_disk_and_their_splits(source: str, tmp_path: Path) -
     one, several = f"{tmp_path}/one", f"{tmp_path}/several"
     assert is_saved_data(one) and is_saved_data(several) and not is_saved_data(str(tmp_path))
     assert texts([one], None, range(10)) == texts([one], "test", range(10)) == TEXTS[:10]
+    with pytest.raises(
+        ConfigError, match=r"--input \S*/one is a dataset that save_to_disk wrote\. Give it as --input hf://\S*/one"
+    ):
+        expand_inputs([str(tmp_path)])
+    assert texts([str(next(Path(one).glob("*.arrow")))], None, range(10)) == TEXTS[:10]
     assert len(open_rows([several], None)) == 10 and len(open_rows([several], "rest")) == 3
     with pytest.raises(DataError, match=r"one is the split test, not train\. Leave --split out"):
         open_rows([one], "train")

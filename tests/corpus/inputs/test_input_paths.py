@@ -17,6 +17,7 @@ from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.corpus.preprocess_runs import quiet
 from tests.helpers.vocabulary import hard_documents
 from trident.corpus.inputs import block as block_module
+from trident.corpus.inputs import input_blocks
 from trident.corpus.inputs.block import InputBlock, parse_block
 from trident.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
 from trident.corpus.inputs.input_paths import Shard, expand_inputs, layout_of, read_separator, share_of
@@ -316,13 +317,24 @@ def test_our_own_files_next_to_token_files_are_not_inputs(tmp_path: Path) -> Non
     assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "b.json"), str(tmp_path / "in.jsonl"))
 
 
-def test_a_text_with_other_line_ends_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("separator", "expected"),
+    [
+        ("\n\n", ["a\r\nb", "c", "\r\nd\r", "e--\n--\r\n"]),
+        ("\r\n\r\n", ["a\r\nb", "c\n", "d\r\r\n\ne--\n--\r\n"]),
+        ("--\n", ["a\r\nb\r\n\r\nc\n\r\n\r\nd\r\r\n\ne", ""]),
+        ("\n", ["a", "b", "", "c", "", "", "d\r", "", "e--", "--"]),
+    ],
+)
+def test_line_feeds_of_a_separator_are_also_those_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, expected: list[str]
+) -> None:
     path = tmp_path / "in.txt"
-    path.write_bytes(b"a b\r\n\r\nc d\r\n")
-    assert len(list(blocks([str(path)], 1 << 20, "\n\n"))) == 1
-    assert r"in.txt: --document-separator does not occur in it" in capsys.readouterr().err
-    assert len(list(blocks([str(path)], 1, "\r\n\r\n"))) >= 1
-    assert capsys.readouterr().err == ""
+    path.write_bytes(b"a\r\nb\r\n\r\nc\n\r\n\r\nd\r\r\n\ne--\n--\r\n")
+    for read_bytes in (1, 2, 3, 1 << 20):
+        monkeypatch.setattr(input_blocks, "_READ_BYTES", read_bytes)
+        parsed = [parse_block(block, ["text"], False, separator) for block in blocks([str(path)], 1, separator)]
+        assert [text for block in parsed for text in block.texts[0]] == expected
 
 
 def test_files_skipped_in_a_folder_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

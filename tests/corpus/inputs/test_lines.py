@@ -50,6 +50,18 @@ def test_a_byte_order_mark_is_skipped_at_the_start_only() -> None:
     assert parse_lines(data, ["text"], is_first=False, skip_bad=False).bad[0].line == 0
 
 
+@pytest.mark.usefixtures("json_parser")
+@pytest.mark.parametrize("keys", [("text",), ("text", "text")])
+def test_blank_lines_are_no_documents_and_keep_their_numbers(keys: tuple[str, ...]) -> None:
+    data = b"\n" + GOOD + b"\n \t\r\n\nno JSON\n\n" + GOOD + b"\n\n"
+    parsed = parse_lines(data, keys, is_first=True, skip_bad=True)
+    assert parsed.texts == [["good", "good"]] * len(keys) and parsed.bad_count == 1
+    assert (parsed.lines, parsed.bad[0].line, parsed.bad[0].offset) == (8, 4, data.index(b"no JSON"))
+    for blank in (b"\n", b" ", b"\xef\xbb\xbf\n"):
+        parsed = parse_lines(blank, keys, is_first=True, skip_bad=False)
+        assert (parsed.texts, parsed.bad, parsed.lines) == ([[]] * len(keys), [], 1)
+
+
 def test_several_keys_stay_in_step_and_only_a_few_bad_lines_are_kept() -> None:
     data = b'{"a": "1", "b": "2"}\n{"a": "3"}\n{"a": "4", "b": "5"}\n'
     parsed = parse_lines(data, ["a", "b"], is_first=True, skip_bad=True)

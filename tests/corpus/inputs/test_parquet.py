@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError
+from trident.corpus.cleaning.documents.entries import read_entries
 from trident.corpus.inputs import parquet as parquet_module
 from trident.corpus.inputs.block import parse_block
 from trident.corpus.inputs.input_blocks import blocks
@@ -26,7 +27,7 @@ def test_texts_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
         pyarrow.string(), 3, pyarrow.array([b"good", b"\xff\xfe", b"too"], pyarrow.binary()).buffers()
     )
     inner = pyarrow.StructArray.from_arrays([bad], ["b"])
-    path = write(tmp_path / "in.parquet", bad, a=inner, c=pyarrow.array([b"1", b"2", b"3"]))
+    path = write(tmp_path / "in.parquet", bad, a=inner, c=pyarrow.array([b"1", b"\xc3\xa9", b"\xff"]))
     (block,) = blocks([path], 1 << 20, keys=["text", "a.b"])
     parsed = parse_block(block, ["text"], True)
     assert parsed.texts == [["good", "too"]]
@@ -35,7 +36,18 @@ def test_texts_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
     ]
     assert parse_block(block, ["a.b"], True).bad_count == 1
     (block,) = blocks([path], 1 << 20, keys=["c"])
-    assert "'c' holds bytes that are not text" in parse_block(block, ["c"], False).bad[0].reason
+    parsed = parse_block(block, ["c"], True)  # writers do not always mark texts as such
+    assert parsed.texts == [["1", "é"]] and "'c' holds bytes that are not text" in parsed.bad[0].reason
+    cleaned = read_entries(block, ["c"])
+    assert [entry.text for entry in cleaned] == ["1", "é", None] and cleaned[2].bad is not None
+
+
+def test_a_file_of_another_format_is_recognized(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    for content, words in ((b"PK\x03\x04", r"\. The file looks like a zip archive\."), (b"PAR1 cut", r"[^.]\.$")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"in.parquet is not a Parquet file that can be read: .*{words}"):
+            list(blocks([str(path)], 1))
 
 
 class _Lying:

@@ -31,7 +31,7 @@ def test_ids_are_the_tokenizers_and_empty_documents_are_skipped(choice: Tokenize
     ids = encoded.keys[0].ids
     assert ids is not None and ids.dtype == encoder.dtype
     assert ids.tolist() == [*expected[0], *expected[1]] and encoded.keys[0].lengths.tolist() == list(map(len, expected))
-    assert (encoded.lines, encoded.empty, encoded.keys[0].documents) == (3, 1, 2)
+    assert (encoded.lines, encoded.documents, encoded.keys[0].documents) == (3, 3, 2)
 
 
 def test_a_bad_line_stops_the_block_unless_it_is_skipped(choice: TokenizerChoice) -> None:

@@ -146,7 +146,7 @@ def test_samples_of_an_epoch_are_the_rows_of_the_training_split(tmp_path: Path, 
     assert count(path, options=PACKED) == plan.train.sources[0].last < 20
     corpus = write_corpus(tmp_path / "corpus", [50, 14])
     assert count(corpus) == 63 // LENGTH
-    with pytest.raises(DataError, match="No sequences are left for training"):
+    with pytest.raises(DataError, match="No tokens are left for training"):
         count(path, split="0,1,0")
 
 

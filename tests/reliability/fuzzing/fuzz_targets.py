@@ -374,7 +374,7 @@ _ONE_FILE = {name: mutation for name, mutation in ANY_FILE.items() if name != "m
 _CUT_OR_SWAPPED = {name: ANY_FILE[name] for name in ("truncation", "swapped files")}
 _AS_IT_IS = {"as it is": lambda draw, files: files, "truncation": ANY_FILE["truncation"]}
 _PAIR_PLACE = (
-    r"byte offset \d+|:\d+|line \d+|\d+ bytes|does not exist|has id|hold no tokens|holds float|different widths"
+    r"byte offset \d+|:\d+|line \d+|\d+ bytes|does not exist|has id|No tokens are left|holds float|different widths"
 )
 _TEXT_PLACE = r"byte offset \d+|cannot be read"
 _TREES = {**ANY_FILE, **JSON}

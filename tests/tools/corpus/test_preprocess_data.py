@@ -113,11 +113,11 @@ def test_patterns_folders_shares_and_plain_text(tmp_path: Path, choice: Tokenize
 
 
 def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) -> None:
-    (tmp_path / "in.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n')
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "a"}\n\n7\n\n{"text": "b"}\n\n')
     words = command(choice, "--input", "in.jsonl", "--output-prefix", "out")
     done = run(words, tmp_path)
     assert done.returncode == 65
-    assert b"in.jsonl:2: byte offset 14: the line is empty" in done.stderr and b"Traceback" not in done.stderr
+    assert b"in.jsonl:3: byte offset 15: the line holds a JSON nu" in done.stderr and b"Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
     done = run([*words, "--on-bad-line", "skip"], tmp_path)
     assert done.returncode == 0 and b"2 documents" in done.stderr and b"1 bad lines left out" in done.stderr

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron import log
 from megatron.checkpoint import write_snapshot
@@ -23,6 +24,7 @@ from trident.convert.hugging_face.model_tokenizer import (
     check_padding,
     check_same_ids,
     copy_tokenizer,
+    keep_end_ids,
     name_special_tokens,
     special_ids,
     special_tokens_from,
@@ -86,7 +88,7 @@ def import_model(request: ModelImportRequest) -> Path:
     tensors = bind(family.tensors, network_shapes(model))
     check_weights(family, tensors, stored)
     with unfinished_folder(request.target) as temporary:
-        tokenizer = _copied_tokenizer(request, family, model, temporary) if request.has_tokenizer else None
+        tokenizer = _copied_tokenizer(request, family, config, model, temporary) if request.has_tokenizer else None
         final = TokenizerChoice(
             "PretrainedFromHF", tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER)
         )
@@ -103,7 +105,9 @@ def import_model(request: ModelImportRequest) -> Path:
     return request.target
 
 
-def _copied_tokenizer(request: ModelImportRequest, family: Family, model: ModelConfig, target: Path) -> Tokenizer:
+def _copied_tokenizer(
+    request: ModelImportRequest, family: Family, config: Mapping[str, Any], model: ModelConfig, target: Path
+) -> Tokenizer:
     """Copies the tokenizer into the folder that is being made, and loads and checks it."""
     source, folder = request.tokenizer or request.source, target / TOKENIZER_FOLDER
     folder.mkdir()
@@ -111,8 +115,10 @@ def _copied_tokenizer(request: ModelImportRequest, family: Family, model: ModelC
     if model.bidirectional:
         name_special_tokens(source, folder)
     tokenizer = build_tokenizer(copied)
-    _check_vocabulary(tokenizer.vocab_size, model.vocab_size, folder, request)
+    _check_vocabulary(tokenizer, model.vocab_size, request)
     check_same_ids(folder, tokenizer)
+    if not model.bidirectional:
+        keep_end_ids(folder, config, tokenizer)
     check_padding(family, special_ids(folder, tokenizer))
     return tokenizer
 
@@ -149,11 +155,12 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
         DISK.remove_tree(temporary)
 
 
-def _check_vocabulary(tokens: int, rows: int, folder: Path, request: ModelImportRequest) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, rows: int, request: ModelImportRequest) -> None:
     """A tokenizer may have more tokens than the model only where these were added for other models (Gemma 3's image
     token).
     """
-    if tokens > rows + special_tokens_from(folder, rows):
+    tokens = tokenizer.vocab_size
+    if tokens > rows + special_tokens_from(tokenizer, rows):
         raise ConversionError(
             f"the tokenizer in {request.tokenizer or request.source} has {tokens} tokens, and the model has rows for "
             f"{rows} (vocab_size). Name the tokenizer that the model was trained with (--tokenizer-name-or-path)."

@@ -20,6 +20,8 @@ from trident.convert.hugging_face.proof_batches import REAL_TEXTS
 from trident.convert.hugging_face.reference import (
     conversation_ids,
     fast_tokenizer_description,
+    named_token_ids,
+    their_added_tokens,
     tokenizer_ids,
     tokenizer_settings,
 )
@@ -52,6 +54,7 @@ _WORDPIECE_NAMES: Mapping[str, str] = types.MappingProxyType(
         "mask_token": "[MASK]",
     }
 )
+_ENDS = ("bos_token_id", "eos_token_id")
 _AROUND = ("cls_token", "sep_token")
 _LONGEST_TEXT = 10**30  # what transformers writes where a tokenizer has no limit
 
@@ -70,9 +73,9 @@ def copy_tokenizer(source: Path, target: Path) -> TokenizerChoice:
             "themselves with --no-tokenizer."
         )
     _copy(source, target, (*_TOKENIZERS, *_COMPANIONS))
+    _name_class(source, target)
     if not (target / TOKENIZER_JSON).exists():
         write_json(target / TOKENIZER_JSON, fast_tokenizer_description(source))
-    _name_class(target)
     return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(target))
 
 
@@ -220,36 +223,55 @@ def _around(first: tuple[str, int], last: tuple[str, int]) -> dict[str, Any]:
     }
 
 
-def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a folder's tokenizer, those that it names.
+def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a folder, those that it names.
 
-    A padding token that also begins or ends texts is left out: transformers gives its embedding no gradient.
+    The settings of generation come before the tokenizer: texts of a model may end with several tokens, a list. A
+    padding token that also begins or ends texts is left out: transformers gives its embedding no gradient.
     """
-    described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
-    named = read_json_file(folder / TOKENIZER_CONFIG, "the tokenizer's configuration")
-    added = {str(entry.get("content")): entry.get("id") for entry in described.get("added_tokens") or []}
-    vocabulary = (described.get("model") or {}).get("vocab")
-    ids: dict[str, int] = {}
-    for kind in ("bos", "eos", "pad"):
-        token = named.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        number = added.get(str(token), vocabulary.get(token) if isinstance(vocabulary, dict) and token else None)
-        if isinstance(number, int):
-            ids[f"{kind}_token_id"] = number
-    if (folder / GENERATION_CONFIG).exists():  # models may name ids that their tokenizer does not add by itself
+    ids = _within_vocabulary(named_token_ids(folder), tokenizer)
+    if (folder / GENERATION_CONFIG).exists():
         given = read_json_file(folder / GENERATION_CONFIG, "the settings of generation")
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if isinstance(given.get(name), int):
-                ids.setdefault(name, given[name])
+        ids = {**_within_vocabulary(given, tokenizer), **ids, **_within_vocabulary(given, tokenizer, _ENDS)}
     if "eos_token_id" not in ids:
         with contextlib.suppress(ConfigError):  # it may have none
             ids["eos_token_id"] = tokenizer.eod_id
-    if ids.get("pad_token_id") in (ids.get("bos_token_id"), ids.get("eos_token_id")):
+    if any(ids.get("pad_token_id") in _numbers(ids.get(name)) for name in _ENDS):
         ids.pop("pad_token_id", None)
     return ids
 
 
-def check_padding(family: Family, ids: Mapping[str, int]) -> None:
+def keep_end_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Puts the ids that begin and end texts from a model's `config.json` into the settings of generation, if absent.
+
+    Raises:
+        StorageError: these cannot be written.
+    """
+    path = folder / GENERATION_CONFIG
+    given = read_json_file(path, "the settings of generation") if path.exists() else {"_from_model_config": True}
+    kept = {**_within_vocabulary(config, tokenizer, _ENDS), **given}
+    if kept != given:
+        path.unlink(missing_ok=True)
+        write_json(path, kept)
+
+
+def _within_vocabulary(
+    content: Mapping[str, Any], tokenizer: Tokenizer, names: tuple[str, ...] = (*_ENDS, "pad_token_id")
+) -> dict[str, Any]:
+    """The ids, or lists of ids, of some names, where all of them are tokens."""
+    numbers = {name: _numbers(content.get(name)) for name in names}
+    return {
+        name: content[name]
+        for name, ids in numbers.items()
+        if ids and all(isinstance(number, int) and 0 <= number < tokenizer.vocab_size for number in ids)
+    }
+
+
+def _numbers(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def check_padding(family: Family, ids: Mapping[str, Any]) -> None:
     """Checks that the padding token is the one from which a family counts positions, if it does that.
 
     Args:
@@ -267,17 +289,22 @@ def check_padding(family: Family, ids: Mapping[str, int]) -> None:
         )
 
 
-def special_tokens_from(folder: Path, first: int) -> int:
+def special_tokens_from(tokenizer: Tokenizer, first: int) -> int:
     """How many of a tokenizer's ids from `first` on, without a gap, are tokens that were added to its vocabulary."""
-    described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
-    added = {entry.get("id") for entry in described.get("added_tokens") or []}
+    added = set(_added_tokens(tokenizer).values())
     count = 0
     while first + count in added:
         count += 1
     return count
 
 
-def write_generation_config(folder: Path, ids: Mapping[str, int]) -> None:
+def _added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The added tokens that ours finds in texts, with their ids; the trainer's own kinds find none."""
+    entries = json.loads(tokenizer.description or "{}").get("added_tokens") or []
+    return {entry["content"]: entry["id"] for entry in entries}
+
+
+def write_generation_config(folder: Path, ids: Mapping[str, Any]) -> None:
     """Writes `generation_config.json` where the model came with none.
 
     Raises:
@@ -288,7 +315,7 @@ def write_generation_config(folder: Path, ids: Mapping[str, int]) -> None:
 
 
 def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False) -> None:
-    """Checks that `AutoTokenizer` gives the ids of our tokenizer.
+    """Checks that `AutoTokenizer` gives the ids of our tokenizer, also to texts with each added token of either.
 
     Args:
         is_bare: without what it adds around a text.
@@ -297,6 +324,8 @@ def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False)
         ConversionError: it gives others, or cannot load it.
     """
     texts = [*REAL_TEXTS, "".join(REAL_TEXTS)]
+    if added := _added_tokens(tokenizer):
+        texts += [f"a{token}b {token}" for token in dict.fromkeys([*added, *their_added_tokens(folder)])]
     for text, theirs in zip(texts, tokenizer_ids(folder, texts, is_bare=is_bare), strict=True):
         ours = tokenizer.encode(text)
         if ours != theirs:
@@ -307,13 +336,13 @@ def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False)
             )
 
 
-def _name_class(folder: Path) -> None:
-    """Has the folder's configuration name a class, which transformers else takes from the model's `config.json`."""
-    path = folder / TOKENIZER_CONFIG
+def _name_class(source: Path, target: Path) -> None:
+    """Has the copied configuration name a class, which transformers else takes from the model's `config.json`."""
+    path = source / TOKENIZER_CONFIG
     named = read_json_file(path, "the tokenizer's configuration") if path.exists() else {}
     if "tokenizer_class" not in named:
-        path.unlink(missing_ok=True)
-        write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+        (target / TOKENIZER_CONFIG).unlink(missing_ok=True)
+        write_json(target / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
 
 
 def _end_of_document(tokenizer: Tokenizer) -> str | None:

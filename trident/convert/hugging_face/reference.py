@@ -146,8 +146,29 @@ def tokenizer_ids(folder: Path, texts: Sequence[str], *, is_bare: bool = False) 
         ConversionError: it cannot load the tokenizer.
     """
     with _loaded_tokenizer(folder) as tokenizer:
-        encoded = (tokenizer(text, add_special_tokens=not is_bare) for text in texts)
-        return [list(map(int, encoding["input_ids"])) for encoding in encoded]
+        encoded = tokenizer(list(texts), add_special_tokens=not is_bare)["input_ids"]
+        return [list(map(int, ids)) for ids in encoded]
+
+
+def their_added_tokens(folder: Path) -> list[str]:
+    """The tokens that `AutoTokenizer` has beside the vocabulary of its model.
+
+    Raises:
+        ConversionError: it cannot load the tokenizer.
+    """
+    with _loaded_tokenizer(folder) as tokenizer:
+        return list(tokenizer.get_added_vocab())
+
+
+def named_token_ids(folder: Path) -> dict[str, int]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` of `AutoTokenizer`, those that it has.
+
+    Raises:
+        ConversionError: it cannot load the tokenizer.
+    """
+    with _loaded_tokenizer(folder) as tokenizer:
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {name: int(number) for name, number in ids.items() if number is not None}
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -194,12 +215,15 @@ def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _loaded_tokenizer(folder: Path) -> Iterator[Any]:
-    """The tokenizer of a folder; what it raises in the block becomes an error of ours."""
+    """The tokenizer of a folder, without BPE-dropout; what it raises in the block becomes an error of ours."""
     from transformers import AutoTokenizer
 
     with _quiet():
         try:
-            yield AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            if tokenizer.is_fast and getattr(tokenizer.backend_tokenizer.model, "dropout", None):
+                tokenizer.backend_tokenizer.model.dropout = None
+            yield tokenizer
         except Exception as failure:  # the library raises whatever its parts raise
             raise ConversionError(
                 f"transformers cannot load the tokenizer in {folder} ({type(failure).__name__}: {str(failure)[:400]}). "

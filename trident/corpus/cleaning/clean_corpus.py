@@ -184,9 +184,9 @@ class _Writer:
             ]
             skipped.take(bad, len(bad), block.source, block.start, line)
             self._write_block(result, duplicates, path, line)
-            line += result.documents
+            line += result.lines
             self.report.text_bytes += block.size
-            self.progress.advance(result.documents, block.size, block.input_bytes)
+            self.progress.advance(result.lines, block.size, block.input_bytes)
 
     def _write_block(self, result: CleanedBlock, duplicates: DuplicateFilter, path: str, line: int) -> None:
         report = self.report
@@ -213,7 +213,7 @@ class _Writer:
         report.changed_documents += len({change.number for change in changed})
         for change in changed:
             report.change(change.what, f"{path}:{line + change.number + 1}", change.before, change.after)
-        report.read += result.documents
+        report.read += int(np.count_nonzero(stays)) + len(dropped)
         report.kept += int(np.count_nonzero(stays))
         report.written += int(result.pieces[stays].sum())
         report.output_bytes += int(result.sizes[stays].sum())

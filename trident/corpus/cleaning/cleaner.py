@@ -69,7 +69,7 @@ class CleanedBlock:
     """The result of cleaning a block, as far as it depends on each document alone.
 
     Args:
-        documents: documents read, bad lines included.
+        lines: of the block, bad and blank ones included.
         passed: numbers of those that were not dropped.
         output: their lines; `sizes` has the bytes and `pieces` the lines of each.
         originals: the lines of all documents as they were read, if they are wanted; `original_sizes` has the bytes.
@@ -78,12 +78,12 @@ class CleanedBlock:
         signatures, band_keys: see `Signer`, if near duplicates are to be found.
 
     Shapes:
-        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; runs, run_texts: int64 [r];
+        passed, sizes, pieces: int64 [p]; original_sizes: int64 [lines] or [0]; runs, run_texts: int64 [r];
         digests: uint64 [p, 2] or [0, 2]; signatures: uint16 [p, permutations] or [0, 0];
         band_keys: uint64 [p, bands] or [0, 0].
     """
 
-    documents: int
+    lines: int
     dropped: list[Dropped] = field(default_factory=list)
     changed: list[Changed] = field(default_factory=list)
     passed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -271,12 +271,12 @@ class CleanWork(BlockWork[CleanedBlock]):
             elif isinstance(value, np.ndarray):
                 kinds[name] = [value.dtype.str, list(value.shape)]
                 buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        counts = {"documents": result.documents, "dropped": result.dropped, "changed": result.changed}
+        counts = {"lines": result.lines, "dropped": result.dropped, "changed": result.changed}
         return Message({**counts, "kinds": kinds}, buffers)
 
     def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> CleanedBlock:
         cleaned = CleanedBlock(
-            facts["documents"],
+            facts["lines"],
             [Dropped(*entry) for entry in facts["dropped"]],
             [Changed(*entry) for entry in facts["changed"]],
         )

@@ -45,7 +45,7 @@ class DuplicateFilter:
             for index, twin in zip(left.tolist(), twins, strict=True):
                 if twin is not None:
                     rejections[index] = Rejection(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")
-        self._read += cleaned.documents
+        self._read += cleaned.lines
         return rejections
 
     def _place(self, number: int) -> str:

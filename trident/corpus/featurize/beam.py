@@ -157,7 +157,7 @@ def _pieces(
                 f"{block.source}: byte offset {block.start + bad.offset}: {bad.reason}. Fix the line, or leave such "
                 "lines out with --on-bad-line skip."
             )
-        counts["empty"] += encoded.empty
+        counts["empty"] += encoded.documents - encoded.keys[0].documents
         counts["skipped"] += encoded.bad_count
         ids, lengths = encoded.keys[0].ids, encoded.keys[0].lengths
         if ids is not None:

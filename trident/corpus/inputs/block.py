@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron.errors import DataError
 from megatron.files.exact import read_exactly
+from megatron.files.formats import FIRST_BYTES, recognized, recognized_file
 from megatron.files.plain import open_plain
 from megatron.tokenizers.encoders.long_text import LongText
 from trident.corpus.inputs.lines import BYTE_ORDER_MARK, BadLine, ParsedLines, parse_lines
@@ -79,8 +81,9 @@ def shown_path(path: str) -> str:
 def unreadable(path: str, offset: int, failure: BaseException) -> DataError:
     """The error of an input that is damaged at a byte offset of its text."""
     return DataError(
-        f"{shown_path(path)}: cannot be read past byte offset {offset} of its text: {failure}. The file is damaged or "
-        "not of the format in its suffix; fetch it again or leave it out."
+        f"{shown_path(path)}: cannot be read past byte offset {offset} of its text: {failure}. "
+        + (recognized_file(path) or "The file is damaged or not of the format in its suffix; fetch it again")
+        + ", or leave it out."
     )
 
 
@@ -97,7 +100,7 @@ def parse_block(
 
     Args:
         skip_bad: continue after a bad document; otherwise stop at it.
-        separator: what ends a document in plain text; a line's end if None, which may be a Windows line end.
+        separator: what ends a document in plain text, a line's end if None; see `separator_pattern`.
         hold_long: a very long text is given as a `LongText`.
         shows_all: keep every bad document, not the first few.
 
@@ -105,11 +108,18 @@ def parse_block(
         DataError: the block cannot be read.
     """
     data = block.read()
-    if block.layout == "text":
-        return _parse_text(data, keys, block.start == 0, skip_bad, separator, hold_long, shows_all)
     if block.layout == "parquet":
         return _parse_rows(parquet_texts(data, keys), keys, skip_bad)
-    return parse_lines(data, keys, block.start == 0, skip_bad, hold_long, shows_all)
+    is_first, is_text = block.start == 0, block.layout == "text"
+    if is_text:
+        parsed = _parse_text(data, keys, is_first, skip_bad, separator, hold_long, shows_all)
+    else:
+        parsed = parse_lines(data, keys, is_first, skip_bad, hold_long, shows_all)
+    if is_first and parsed.bad and parsed.bad[0].line == 0:
+        format_words = recognized(data[:FIRST_BYTES], as_lines=not is_text)
+        reason = ". ".join(filter(None, (parsed.bad[0].reason, format_words)))
+        parsed.bad[0] = replace(parsed.bad[0], reason=reason)
+    return parsed
 
 
 def _parse_text(
@@ -124,7 +134,7 @@ def _parse_text(
     offset = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
     texts: list[Any] = []
     parsed = ParsedLines([texts for _ in keys], shows_all=shows_all)
-    for number, (start, stop) in enumerate(_text_pieces(data, offset, separator)):
+    for number, (start, stop) in enumerate(_text_pieces(data, offset, separator or LINE_END)):
         parsed.lines += 1
         if parsed.bad and not skip_bad:  # only counted
             continue
@@ -139,16 +149,22 @@ def _parse_text(
     return parsed
 
 
-def _text_pieces(data: bytes, start: int, separator: str | None) -> Iterator[tuple[int, int]]:
-    """Where each document of plain text begins and stops; an empty rest after the last separator is not a document.
+def separator_pattern(separator: str) -> re.Pattern[bytes]:
+    """What ends a document in plain text: a separator whose line ends may also be those of Windows.
 
-    Args:
-        separator: what ends a document; None is a line's end, before which a carriage return is left out.
+    A carriage return before a leading line feed is left to the caller: a pattern that begins with a literal is fast.
     """
-    ending = (separator or LINE_END).encode()
-    while (stop := data.find(ending, start)) >= 0:
-        yield start, stop - (separator is None and stop > start and data[stop - 1] == _CARRIAGE_RETURN)
-        start = stop + len(ending)
+    line_feed_inside = rb"(?!\A)(?<!\r)\\\n"  # escaped; after a given carriage return it is taken literally
+    return re.compile(re.sub(line_feed_inside, rb"\\r?\\n", re.escape(separator.encode())))
+
+
+def _text_pieces(data: bytes, start: int, separator: str) -> Iterator[tuple[int, int]]:
+    """Where each document of plain text begins and stops; an empty rest after the last separator is not a document."""
+    begins_line = separator.startswith(LINE_END)
+    for ending in separator_pattern(separator).finditer(data, start):
+        stop = ending.start()
+        yield start, stop - (begins_line and stop > start and data[stop - 1] == _CARRIAGE_RETURN)
+        start = ending.end()
     if start < len(data):
         yield start, len(data)
 

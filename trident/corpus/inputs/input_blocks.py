@@ -16,11 +16,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, cast
 
-from megatron import log
 from megatron.errors import ConfigError, DataError
 from megatron.files.exact import read_exactly
 from megatron.files.plain import open_plain, open_stream
-from trident.corpus.inputs.block import LINE_END, InputBlock, as_block_data, shown_path, unreadable
+from trident.corpus.inputs.block import LINE_END, InputBlock, as_block_data, separator_pattern, shown_path, unreadable
 from trident.corpus.inputs.compressed import check_decompressor, decompressing, is_compressed
 from trident.corpus.inputs.input_paths import STANDARD_INPUT, InputPart, layout_of
 from trident.corpus.inputs.lines import BYTE_ORDER_MARK
@@ -117,7 +116,7 @@ def blocks(
         if layout == "parquet":
             yield from _rows(part.path, block_bytes, keys)
         elif layout == "text":
-            yield from _stream_text(part.path, block_bytes, (separator or LINE_END).encode(), separator is None)
+            yield from _stream_text(part.path, block_bytes, separator or LINE_END, separator is None)
         elif part.path == STANDARD_INPUT or is_compressed(part.path) or _regular_size(part.path) is None:
             yield from _stream(part.path, block_bytes)
         else:
@@ -201,7 +200,7 @@ def _cut_off(held: bytearray, end: int) -> bytearray:
     return rest
 
 
-def _stream_text(path: str, block_bytes: int, separator: bytes, is_by_name: bool) -> Iterator[InputBlock]:
+def _stream_text(path: str, block_bytes: int, separator: str, is_by_name: bool) -> Iterator[InputBlock]:
     """Reads plain text once and cuts it after a separator.
 
     Args:
@@ -210,24 +209,24 @@ def _stream_text(path: str, block_bytes: int, separator: bytes, is_by_name: bool
     Separators are found from the left, as splitting finds them, so that one which overlaps itself (two newlines) cuts
     the same documents for every size of a block.
     """
-    overlaps = any(separator.startswith(separator[shift:]) for shift in range(1, len(separator)))
+    pattern = separator_pattern(separator)
+    longest = len(separator.encode()) + separator.count(LINE_END)  # with a carriage return before each line feed
     start = consumed = searched = end = 0
     held = bytearray()
     for chunk, reached in _chunks(path):
         if is_by_name and not held and not start:
             _check_no_json(path, chunk)
         held += chunk
-        if overlaps:
-            while (boundary := held.find(separator, searched)) >= 0:
-                end = searched = boundary + len(separator)
-        elif (boundary := held.rfind(separator, searched)) >= 0:
-            end = boundary + len(separator)
+        if separator == LINE_END:
+            end = held.rfind(b"\n", searched) + 1 or end
+        else:
+            for ending in pattern.finditer(held, searched):
+                end = ending.end()
         if not end:
             _check_length(path, start, len(held))
             _check_no_bomb(path, start, len(held), reached - consumed)
-        searched = max(end, len(held) - len(separator) + 1)
+        searched = max(end, len(held) - longest + 1)
         if not chunk:
-            _warn_of_line_ends(path, held, start + end, separator)
             end = len(held)
         if end and (len(held) >= block_bytes or not chunk):
             data, held = held, _cut_off(held, end)
@@ -269,15 +268,6 @@ def _check_no_json(path: str, chunk: bytes) -> None:
         f"{path}: a .txt file is read as plain text, one document per line, but its first line is a JSON object. Call "
         r"it .jsonl, or, if these lines are the text that is meant, give --document-separator '\n'."
     )
-
-
-def _warn_of_line_ends(path: str, held: bytearray, separated_bytes: int, separator: bytes) -> None:
-    """Warns that a text with Windows line ends has become one document."""
-    if not separated_bytes and b"\n" in separator and b"\r" not in separator and b"\r\n" in held:
-        log.warning(
-            f"{shown_path(path)}: --document-separator does not occur in it, so all of it is one document. Its lines "
-            r"end with \r\n; with \r\n in the separator too it would be found."
-        )
 
 
 def _check_no_bomb(path: str, start: int, held_bytes: int, input_bytes: int) -> None:

@@ -17,6 +17,7 @@ from megatron.data.order.index_cache import INDEX_CACHE_FOLDER
 from megatron.errors import ConfigError
 from trident.corpus.inputs.block import STANDARD_INPUT
 from trident.corpus.inputs.compressed import COMPRESSIONS
+from trident.corpus.inputs.hub_rows import is_saved_data
 from trident.corpus.inputs.tables import is_table, open_table, tables_of
 
 _FOUND_IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet")
@@ -99,7 +100,7 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
             inputs: next to those, .txt files are seldom part of a corpus (merges.txt, LICENSE.txt).
 
     Raises:
-        ConfigError: with all patterns and folders that give nothing.
+        ConfigError: with all patterns and folders that give nothing, or a folder belongs to the datasets library.
     """
     expanded: list[str] = []
     problems = []
@@ -192,6 +193,8 @@ def _files_below(folder: str, separator: str | None) -> list[str]:
     texts: list[str] = []
     others: Counter[str] = Counter()
     for path, folders, names in os.walk(folder):
+        if is_saved_data(path):
+            raise ConfigError(f"--input {path} is a dataset that save_to_disk wrote. Give it as --input hf://{path}.")
         folders[:] = [name for name in folders if not name.startswith(".") and name != INDEX_CACHE_FOLDER]
         ours = {name.removesuffix(".idx") + ".json" for name in names if name.endswith(".idx")}
         for name in names:

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron import log
 from megatron.errors import DataError
+from megatron.files.formats import LOOKS_LIKE
 from megatron.tokenizers.encoders.long_text import LongText
 from trident.corpus.inputs.long_lines import (
     LONG_LINE_BYTES,
@@ -73,7 +74,7 @@ class BadLines:
         for entry in bad:
             where = f"{source}:{line + entry.line + 1}: byte offset {start + entry.offset}: {entry.reason}"
             if not self.are_skipped:
-                raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}")
+                raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}".rstrip())
             if self.count < _SHOWN_BAD_LINES:
                 if self.before_warning is not None:
                     self.before_warning()
@@ -85,6 +86,8 @@ class BadLines:
 def _advice(source: str, reason: str) -> str:
     """What to do about a line that gives no document."""
     advice = "Fix the line, or leave such lines out with --on-bad-line skip."
+    if LOOKS_LIKE in reason:
+        return ""
     if not reason.startswith(_NOT_JSON):
         return advice
     if source == "<stdin>":
@@ -98,7 +101,7 @@ class ParsedLines:
 
     Args:
         texts: for each key, the texts of the good lines in order: `str`, or `LongText` where that was asked for.
-        lines: number of lines, bad ones included.
+        lines: number of lines, bad and blank ones included.
         bad: the first few bad lines, or all that were wanted; every one counts in `bad_count`.
     """
 
@@ -123,7 +126,7 @@ def parse_lines(
     hold_long: bool = False,
     shows_all: bool = False,
 ) -> ParsedLines:
-    """Takes the texts under `keys` out of every line of a block.
+    """Takes the texts under `keys` out of every line of a block; blank lines, also inside, are passed over.
 
     Args:
         keys: `a.b` is the key of that name or, where there is none, key b of the object under a.
@@ -160,6 +163,11 @@ def split_lines(data: bytes, is_first: bool) -> tuple[list[bytes], int]:
     return lines, skipped_bytes
 
 
+def is_blank(line: bytes) -> bool:
+    """Whether nothing but white space is in a line: readers of JSON Lines pass over it."""
+    return not line or line.isspace()
+
+
 def _parse_one_key(parsed: ParsedLines, lines: list[bytes], key: str, skip_bad: bool) -> None:
     append, loads = parsed.texts[0].append, _LOADS
     for number, line in enumerate(lines):
@@ -169,6 +177,8 @@ def _parse_one_key(parsed: ParsedLines, lines: list[bytes], key: str, skip_bad: 
             text = None
         if type(text) is str:
             append(text)
+            continue
+        if is_blank(line):
             continue
         texts_or_bad = _second_look(line, [key], number)
         if isinstance(texts_or_bad, BadLine):
@@ -181,6 +191,8 @@ def _parse_one_key(parsed: ParsedLines, lines: list[bytes], key: str, skip_bad: 
 
 def _parse_keys(parsed: ParsedLines, lines: list[bytes], keys: Sequence[str], skip_bad: bool, hold_long: bool) -> None:
     for number, line in enumerate(lines):
+        if is_blank(line):
+            continue
         look = _second_look if len(line) < LONG_LINE_BYTES else _look_at_long
         texts_or_bad = look(line, keys, number)
         if isinstance(texts_or_bad, BadLine):
@@ -194,8 +206,6 @@ def _parse_keys(parsed: ParsedLines, lines: list[bytes], keys: Sequence[str], sk
 
 def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str | LongText] | BadLine:
     """The texts of one line, or what is wrong with it; `offset` is inside the line."""
-    if not line.strip():
-        return BadLine(number, 0, "the line is empty, not a JSON object")
     may_hold_surrogates = False
     try:
         entry = _LOADS(line)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
+from megatron.files.formats import recognized_file
 from megatron.files.plain import check_plain
 
 _BATCH_ROWS = 1024
@@ -60,15 +61,20 @@ def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
         table = reader.read_all()
     columns = []
     for key in keys:
-        if key in table.column_names:
-            columns.append(_values(table.column(key)))
-            continue
-        first, *rest = key.split(".")
+        first, *rest = [key] if key in table.column_names else key.split(".")
         values = _values(table.column(first))
         for name in rest:
             values = [value.get(name) if isinstance(value, dict) else None for value in values]
-        columns.append(values)
+        columns.append([_decoded(value) if isinstance(value, bytes) else value for value in values])
     return columns
+
+
+def _decoded(value: bytes) -> str | bytes:
+    """The text in a column of type BINARY, which writers give to texts that they do not mark as such."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def columns_of(names: Sequence[str], title: str, keys: Sequence[str]) -> list[str]:
@@ -133,7 +139,7 @@ def _value(scalar: Any) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return b""
+        return b"\xff"
 
 
 def _open(path: str) -> Any:
@@ -142,7 +148,10 @@ def _open(path: str) -> Any:
         check_plain(path)
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as failure:
-        raise DataError(f"{path} is not a Parquet file that can be read: {failure}.") from failure
+        reasons = (str(failure).rstrip("."), recognized_file(path))
+        raise DataError(
+            f"{path} is not a Parquet file that can be read: {'. '.join(filter(None, reasons))}."
+        ) from failure
 
 
 def _check_counts(metadata: Any, path: str) -> None:

@@ -83,15 +83,15 @@ class EncodedBlock:
 
     Args:
         keys: one entry for each key.
-        lines: lines in the block, bad ones included.
-        empty: documents, over all keys, that gave no ids.
+        lines: lines in the block, bad and blank ones included.
+        documents: those of any one key, also those that gave no ids.
         bad: the first few bad lines; `bad_count` is all of them.
         place: where ids wait in a worker, tells it the file and the byte offset for the ids of each key.
     """
 
     keys: tuple[EncodedKey, ...]
     lines: int
-    empty: int
+    documents: int
     bad: tuple[BadLine, ...]
     bad_count: int
     place: Callable[[Sequence[tuple[str, int]]], None] | None = None
@@ -124,13 +124,9 @@ class BlockEncoder:
         parsed = parse_block(block, options.keys, options.skip_bad_lines, options.document_separator, hold_long=True)
         if parsed.bad and not self.options.skip_bad_lines:
             return EncodedBlock((), parsed.lines, 0, tuple(parsed.bad), parsed.bad_count)
-        keys = []
-        empty = 0
-        for texts in parsed.texts:
-            count = len(texts)
-            keys.append(self._encode_texts(texts))
-            empty += count - keys[-1].documents
-        return EncodedBlock(tuple(keys), parsed.lines, empty, tuple(parsed.bad), parsed.bad_count)
+        documents = len(parsed.texts[0])
+        keys = tuple(self._encode_texts(texts) for texts in parsed.texts)
+        return EncodedBlock(keys, parsed.lines, documents, tuple(parsed.bad), parsed.bad_count)
 
     def _encode_texts(self, texts: list[str | LongText]) -> EncodedKey:
         """Encodes texts and frees them: a very long one should not be held longer than needed."""
@@ -223,7 +219,7 @@ class EncodeWork(BlockWork[EncodedBlock]):
         facts = {
             "has_documents": [documents is not None for _, documents in tables],
             "lines": result.lines,
-            "empty": result.empty,
+            "documents": result.documents,
             "bad": [[bad.line, bad.offset, bad.reason] for bad in result.bad],
             "bad_count": result.bad_count,
         }
@@ -238,7 +234,7 @@ class EncodeWork(BlockWork[EncodedBlock]):
 
         keys = tuple(EncodedKey(None, table(), table() if has else None) for has in facts["has_documents"])
         bad = tuple(BadLine(*entry) for entry in facts["bad"])
-        return EncodedBlock(keys, facts["lines"], facts["empty"], bad, facts["bad_count"], reply)
+        return EncodedBlock(keys, facts["lines"], facts["documents"], bad, facts["bad_count"], reply)
 
     def finish(self, result: EncodedBlock, reply: Sequence[tuple[str, int]]) -> None:
         """Writes the ids of each key to their place (path, byte offset) in the unfinished `.bin` file.

@@ -150,7 +150,7 @@ def _write(
         if result.place is not None:
             result.place(places)
         line += result.lines
-        good += result.lines - result.bad_count
+        good += result.documents
         text_bytes += block.size
         progress.advance(result.lines, block.size, block.input_bytes)
     documents = sum(writer.document_count for writer in writers)

@@ -16,7 +16,7 @@ from megatron.secret_text import masked
 from trident.corpus.inputs.block import parse_block
 from trident.corpus.inputs.input_blocks import blocks, check_documents, total_bytes
 from trident.corpus.inputs.input_paths import layout_of
-from trident.corpus.inputs.lines import BYTE_ORDER_MARK, BadLines
+from trident.corpus.inputs.lines import BYTE_ORDER_MARK, BadLines, is_blank
 from trident.corpus.stores.writers import StoreWriter
 from trident.corpus.workers.progress_line import ProgressLine
 
@@ -167,5 +167,4 @@ def _first_line(path: str) -> bytes:
     """The first line of JSON of a file; nothing of a file that has no such lines."""
     if layout_of(path) != "jsonl":
         return b""
-    block = next(blocks([path], 1), None)
-    return b"" if block is None else block.read()
+    return next((line for block in blocks([path], 1) if not is_blank(line := block.read())), b"")

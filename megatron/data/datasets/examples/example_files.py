@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.data.stores.address import is_store_address
 from megatron.errors import DataError, printable
+from megatron.files.formats import recognized
 from megatron.files.plain import open_plain
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".json.gz")
@@ -124,4 +125,4 @@ def _parsed(content: bytes, place: str, advice: str) -> Any:
         reason = "values are nested too deeply"
     except ValueError as failure:
         reason = printable(str(failure), quoted=False)
-    raise DataError(f"{place}: not JSON: {reason}. {advice}.")
+    raise DataError(f"{place}: not JSON: {reason}. {recognized(content, as_lines=True) or advice}.")

@@ -58,18 +58,9 @@ class TextRows(RowSource):
     def of_stream(
         indexed: IndexedDataset, first: int, last: int, sequence_length: int, vocabulary: MaskedVocabulary
     ) -> TextRows:
-        """The documents [first, last), laid end to end and cut into rows; the last one is padded.
-
-        Raises:
-            DataError: they hold no tokens.
-        """
+        """The documents [first, last), laid end to end and cut into rows; the last one is padded."""
         bounds = _token_offsets(indexed, first, last)
         starts = np.arange(bounds[0], bounds[-1], sequence_length - _EDGES)
-        if not len(starts):
-            raise DataError(
-                f"The documents [{first}, {last}) of {indexed.prefix} hold no tokens. Preprocess a corpus that is not "
-                "empty, or change the split."
-            )
         fingerprint = _fingerprint(indexed, "stream", first, last, sequence_length)
         ends = np.append(starts[1:], bounds[-1])
         return TextRows(indexed, starts, ends, sequence_length, vocabulary, fingerprint)

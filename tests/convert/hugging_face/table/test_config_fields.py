@@ -68,6 +68,11 @@ def test_rules_write_what_they_read() -> None:
         (mapped("hidden_size", "size", ((1, 1),)), {"size": True}, '"size": true, which is not among .* 1'),
         (only("scale", 1, 2), {"scale": 3}, '"scale": 3, which is supported only as 1 or 2'),
         (irrelevant(), {"unknown": {"a": 1}}, r'"unknown": \{"a": 1\}, which no rule of this family knows'),
+        (
+            irrelevant(),
+            {"quantization_config": {"bits": 4}},
+            r"weights are quantized; dequantize the model with [^;]*$",
+        ),
         (irrelevant(), {"is_encoder_decoder": True}, '"is_encoder_decoder": true, which is supported only as false'),
         (irrelevant(), {"long": "x" * 200}, r'"long": "xxx.*\.\.\., which no rule'),
     ],

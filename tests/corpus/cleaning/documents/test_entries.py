@@ -42,11 +42,11 @@ def test_nested_keys(line: bytes) -> None:
 
 def test_bad_lines_are_located_in_the_error() -> None:
     entries = read_entries(
-        block_of(b'\xef\xbb\xbf{"text": "a"}\n\n{"text": 1}\n{"text": "\xff"}\n{"text": "b"}'), ["text"]
+        block_of(b'\xef\xbb\xbf{"text": "a"}\n\nx\n{"text": 1}\n{"text": "\xff"}\n{"text": "b"}'), ["text"]
     )
-    assert [entry.text for entry in entries] == ["a", None, None, None, "b"]
+    assert [entry.text for entry in entries] == ["a", None, None, None, None, "b"]
     found = [(entry.bad.line, entry.bad.offset) for entry in entries if entry.bad]
-    assert found == [(1, 17), (2, 18), (3, 40)]
+    assert found == [(2, 18), (3, 20), (4, 42)]
     assert entries[0].raw == b'{"text": "a"}'
 
 

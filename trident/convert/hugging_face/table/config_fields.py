@@ -132,6 +132,8 @@ class Entries:
         for name, value in self._values.items():
             if name not in self._read and value is not None:
                 why = "no rule of this family knows; remove it from the file if the logits do not depend on it"
+                if name == "quantization_config":  # without the key the stored numbers would be taken for weights
+                    why = "says that the weights are quantized; dequantize the model with transformers and save it"
                 raise self.refused(name, value, why)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trident.corpus.inputs.block import InputBlock, parse_block
-from trident.corpus.inputs.lines import BadLine, parse_lines, split_lines
+from trident.corpus.inputs.lines import BadLine, is_blank, parse_lines, split_lines
 from trident.corpus.inputs.parquet import parquet_texts
 
 
@@ -17,7 +17,7 @@ class DocumentEntry:
     """One document as it was read.
 
     Args:
-        text: its text; None if it is bad.
+        text: its text; None if it is bad or blank.
         raw: its line of JSON without the newline; None where the input has no lines of JSON.
         others: what else the output's line holds, where there is no `raw`.
         bad: what is wrong with it; `offset` is inside the block.
@@ -30,7 +30,7 @@ class DocumentEntry:
 
 
 def read_entries(block: InputBlock, keys: Sequence[str], separator: str | None = None) -> list[DocumentEntry]:
-    """Every document of a block, bad ones included.
+    """Every document of a block, bad ones included; a blank line gives an entry without text that is not bad.
 
     Args:
         keys: the key of the text first; of Parquet files the other columns that are kept.
@@ -49,7 +49,9 @@ def read_entries(block: InputBlock, keys: Sequence[str], separator: str | None =
     bad = {entry.line: entry for entry in parsed.bad}
     texts = iter(parsed.texts[0])
     return [
-        DocumentEntry(None, line, bad=bad[number]) if number in bad else DocumentEntry(next(texts), line)
+        DocumentEntry(None, line, bad=bad.get(number))
+        if number in bad or (line is not None and is_blank(line))
+        else DocumentEntry(next(texts), line)
         for number, line in enumerate(lines)
     ]
 

@@ -1,0 +1,66 @@
+"""What a file is by its first bytes, for the errors of readers that expected something else."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from megatron.files.plain import open_plain
+
+LOOKS_LIKE = "The file looks like "
+FIRST_BYTES = 512  # a tar archive says what it is at byte 257
+_FORMATS = (
+    (rb"\x1f\x8b", "a gzip file. Decompress it (gunzip), or let an input's name end in .gz"),
+    (
+        rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+        "a zstd file. Decompress it (zstd -d), or let an input's name end in .zst",
+    ),
+    (rb"\xfd7zXZ\x00", "an xz file. Decompress it (xz -d), or let an input's name end in .xz"),
+    (rb"BZh[1-9]", "a bzip2 file. Decompress it (bunzip2), or let an input's name end in .bz2"),
+    (rb"\x04\x22\x4d\x18", "an lz4 file. Decompress it (lz4 -d)"),
+    (rb"PK\x03\x04", "a zip archive. Extract it (unzip) and give the files in it"),
+    (rb"(?s:.{257})ustar", "a tar archive. Extract it (tar -xf) and give the files in it"),
+    (rb"PAR1", "a Parquet file. Let an input's name end in .parquet"),
+    (rb"ARROW1|\xff{4}", "an Arrow file of the datasets library. Give it, or its folder, as hf://PATH"),
+    (rb"SQLite format 3\x00", "an SQLite database. Give it as sqlite:///PATH?table=NAME"),
+    (
+        rb"WARC/\d",
+        "a web archive (WARC or WET). Write the text of each record as a line of JSON (warcio reads records)",
+    ),
+    (rb"\xff\xfe|\xfe\xff", "text in UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"),
+    (rb"version https://git-lfs", "a pointer of Git LFS, not the file itself. Fetch that with git lfs pull"),
+    (rb"(?i)\s*<(?:!doctype|html)", "a page of a web site. Download the file itself"),
+    (
+        rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n[A-Za-z0-9+/]+={0,2} \d+\r?\n",
+        "ranks of a tiktoken tokenizer. Give the same tokenizer as tokenizer.json, with --tokenizer-type HFTokenizer",
+    ),
+)
+_NO_JSON_LINES = (
+    (rb"\s*\[\s*[\[{\"]", "a JSON array. Write each of its elements on a line of its own: jq -c '.[]'"),
+    (rb"\s*\{[ \t]*\r?\n", "JSON whose objects take several lines. Write each on a line of its own: jq -c ."),
+    (
+        rb'"?\w+"?(?:[,;\t]"?\w+"?)+\r?\n',
+        "a table whose first line names its columns (csv). Give it as hf://PATH.csv, or write it as jsonl",
+    ),
+)
+
+
+def recognized(beginning: bytes, *, as_lines: bool = False) -> str:
+    """What the first bytes of a file that cannot be read say it is, and the way out; empty if they say nothing.
+
+    Args:
+        as_lines: lines of JSON are expected, so that other JSON and tables are something else.
+    """
+    for pattern, words in (*_FORMATS, *(_NO_JSON_LINES if as_lines else ())):
+        if re.match(pattern, beginning):
+            return LOOKS_LIKE + words
+    return ""
+
+
+def recognized_file(path: str) -> str:
+    """What `recognized` says of a file; nothing where it is what its name says."""
+    with contextlib.suppress(OSError), open_plain(path) as file:
+        words = recognized(file.read(FIRST_BYTES))
+        return "" if words.endswith(Path(path).suffix or " ") else words
+    return ""
