@@ -25,7 +25,7 @@ from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron.checkpoint.publish import HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from megatron.files.plain import open_plain, read_plain
+from megatron.files.plain import open_plain, read_plain, sha256_of
 from megatron.files.replacing import move, sync_file
 
 _CHECKPOINT = "iter_"
@@ -326,11 +326,3 @@ def place_of(text: str) -> CopyPlace:
     if host.startswith("-"):
         raise ConfigError(f"--to {text}: {host} would be an option of ssh, not a host. Give user@host:path.")
     return RemotePlace(host, remote.group("path"))
-
-
-def sha256_of(stream: BinaryIO) -> str:
-    """The SHA-256 of the rest of a stream."""
-    digest = hashlib.sha256()
-    while chunk := stream.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()

@@ -17,6 +17,7 @@ from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.checkpoint.storage import write_text
 from megatron.config import ModelConfig
 from megatron.config.sections.data import DataConfig
+from megatron.convert.hugging_face.digests import file_digests
 from megatron.convert.hugging_face.importing import unfinished_folder
 from megatron.convert.hugging_face.model_tokenizer import (
     adds_special_tokens,
@@ -137,7 +138,7 @@ def export_model(request: ExportRequest) -> Path:
         rounded_to: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
         expected = expected_logits(Side(family, temporary, model, tokenizer, request.proof_layers))
         proof = prove(expected, request.checkpoint, manifest, rounded_to, request.kind)
-        write_text(temporary / PROOF_NAME, proof_text(proof))
+        write_text(temporary / PROOF_NAME, proof_text({**proof, "files": file_digests(temporary)}))
     return request.target
 
 

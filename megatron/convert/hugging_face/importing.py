@@ -13,6 +13,7 @@ from megatron.checkpoint import write_snapshot
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import DISK, write_text
 from megatron.config import ModelConfig
+from megatron.convert.hugging_face.digests import check_digests
 from megatron.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
 from megatron.convert.hugging_face.model_tokenizer import (
     check_padding,
@@ -74,6 +75,7 @@ def import_model(request: ModelImportRequest) -> Path:
     """
     check_installed()
     source = request.source
+    check_digests(source)
     config = read_json_file(source / "config.json", "the configuration of the model")
     family = family_of(config)
     model = family.read_config(config)
