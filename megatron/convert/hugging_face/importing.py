@@ -96,7 +96,8 @@ def import_model(request: ModelImportRequest) -> Path:
         write_text(temporary / MODEL_FILE, text)
         dtype, kind = _main_dtype(stored), family.model_type
         record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, kind)
-        expected = expected_logits(Side(family, source, model, tokenizer, request.proof_layers))
+        paddings = range(model.vocab_size)  # whatever the model came with
+        expected = expected_logits(Side(family, source, model, tokenizer, paddings, request.proof_layers))
         pieces = ImportedPieces(tensors, stored)
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
         saved = write_snapshot(temporary, 0, pieces.snapshot(), record.to_json(), ParallelMesh.single())
