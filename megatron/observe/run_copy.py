@@ -24,7 +24,7 @@ from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFI
 from megatron.checkpoint.record import run_id_of
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from megatron.files.plain import open_plain, parse_json, read_plain
+from megatron.files.plain import open_plain, parse_json, read_plain, sha256_of
 
 _CHECKPOINT = "iter_"
 
@@ -173,7 +173,7 @@ def _copy_file(run: Path, path: Path, place: CopyPlace, target: PurePosixPath, f
     temporary = final.with_name(f".{final.name}{_PARTIAL}")
     try:
         with open_plain(path, buffering=0) as source:
-            digest, size_bytes = _sha256_of(source), source.tell()
+            digest, size_bytes = sha256_of(source), source.tell()
             if place.digests(final.parent, (final.name,)).get(final.name) == digest:
                 return 0
             source.seek(0)
@@ -188,13 +188,6 @@ def _copy_file(run: Path, path: Path, place: CopyPlace, target: PurePosixPath, f
     place.rename(temporary, final, replaces=True)
     files.append(path.relative_to(run).as_posix())
     return size_bytes
-
-
-def _sha256_of(stream: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while chunk := stream.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 _PARTIAL = ".partial"

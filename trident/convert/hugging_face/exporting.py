@@ -24,6 +24,7 @@ from megatron.parallel.pieces import Kind
 from megatron.tokenizers.chat import ChatTemplate, load_chat_template, tokenizer_folder
 from megatron.tokenizers.record import NO_TOKENIZER, TokenizerRecord
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+from trident.convert.hugging_face.digests import file_digests
 from trident.convert.hugging_face.importing import unfinished_folder
 from trident.convert.hugging_face.model_tokenizer import (
     adds_special_tokens,
@@ -115,7 +116,6 @@ def export_model(request: ExportRequest) -> Path:
     planned = [PlannedTensor(name, dtypes[name], shape) for name, shape in their_shapes(tensors).items()]
     weights = [dtypes[name] for name, held in parts.items() if not held[0][0].is_state]
     widest = max(weights, key=lambda dtype: (ITEM_BYTES[dtype], dtype))
-    main_dtype = str(TORCH_TYPES[widest]).removeprefix("torch.")
     with unfinished_folder(request.target) as temporary:
         tokenizer = build_tokenizer(request.tokenizer)
         _check_tokenizer(request, tokenizer)
@@ -125,7 +125,7 @@ def export_model(request: ExportRequest) -> Path:
         check_same_ids(temporary, tokenizer, is_bare=adds_special_tokens(request.tokenizer))
         ids = special_ids(temporary, tokenizer)
         check_padding(family, ids)
-        write_json(temporary / "config.json", {**config, **_surroundings(ids, main_dtype)})
+        write_json(temporary / "config.json", {**config, **_surroundings(ids, TORCH_TYPES[widest])})
         if not model.bidirectional:
             write_generation_config(temporary, ids)
         log.info(f"exporting {request.checkpoint} as {family.model_type}: {len(planned)} tensors")
@@ -135,9 +135,10 @@ def export_model(request: ExportRequest) -> Path:
 
         write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
         rounded_to: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
-        expected = expected_logits(Side(family, temporary, model, tokenizer, request.proof_layers))
+        paddings = [ids["pad_token_id"]] if "pad_token_id" in ids else []
+        expected = expected_logits(Side(family, temporary, model, tokenizer, paddings, request.proof_layers))
         proof = prove(expected, request.checkpoint, manifest, rounded_to, request.kind)
-        write_text(temporary / PROOF_NAME, proof_text(proof))
+        write_text(temporary / PROOF_NAME, proof_text({**proof, "files": file_digests(temporary)}))
     return request.target
 
 
@@ -189,11 +190,12 @@ def _dtype_of(source: CheckpointSource, parts: list[tuple[BoundTensor, BoundPart
     return source.dtype_of(tensor.ours) if asked is None or tensor.is_state else DTYPES[asked]
 
 
-def _surroundings(ids: Mapping[str, int], dtype: str) -> dict[str, Any]:
+def _surroundings(ids: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
     """Fields of `config.json` that are not about the network; both names of the type, for older readers.
 
     A token that the tokenizer does not have is null: where it is absent, the family's own id would be taken, which may
     lie beyond the vocabulary.
     """
     none = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {**none, **ids, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
+    name = str(dtype).removeprefix("torch.")
+    return {**none, **ids, "dtype": name, "torch_dtype": name, "use_cache": True}

@@ -19,6 +19,7 @@ from megatron.files.replacing import remove_leftovers, temporary_name
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.library import Tokenizer
 from megatron.tokenizers.tokenizer import TOKENIZER_FOLDER, TokenizerChoice, build_tokenizer
+from trident.convert.hugging_face.digests import check_digests
 from trident.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
 from trident.convert.hugging_face.model_tokenizer import (
     check_padding,
@@ -76,6 +77,7 @@ def import_model(request: ModelImportRequest) -> Path:
     """
     check_installed()
     source = request.source
+    check_digests(source)
     config = read_json_file(source / "config.json", "the configuration of the model")
     family = family_of(config)
     model = family.read_config(config)
@@ -96,7 +98,8 @@ def import_model(request: ModelImportRequest) -> Path:
         write_text(temporary / MODEL_FILE, text)
         dtype, kind = _main_dtype(stored), family.model_type
         record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, kind)
-        expected = expected_logits(Side(family, source, model, tokenizer, request.proof_layers))
+        paddings = range(model.vocab_size)  # whatever the model came with
+        expected = expected_logits(Side(family, source, model, tokenizer, paddings, request.proof_layers))
         pieces = ImportedPieces(tensors, stored)
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
         saved = write_snapshot(temporary, 0, pieces.snapshot(), record.to_json(), ParallelMesh.single())

@@ -1,4 +1,4 @@
-"""The proof of a conversion: our network and `transformers` give the same logits in float32.
+"""The proof of a conversion: our network and `transformers` give the same logits and gradients in float32.
 
 What is compared is in `proof_batches.py`. A large model is proved by its first layers.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,15 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.tokenizers.tokenizer import Tokenizer
-from trident.convert.hugging_face.proof_batches import ProofBatch, described, proof_batches
+from trident.convert.hugging_face.proof_batches import ProofBatch, described, proof_batches, token_gradients
 from trident.convert.hugging_face.reference import ReferenceLogits, auto_class, check_installed, reference_logits
 from trident.convert.hugging_face.streaming import needed_states
 from trident.convert.hugging_face.table.family import Family
 from trident.convert.hugging_face.weight_files import read_json_file
 
 TOLERANCE = 1e-5  # of the largest logit
+# Of the largest gradient. Rounding grows on the way back through a deep network; a row that is not trained is far off.
+GRADIENT_TOLERANCE = 1e-3
 PROOF_NAME = "proof.json"
 
 _LARGEST_FLOOR = 1e-4  # of the largest logit; beyond it transformers' implementations would compute different things
@@ -45,6 +47,7 @@ class Side:
 
     Args:
         tokenizer: of its real texts; None if the model came without one, and only random ids are compared.
+        paddings: tokens that the directory may declare as padding, whose embeddings transformers does not train.
         layers: how many layers are compared, the first ones; None for all.
     """
 
@@ -52,6 +55,7 @@ class Side:
     folder: Path
     model: ModelConfig
     tokenizer: Tokenizer | None
+    paddings: Container[int]
     layers: int | None = None
 
     @property
@@ -95,6 +99,7 @@ def expected_logits(side: Side, attention: str | None = None) -> Expected:
         batches,
         attention or usual,
         auto_class(model),
+        paddings=side.paddings,
         is_shortened=model.num_layers < side.model.num_layers,
         is_ignored=lambda name: side.family.is_ignored(name) or side.family.is_later(name, side.model.num_layers),
     )
@@ -114,17 +119,19 @@ def prove(
     rounded_to: torch.dtype | None = None,
     kind: Kind = "weight",
 ) -> dict[str, Any]:
-    """Compares the logits of a checkpoint folder of ours and returns the contents of `proof.json`.
+    """Compares logits and gradients of a checkpoint folder of ours and returns the contents of `proof.json`.
 
     Args:
         rounded_to: the element type that our weights are rounded to first; None where both hold the same values.
         kind: which values are ours: the weights or the means of them.
 
     Raises:
-        ConversionError: the logits differ.
+        ConversionError: they differ.
     """
     side, model = expected.side, expected.side.shortened
-    ours = _our_logits(expected, checkpoint, manifest, rounded_to, kind)
+    stack = _our_network(model, checkpoint, manifest, rounded_to, kind)
+    with torch.no_grad():
+        ours = [values for batch in expected.batches for values in _outputs(stack, batch, model)]
     difference, largest = _difference(ours, expected.logits.values), expected.largest
     allowed, floor = TOLERANCE * largest, None
     if not difference <= allowed and expected.logits.attention == "sdpa":
@@ -144,6 +151,7 @@ def prove(
         "allowed_difference": allowed,
         "tolerance": TOLERANCE,
         "eager_to_sdpa_difference": floor,
+        "gradient": _compared_gradients(expected.logits, stack, model),
         "attention": expected.logits.attention,
         "dtype": "float32",
         "weights_rounded_to": None if rounded_to is None else str(rounded_to).removeprefix("torch."),
@@ -176,11 +184,29 @@ def _shortened_config(side: Side) -> dict[str, Any]:
     return {**config, side.family.text_field: shortened} if side.family.text_field else shortened
 
 
-def _our_logits(
-    expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None, kind: Kind
-) -> list[torch.Tensor]:
-    """What `ReferenceLogits` holds, of the checkpoint in float32."""
-    model = expected.side.shortened
+def _compared_gradients(theirs: ReferenceLogits, stack: LayerStack, model: ModelConfig) -> dict[str, Any] | str:
+    """Compares what training would change in the input embedding; returns the entry of `proof.json`."""
+    if theirs.gradient is None:
+        return "not compared: the gradient of the embedding does not fit into memory"
+    weight = stack.requires_grad_(False).get_parameter("embedding.word_embeddings.weight").requires_grad_(True)
+    ours = token_gradients(next(_outputs(stack, theirs.learned, model)), theirs.learned, weight)
+    difference, largest = _difference([ours], [theirs.gradient]), float(theirs.gradient.abs().max())
+    if not difference <= GRADIENT_TOLERANCE * largest:
+        token = int(theirs.learned.tokens.unique()[(ours - theirs.gradient).abs().amax(1).argmax()])
+        raise ConversionError(
+            f"the gradient of the embedding of token {token} differs from transformers' by {difference:.3g}, and "
+            f"{GRADIENT_TOLERANCE * largest:.3g} is allowed ({GRADIENT_TOLERANCE:g} x the largest), so the model would "
+            "learn other things there. Nothing was written; please report the config.json."
+        )
+    if theirs.padding is not None:
+        log.info(f"the padding token {theirs.padding} is left out: its embedding is trained here, by transformers not")
+    return {"largest_difference": difference, "largest": largest, "left_out": theirs.padding}
+
+
+def _our_network(
+    model: ModelConfig, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None, kind: Kind
+) -> LayerStack:
+    """The network with the weights of a checkpoint in float32."""
     stack = LayerStack(network_layers(model, ParallelMesh.single())).eval()
     targets = (
         (PieceKey.of(shard_spec_of(parameter), name, kind), parameter.detach().view(-1))
@@ -192,8 +218,7 @@ def _our_logits(
     if rounded_to is not None:
         for parameter in stack.parameters():
             parameter.data = parameter.data.to(rounded_to).float()
-    with torch.no_grad():
-        return [values for batch in expected.batches for values in _outputs(stack, batch, model)]
+    return stack
 
 
 def _outputs(stack: LayerStack, batch: ProofBatch, model: ModelConfig) -> Iterator[torch.Tensor]:

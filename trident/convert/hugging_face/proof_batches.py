@@ -48,6 +48,16 @@ class ProofBatch:
     is_text: torch.Tensor | None = None
 
 
+def token_gradients(logits: torch.Tensor, batch: ProofBatch, embedding: torch.Tensor) -> torch.Tensor:
+    """The gradients of the embeddings of a batch's tokens; what is learned is to predict each one's successor.
+
+    Shapes: logits `[b, positions, v]`; embedding `[v, h]`; returns `[tokens, h]`, in the order of `tokens.unique()`.
+    """
+    successors = batch.tokens.roll(-1, 1)[:, batch.positions]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), successors.flatten())
+    return torch.autograd.grad(loss, embedding)[0][batch.tokens.unique()]
+
+
 def proof_batches(model: ModelConfig, tokenizer: Tokenizer | None, padding_id: int | None = None) -> list[ProofBatch]:
     """The batches of a proof: a short one and, where the model has a window or another context, one that is longer than
     either; for an encoder the short one, and the same with padding.

@@ -6,8 +6,10 @@ Nothing is taken from the network, and no code of the directory is run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,32 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError, ConversionError
-from trident.convert.hugging_face.proof_batches import ProofBatch
+from megatron.host_memory import available_memory_bytes
+from trident.convert.hugging_face.proof_batches import ProofBatch, token_gradients
 
 CAUSAL = "AutoModelForCausalLM"
+_GRADIENT_COPIES = 4  # of an embedding, in bytes: its gradient, as input and as head, their sum, and activations
 
 
 @dataclass(frozen=True)
 class ReferenceLogits:
-    """What a model says about batches.
+    """What a model says about batches, and what it would learn from the first.
 
     Shapes: values float32, one per batch: the logits of its positions `[b, positions, v]`; of a model that also tells
-    the order of segments, two per batch, the second `[b, 2]`.
+    the order of segments, two per batch, the second `[b, 2]`; gradient `[tokens, h]` float32.
 
     Args:
         attention: the implementation that computed them: sdpa or eager.
+        learned: the first batch, without the padding token that is declared, or with one that should not be.
+        gradient: what `token_gradients` says of it; None if there was no memory for that.
+        padding: the padding token that is declared.
     """
 
     values: tuple[torch.Tensor, ...]
     attention: str
+    learned: ProofBatch
+    gradient: torch.Tensor | None
+    padding: int | None
 
 
 def check_installed() -> str:
@@ -59,6 +69,7 @@ def reference_logits(
     attention: str,
     auto_class: str,
     *,
+    paddings: Container[int],
     is_shortened: bool,
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> ReferenceLogits:
@@ -68,6 +79,7 @@ def reference_logits(
         config: the fields of `config.json`, possibly with fewer layers.
         attention: sdpa (or what the family has in its place), or eager.
         auto_class: the class that loads it, see `auto_class`.
+        paddings: tokens that may be declared as padding, whose embeddings transformers does not train.
         is_shortened: whether there are fewer layers than in the files, so that tensors are left over.
         is_ignored: whether a stored tensor may be left over because it is a buffer of the family.
 
@@ -85,9 +97,10 @@ def reference_logits(
         left = () if is_shortened else [name for name in report["unexpected_keys"] if not is_ignored(name)]
         _check_report(folder, {**report, "unexpected_keys": left})
         outputs = _decoded if auto_class == CAUSAL else _encoded
+        learned = _gradient(model, outputs, batches[0], paddings)  # before a long batch stretches dynamic rotations
         with torch.no_grad():
             logits = [values.float() for batch in batches for values in outputs(model, batch)]
-    return ReferenceLogits(tuple(logits), used)
+    return ReferenceLogits(tuple(logits), used, *learned)
 
 
 def auto_class(model: ModelConfig) -> str:
@@ -108,6 +121,21 @@ def _encoded(model: Any, batch: ProofBatch) -> Iterator[torch.Tensor]:
     yield logits[:, batch.positions]
     if "seq_relationship_logits" in output:
         yield output.seq_relationship_logits
+
+
+def _gradient(
+    model: Any, outputs: Callable[[Any, ProofBatch], Iterator[torch.Tensor]], batch: ProofBatch, allowed: Container[int]
+) -> tuple[ProofBatch, torch.Tensor | None, int | None]:
+    embedding = model.requires_grad_(False).get_input_embeddings()
+    weight, padding, tokens = embedding.weight.requires_grad_(True), embedding.padding_idx, batch.tokens.clone()
+    if padding is not None and padding in allowed:
+        tokens[tokens == padding] = int(padding == 0)
+    elif padding is not None:
+        tokens[0, 0], padding = padding, None
+    batch = dataclasses.replace(batch, tokens=tokens)
+    if _GRADIENT_COPIES * weight.nbytes > (available_memory_bytes() or math.inf):
+        return batch, None, padding
+    return batch, token_gradients(next(outputs(model, batch)), batch, weight), padding
 
 
 def _load(
