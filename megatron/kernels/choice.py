@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.config.sections.computation import APEX, CSRC, TORCH
+from megatron.config.sections.computation import CSRC, TORCH
 
 
 class Implementation(str, Enum):
@@ -16,7 +16,6 @@ class Implementation(str, Enum):
 
     TORCH = TORCH
     CSRC = CSRC
-    APEX = APEX
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,6 @@ def layer_norm(
     if implementation is Implementation.CSRC:
         return torch.ops.megatron.norm(x, weight, bias, eps, True, zero_centered)[0]  # type: ignore[no-any-return]
     scale = weight + 1 if zero_centered else weight
-    if implementation is Implementation.APEX:
-        return _apex_layer_norm(x, scale, bias, eps)
     return torch.layer_norm(x, scale.shape, scale, bias, eps)
 
 
@@ -56,8 +54,6 @@ def rms_norm(
     """
     if implementation is Implementation.CSRC:
         return torch.ops.megatron.norm(x, weight, None, eps, False, zero_centered)[0]  # type: ignore[no-any-return]
-    if implementation is Implementation.APEX and (zero_centered or weight.dtype == x.dtype):
-        return _apex_rms_norm(x, weight, eps, zero_centered)
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-any-return]
     return _normalized(x, weight, eps, zero_centered)[0]
@@ -138,26 +134,6 @@ class _RMSNorm(torch.autograd.Function):
         shares = (products @ scale.unsqueeze(1)).mul_(inverse).mul_(inverse).div_(-size)  # [n, 1]
         of_x = torch.mul(row_gradients, scale, out=products).addcmul_(rows, shares).mul_(inverse)
         return of_x.to(x.dtype).view(x.shape), of_weight.to(weight.dtype), None, None
-
-
-def _apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    from apex.normalization import fused_layer_norm as apex
-
-    shift = torch.zeros_like(weight) if bias is None else bias
-    if weight.dtype == x.dtype:
-        return apex.fused_layer_norm_affine(x, weight, shift, weight.shape, eps)  # type: ignore[no-any-return]
-    # Its result has the dtype of the weight.
-    return apex.mixed_dtype_fused_layer_norm_affine(x, weight, shift, weight.shape, eps).to(x.dtype)  # type: ignore[no-any-return]
-
-
-def _apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
-    from apex.normalization import fused_layer_norm as apex
-
-    if not zero_centered:
-        return apex.fused_rms_norm_affine(x, weight, weight.shape, eps)  # type: ignore[no-any-return]
-    # Normalized values are rounded to the dtype of the weight: a wide one leaves that to the end.
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
-    return apex.mixed_dtype_fused_rms_norm_affine(x, wide, wide.shape, eps).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def register() -> None:

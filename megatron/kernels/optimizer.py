@@ -1,4 +1,4 @@
-"""AdamW: torch's, the compiled one of csrc, apex's, or bitsandbytes' with moments of 8 bits. `moment` gives the
+"""AdamW: torch's, the compiled one of csrc, or bitsandbytes' with moments of 8 bits. `moment` gives the
 state of each of them the same names, so that a run saved with one resumes with another.
 """
 
@@ -44,15 +44,9 @@ _UNCOMPILED = "__dynamo_disable"
 def build_adamw(
     groups: Groups, *, lr: float, betas: tuple[float, float], implementation: Implementation = Implementation.TORCH
 ) -> torch.optim.Optimizer:
-    """AdamW over parameter groups, each with its `eps` and `weight_decay`.
-
-    Raises:
-        ConfigError: apex is asked for and not installed.
-    """
+    """AdamW over parameter groups, each with its `eps` and `weight_decay`."""
     if implementation is Implementation.CSRC:
         return AdamW(groups, lr=lr, betas=betas)
-    if implementation is Implementation.APEX:
-        return _apex_adam(groups, lr, betas)
     return FusedAdamW(groups, lr=lr, betas=betas)
 
 
@@ -353,9 +347,6 @@ def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, cou
         step.fill_(float(count))
     elif step is not None:  # bitsandbytes
         optimizer.state[parameter]["step"] = count
-    for group in optimizer.param_groups:
-        if "step" in group and any(parameter is other for other in group["params"]):
-            group["step"] = count
 
 
 def register() -> None:
@@ -437,18 +428,3 @@ def _check_options(group: dict[str, Any]) -> None:
     wrong = [name for name in ("amsgrad", "maximize", "differentiable") if group.get(name)]
     if wrong:
         raise ConfigError(f"A group of parameters has {wrong[0]}=True, which AdamW does not know here. Leave it out.")
-
-
-def _apex_adam(groups: Groups, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """apex's FusedAdam, which counts steps per group; the count is there from the start, so that it can be restored."""
-    try:
-        from apex.optimizers import FusedAdam
-    except ImportError:
-        raise ConfigError(
-            "--kernels optimizer=apex: apex is not installed here. Install it, or use optimizer=csrc or "
-            "optimizer=torch."
-        ) from None
-    optimizer: torch.optim.Optimizer = FusedAdam(groups, lr=lr, betas=betas, adam_w_mode=True)
-    for group in optimizer.param_groups:
-        group.setdefault("step", 0)
-    return optimizer

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, forward, tiny_config
 
-CSRC, APEX = Implementation.CSRC, Implementation.APEX
+CSRC = Implementation.CSRC
 KINDS = ("layer", "layer without bias", "rms")
 
 EPS = 1e-3
@@ -295,43 +293,6 @@ def test_bias_of_a_branch(compiled: Library) -> None:
             assert all(torch.equal(one, wanted[index]) for one, index in zip(found, places, strict=True))
     with torch.no_grad():
         assert torch.equal(_add_rms(x, residual, weight, branch_bias)[1], y)
-
-
-def _fake_apex() -> dict[str, ModuleType]:
-    """A package with apex's functions: the mixed ones return, and round to, the dtype of the weight."""
-
-    def fused_layer_norm_affine(x, weight, bias, shape, eps=1e-6, memory_efficient=False):  # type: ignore[no-untyped-def]
-        return F.layer_norm(x, shape, weight, bias, eps)
-
-    def fused_rms_norm_affine(x, weight, shape, eps=1e-6, memory_efficient=False):  # type: ignore[no-untyped-def]
-        wide = x.float() / (x.float().square().mean(-1, keepdim=True) + eps).sqrt()
-        return wide.to(weight.dtype) * weight
-
-    functions = ModuleType("apex.normalization.fused_layer_norm")
-    functions.fused_layer_norm_affine = fused_layer_norm_affine  # type: ignore[attr-defined]
-    functions.mixed_dtype_fused_layer_norm_affine = lambda x, weight, *others: fused_layer_norm_affine(  # type: ignore[attr-defined]
-        x.to(weight.dtype), weight, *others
-    )
-    functions.fused_rms_norm_affine = fused_rms_norm_affine  # type: ignore[attr-defined]
-    functions.mixed_dtype_fused_rms_norm_affine = fused_rms_norm_affine  # type: ignore[attr-defined]
-    package, normalization = ModuleType("apex"), ModuleType("apex.normalization")
-    package.normalization, normalization.fused_layer_norm = normalization, functions  # type: ignore[attr-defined]
-    return {"apex": package, "apex.normalization": normalization, functions.__name__: functions}
-
-
-def test_apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in _fake_apex().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    x, weight, bias, _ = (part.detach() for part in _case(torch.bfloat16, 16, 32))
-    for scale, shift in ((weight, bias), (weight, None), (weight.float(), bias.float())):
-        for zero_centered in (False, True):
-            options = {"zero_centered": zero_centered}
-            found = layer_norm(x, scale, shift, EPS, implementation=APEX, **options)
-            torch.testing.assert_close(found, layer_norm(x, scale, shift, EPS, **options), atol=2e-2, rtol=2e-2)
-            found = rms_norm(x, scale, EPS, implementation=APEX, **options)
-            assert torch.equal(found, rms_norm(x, scale, EPS, **options))
-    total, y = add_norm(x, 2 * x, weight, bias, EPS, subtract_mean=True, implementation=APEX)
-    assert torch.equal(total, 3 * x) and torch.equal(y, layer_norm(total, weight, bias, EPS))
 
 
 def _network_gradients(implementation: Implementation, **changes: Any) -> dict[str, torch.Tensor]:

@@ -117,7 +117,7 @@ _DIFFICULTY = (
     "samples are not ordered by what DeepSpeed's data analyzer found in them; a curriculum by length is "
     '"curriculum_learning" with "curriculum_type": "seqlen"'
 )
-_KERNELS = "kernels are chosen by --no-apex and the other kernel flags"
+_KERNELS = "kernels are chosen by --kernels"
 _SCHEDULE = "the learning rate rises from 0 once, and then stays or falls"
 _REPORTS = "reports come from --tensorboard-dir, --wandb-project, --run-dir and the log"
 _FLOPS = "the log shows the TFLOPs of each interval"

@@ -150,9 +150,8 @@ OPERATIONS = (
     *("softmax", "norm", "activation", "dropout_add", "rotary", "cross_entropy"),
     *("optimizer", "embedding", "initial_values"),
 )
-AUTO, CSRC, APEX, TORCH = "auto", "csrc", "apex", "torch"
-IMPLEMENTATIONS = (AUTO, CSRC, APEX, TORCH)
-OF_APEX = ("norm", "optimizer")  # the operations that apex has
+AUTO, CSRC, TORCH = "auto", "csrc", "torch"
+IMPLEMENTATIONS = (AUTO, CSRC, TORCH)
 OF_BLOCKS = ("softmax", "norm", "activation", "dropout_add", "rotary")  # those inside of transformer blocks
 INDUCTOR = "inductor"
 
@@ -229,7 +228,7 @@ class KernelConfig(ConfigSection):
             wanted |= dict.fromkeys(OF_BLOCKS, TORCH)
         for operation, implementation in self._parts():
             for name in (operation,) if operation else OPERATIONS:
-                if operation or implementation in (CSRC, TORCH) or (implementation == APEX and name in OF_APEX):
+                if operation or implementation in (CSRC, TORCH):
                     wanted[name] = implementation
         return wanted | {operation: TORCH for field, operation in _SWITCHES.items() if not getattr(self, field)}
 
@@ -245,8 +244,6 @@ class KernelConfig(ConfigSection):
                 yield f"--kernels {self.kernels}: there is no operation {operation!r}. Use {', '.join(OPERATIONS)}."
             if operation in named:
                 yield f"--kernels {self.kernels} names {operation or 'all operations'} twice. Name each once."
-            if operation and implementation == APEX and operation not in OF_APEX:
-                yield f"--kernels {self.kernels}: apex is used for {' and '.join(OF_APEX)} only. Use {operation}=csrc."
             named.setdefault(operation, implementation)
         for field, operation in _SWITCHES.items():
             if not getattr(self, field) and named.get(operation, TORCH) != TORCH:

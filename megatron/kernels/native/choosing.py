@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.sections.computation import AUTO, OF_APEX, OPERATIONS
+from megatron.config.sections.computation import AUTO, OPERATIONS
 from megatron.device import environment
 from megatron.errors import ConfigError
-from megatron.kernels.choice import Implementation, Kernels, is_installed
+from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import FOLDER_VARIABLE, REBUILD, default_folder, library
 from megatron.kernels.native.measured import fastest
 
@@ -30,7 +30,7 @@ def choose(requested: Mapping[str, str], device: torch.device, folder: Path | No
         ConfigError: an implementation was asked for that is not there.
     """
     chosen: dict[str, Implementation] = {}
-    missing: dict[Implementation, list[str]] = {}
+    missing: list[str] = []
     for operation in OPERATIONS:
         wanted, available = requested.get(operation, AUTO), implementations(operation, device, folder)
         if wanted == AUTO:
@@ -38,9 +38,13 @@ def choose(requested: Mapping[str, str], device: torch.device, folder: Path | No
             continue
         chosen[operation] = Implementation(wanted)
         if chosen[operation] not in available:
-            missing.setdefault(chosen[operation], []).append(operation)
+            missing.append(operation)
     if missing:
-        raise ConfigError([_not_there(kind, names, device, folder) for kind, names in missing.items()])
+        place = str(folder or default_folder()) + (f" ({FOLDER_VARIABLE})" if environment(FOLDER_VARIABLE) else "")
+        raise ConfigError(
+            f"--kernels asks for csrc ({', '.join(missing)}), and {place} has no library with these for {device.type}. "
+            f"Build it: {REBUILD}; or use --kernels auto."
+        )
     return Kernels(**chosen)
 
 
@@ -50,20 +54,4 @@ def implementations(operation: str, device: torch.device, folder: Path | None = 
     available = {Implementation.TORCH}
     if built is not None and all(built.has(part, device) for part in PARTS.get(operation, (operation,))):
         available.add(Implementation.CSRC)
-    if operation in OF_APEX and device.type == "cuda" and is_installed("apex.normalization"):
-        available.add(Implementation.APEX)
     return frozenset(available)
-
-
-def _not_there(kind: Implementation, operations: list[str], device: torch.device, folder: Path | None) -> str:
-    names = ", ".join(operations)
-    if kind is Implementation.APEX:
-        return (
-            f"--kernels asks for apex ({names}), which is not installed or has no GPU to run on. Install it from "
-            "https://github.com/NVIDIA/apex, or use --kernels auto."
-        )
-    place = str(folder or default_folder()) + (f" ({FOLDER_VARIABLE})" if environment(FOLDER_VARIABLE) else "")
-    return (
-        f"--kernels asks for csrc ({names}), and {place} has no library with these for {device.type}. Build it: "
-        f"{REBUILD}; or use --kernels auto."
-    )

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.sections.computation import AUTO, OF_APEX, OPERATIONS
+from megatron.config.sections.computation import AUTO, OPERATIONS
 from megatron.device import device_type
-from megatron.kernels.choice import Implementation, Kernels, is_installed
+from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.choosing import choose, implementations
 from megatron.kernels.native.library import REBUILD, library
 from megatron.kernels.native.measured import MEASURED, speeds_of
@@ -86,6 +86,4 @@ def _choice(operation: str, chosen: Implementation, device: torch.device) -> Ker
             notes.append(f"csrc, measured {speed:.1f} times as fast, is {missing}: {REBUILD}")
         elif speed is None:
             notes.append(f"csrc was not measured on {device.type}; --kernels {operation}=csrc uses it")
-    if operation in OF_APEX and is_installed("apex.normalization"):
-        notes.append(f"apex is installed; --kernels {operation}=apex uses it on a GPU")
     return KernelChoice(operation, chosen.value, "; ".join(notes))

@@ -15,14 +15,9 @@ from megatron.errors import ConfigError
         ({}, {}),
         ({"kernels": "csrc"}, dict.fromkeys(OPERATIONS, "csrc")),
         ({"kernels": "softmax=torch, csrc"}, {**dict.fromkeys(OPERATIONS, "csrc"), "softmax": "torch"}),
-        ({"kernels": "apex"}, {"norm": "apex", "optimizer": "apex"}),
-        ({"kernels": "norm=apex,rotary=csrc"}, {"norm": "apex", "rotary": "csrc"}),
+        ({"kernels": "norm=torch,rotary=csrc"}, {"norm": "torch", "rotary": "csrc"}),
         ({"masked_softmax_fusion": False, "rope_fusion": False}, {"softmax": "torch", "rotary": "torch"}),
         ({"compile": True}, dict.fromkeys(OF_BLOCKS, "torch")),
-        (
-            {"compile": True, "kernels": "apex"},
-            {**dict.fromkeys(OF_BLOCKS, "torch"), "norm": "apex", "optimizer": "apex"},
-        ),
         ({"compile": True, "kernels": "csrc,norm=auto"}, {**dict.fromkeys(OPERATIONS, "csrc"), "norm": "auto"}),
         ({"persist_layer_norm": False, "kernels": "csrc"}, {**dict.fromkeys(OPERATIONS, "csrc"), "norm": "torch"}),
     ],
@@ -34,11 +29,10 @@ def test_what_is_requested(fields: dict[str, object], expected: dict[str, str]) 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kernels": "cuda"}, "--kernels cuda: 'cuda' is not an implementation. Use one of auto, csrc, apex, torch"),
+        ({"kernels": "cuda"}, "--kernels cuda: 'cuda' is not an implementation. Use one of auto, csrc, torch"),
         ({"kernels": "softmx=csrc"}, "there is no operation 'softmx'. Use softmax, norm"),
         ({"kernels": "norm=csrc,norm=torch"}, "names norm twice"),
         ({"kernels": "csrc,torch"}, "names all operations twice"),
-        ({"kernels": "softmax=apex"}, r"apex is used for norm and optimizer only. Use softmax=csrc"),
         ({"kernels": "softmax=csrc", "masked_softmax_fusion": False}, "--no-masked-softmax-fusion contradicts"),
     ],
 )

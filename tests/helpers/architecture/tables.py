@@ -165,7 +165,6 @@ DEEPSPEED_PUBLIC = (
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
-    "apex": ("megatron/kernels/norms.py", "megatron/kernels/optimizer.py"),
     "bitsandbytes": ("megatron/kernels/optimizer.py",),
     "torch.nn.attention.varlen": ("megatron/kernels/attention/gpu.py",),  # since torch 2.10; takes seconds
     "yaml": ("megatron/files/settings.py",),

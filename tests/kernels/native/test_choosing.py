@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,22 +28,6 @@ def test_what_is_asked_for_is_used_where_it_is_there(compiled: Library, tmp_path
     assert implementations("dropout_add", CPU, tmp_path) == {Implementation.TORCH}
     with pytest.raises(ConfigError, match=r"asks for csrc \(dropout_add\), and .* has no library with these for cpu"):
         choose(_requested(kernels="dropout_add=csrc"), CPU, tmp_path)
-    with pytest.raises(ConfigError, match=r"asks for apex \(norm, optimizer\), which is not installed"):
-        choose(_requested(kernels="apex"), CPU, tmp_path)
-
-
-@pytest.mark.parametrize(("module", "is_nvidias"), [("normalization", True), ("models", False)])
-def test_another_package_named_apex_is_not_nvidias(
-    module: str, is_nvidias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyPI's is a toolkit for web sites."""
-    (tmp_path / "apex").mkdir()
-    for name in ("__init__", module):
-        (tmp_path / "apex" / f"{name}.py").touch()
-    monkeypatch.setitem(sys.modules, "apex", None)  # put back as it was
-    monkeypatch.delitem(sys.modules, "apex")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert (Implementation.APEX in implementations("norm", torch.device("cuda"), tmp_path)) is is_nvidias
 
 
 def test_auto_takes_the_fastest_that_is_there(

@@ -1,10 +1,8 @@
-"""AdamW compiled, compared with torch's and float64; skipping, checkpoints, apex."""
+"""AdamW compiled, compared with torch's and float64; skipping, checkpoints."""
 
 from __future__ import annotations
 
 import math
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -223,31 +221,3 @@ def test_what_is_refused(compiled: Library) -> None:
     with pytest.raises(RuntimeError, match="1 steps for 2 weights"):
         pairs = [[torch.randn(4), torch.randn(4)] for _ in range(4)]
         torch.ops.megatron.adamw_(*pairs, [torch.zeros(())], [], *scalars)
-
-
-class _FusedAdam(torch.optim.Optimizer):
-    """What apex's optimizer is from outside: one count of steps for each group."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], adam_w_mode: bool) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "adam_w_mode": adam_w_mode})
-
-    def step(self, closure: None = None) -> None:
-        """Counts."""
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-
-
-def test_apex_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apex", None)
-    with pytest.raises(ConfigError, match="optimizer=apex: apex is not installed here"):
-        build_adamw(_groups(_parameters()), lr=RATE, betas=BETAS, implementation=Implementation.APEX)
-    optimizers = types.ModuleType("apex.optimizers")
-    optimizers.FusedAdam = _FusedAdam  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
-    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
-    parameters = _parameters()
-    optimizer = build_adamw(_groups(parameters), lr=RATE, betas=BETAS, implementation=Implementation.APEX)
-    count_updates(optimizer, parameters[3], 41)
-    optimizer.step()
-    assert [group["step"] for group in optimizer.param_groups] == [1, 42]
-    assert optimizer.param_groups[1]["adam_w_mode"]
