@@ -56,7 +56,7 @@ def test_a_package_stays_within_its_lines(root: str) -> None:
 def test_training_reaches_only_so_much() -> None:
     names = reached("pretrain_gpt.py")
     assert {"megatron.train.loop", "megatron.engine.engine"} <= names and "megatron.inference" not in names
-    assert sum(lines(modules()[name]) for name in names) <= MAXIMUM_REACHED_LINES
+    assert sum(lines(modules()[name]) for name in names if name.startswith("megatron")) <= MAXIMUM_REACHED_LINES
 
 
 def test_no_public_class_has_the_name_of_another() -> None:
