@@ -18,7 +18,7 @@ from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_valu
 from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
 from megatron.config.flags.command_line import CommandLineReading, read_command_line
 from megatron.config.flags.fields import Flag, as_written, flags_of
-from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, SUPPORTED, Legacy, legacy_flags
+from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, Legacy, legacy_flags
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import (
     bound_problems,
@@ -287,23 +287,6 @@ def _merge(
     provenance = {name: sources.get(name, DEFAULT) for name in own}
     broken = reading.broken | file.broken | preset.broken | governed.broken
     return _Merged(values, provenance, problems, [*governed.notices, *renamed], broken)
-
-
-def flag_table() -> list[tuple[str, str, str, str]]:
-    """Name, type, default and status of every flag the trainer knows, in the order of the help."""
-    rows = [
-        (flag.name, flag.type_name, flag.shown_default, IGNORED if flag.facts.ignored else SUPPORTED)
-        for flag in field_flags().values()
-    ]
-    rows += [
-        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, SUPPORTED)
-        for entry in shorthand_flags().values()
-    ]
-    others = [
-        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, entry.status)
-        for entry in legacy_flags().values()
-    ]
-    return rows + sorted(others, key=lambda row: (row[3], row[0]))
 
 
 def _legacy_sentences(
