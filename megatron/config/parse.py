@@ -18,7 +18,7 @@ from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_valu
 from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
 from megatron.config.flags.command_line import CommandLineReading, read_command_line
 from megatron.config.flags.fields import Flag, as_written, flags_of
-from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, SUPPORTED, Legacy, legacy_flags
+from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, Legacy, legacy_flags
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import (
     bound_problems,
@@ -221,7 +221,7 @@ def read_flags(
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
     if not problems:
         notices += sequence_notices(sections["parallel"])
-        notices += _idle_notices(sections["model"], values)
+        notices += _idle_notices(sections["model"], {**merged.values, **values})
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
         notices += megatron_lm_notices(sections, values)
@@ -287,23 +287,6 @@ def _merge(
     provenance = {name: sources.get(name, DEFAULT) for name in own}
     broken = reading.broken | file.broken | preset.broken | governed.broken
     return _Merged(values, provenance, problems, [*governed.notices, *renamed], broken)
-
-
-def flag_table() -> list[tuple[str, str, str, str]]:
-    """Name, type, default and status of every flag the trainer knows, in the order of the help."""
-    rows = [
-        (flag.name, flag.type_name, flag.shown_default, IGNORED if flag.facts.ignored else SUPPORTED)
-        for flag in field_flags().values()
-    ]
-    rows += [
-        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, SUPPORTED)
-        for entry in shorthand_flags().values()
-    ]
-    others = [
-        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, entry.status)
-        for entry in legacy_flags().values()
-    ]
-    return rows + sorted(others, key=lambda row: (row[3], row[0]))
 
 
 def _legacy_sentences(
@@ -399,10 +382,12 @@ def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_stretch(values: Mapping[str, Any]) -> dict[str, Any]:
     """A stretch of latent attention's context is YaRN's unless --rope-scaling-type or --rope-type says otherwise, and
-    starts from 4096 tokens.
+    starts from 4096 tokens; the width of its heads is not --kv-channels.
 
     Source: NVIDIA Megatron-LM `megatron/core/transformer/transformer_config.py`, `MLATransformerConfig`.
     """
+    if values.get("model.multi_latent_attention"):
+        values = {name: value for name, value in values.items() if name != "model.kv_channels"}
     stretch = ("model.multi_latent_attention", "model.rope_scaling_factor")
     if not all(values.get(name) for name in stretch) or "model.rope_scaling_type" in values:
         return dict(values)
@@ -412,9 +397,8 @@ def _with_stretch(values: Mapping[str, Any]) -> dict[str, Any]:
 def _with_id_count(values: Mapping[str, Any]) -> dict[str, Any]:
     """Gives NullTokenizer as many ids as the network's vocabulary."""
     size = values.get("model.vocab_size")
-    if values.get("data.tokenizer_type") != NULL_TOKENIZER or size is None:
-        return dict(values)
-    return {**values, "data.tokenizer_name_or_path": str(size)}
+    is_null = values.get("data.tokenizer_type") == NULL_TOKENIZER and size is not None
+    return {**values, **({"data.tokenizer_name_or_path": str(size)} if is_null else {})}
 
 
 def _with_counts(own: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,15 +37,15 @@ class _Numbers:
         self._largest = largest
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        rows = [[(word, _number(word, self._largest)) for word in text.split()] for text in texts]
-        flat = [entry for row in rows for entry in row]
-        wrong = next((word for word, number in flat if number is None), None)
+        rows = [text.split() for text in texts]
+        words = [word for row in rows for word in row]
+        wrong = next((word for word in words if _number(word, self._largest) is None), None)
         if wrong is not None:
             raise DataError(
                 f"{printable(wrong)} is not an id of --tokenizer-type {NULL_TOKENIZER}, which reads numbers from 0 to "
                 f"{self._largest}. Name the tokenizer of the text."
             )
-        return np.array([number for _, number in flat], np.uint32), np.array([len(row) for row in rows], np.int64)
+        return np.array([*map(int, words)], np.uint32), np.array([*map(len, rows)], np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import shlex
 
 from megatron.config import RunRequest, parse
+from megatron.config.flags.legacy import IGNORED, SUPPORTED, legacy_flags
+from megatron.config.flags.shorthands import shorthand_flags
+from megatron.config.parse import field_flags
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -27,3 +30,20 @@ def words(text: str = "", drop: str = "") -> list[str]:
 def small(text: str = "", drop: str = "") -> RunRequest:
     """The small command line, parsed."""
     return parse(words(text, drop))
+
+
+def flag_table() -> list[tuple[str, str, str, str]]:
+    """Name, type, default and status of every flag the trainer knows, in the order of the help."""
+    rows = [
+        (flag.name, flag.type_name, flag.shown_default, IGNORED if flag.facts.ignored else SUPPORTED)
+        for flag in field_flags().values()
+    ]
+    rows += [
+        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, SUPPORTED)
+        for entry in shorthand_flags().values()
+    ]
+    others = [
+        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, entry.status)
+        for entry in legacy_flags().values()
+    ]
+    return rows + sorted(others, key=lambda row: (row[3], row[0]))

@@ -38,13 +38,17 @@ def resolved(text: str) -> RunConfig:
             "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-keep-scores",
             "--moe-router-keep-scores has no effect without several experts",
         ),
+        (
+            "--multi-latent-attention --position-embedding-type rope --kv-channels 7",
+            "--kv-channels 7 .* with --multi-l",
+        ),
         ("--openai-gelu --swiglu", "--openai-gelu has no effect without a GELU"),
     ],
 )
 def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: str, sentence: str) -> None:
     config = resolved(text)
     assert any(re.search(sentence, notice) for notice in config.notices), config.notices
-    kept = {"--position-embedding-type", "rope", "alibi", "--swiglu"}
+    kept = {"--position-embedding-type", "rope", "alibi", "--swiglu", "--multi-latent-attention"}
     plain = resolved(" ".join(word for word in text.split() if word in kept) or text.rpartition("--")[0])
     check_resume(config.to_json(), plain)
     check_resume(plain.to_json(), config)

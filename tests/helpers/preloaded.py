@@ -41,7 +41,8 @@ for _name in _MODULES:
         importlib.import_module(_name)
 
 # What is read once from the declarations of the flags is then read for every rank.
-importlib.import_module("megatron.config.parse").flag_table()
+importlib.import_module("megatron.config.parse").field_flags()
+importlib.import_module("megatron.config.flags.legacy").legacy_flags()
 
 MAIN_PROCESS = multiprocessing.current_process()
 

@@ -65,7 +65,8 @@ def test_interval() -> None:
 
 
 def test_without_stop_conditions_nothing_stops() -> None:
-    assert StopRules(StoppingConfig(), StopSignals()).verdict(1) is StopVerdict.CONTINUE
+    for config in (StoppingConfig(), StoppingConfig(exit_interval=0)):  # 0 is off in Megatron-LM
+        assert StopRules(config, StopSignals()).verdict(1) is StopVerdict.CONTINUE
 
 
 def test_duration_counts_from_the_start_of_the_program() -> None:

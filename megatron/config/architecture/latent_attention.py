@@ -80,11 +80,6 @@ class LatentAttentionFields(ConfigSection):
                 f"--v-head-dim {self.v_head_dim} is more than the {width} channels of queries and keys (--qk-head-dim "
                 f"+ --qk-pos-emb-head-dim), which is not supported. Use at most {width}."
             )
-        if model.kv_channels != width:
-            yield (
-                f"--kv-channels {model.kv_channels} contradicts --multi-latent-attention, whose heads have {width} "
-                "channels (--qk-head-dim + --qk-pos-emb-head-dim). Drop it."
-            )
         for is_wrong, flag, way_out in (
             (model.position_embedding_type != ROPE, f"--position-embedding-type {model.position_embedding_type}",
              "Use --position-embedding-type rope."),
@@ -119,7 +114,7 @@ def idle_latent_fields(model: Any) -> dict[str, str]:
     """The fields of this section that change nothing, each with what they would need or what they do not go with."""
     if not model.multi_latent_attention:
         return dict.fromkeys((*_WIDTHS, *_FACTORS, "latent_layernorm_epsilon"), "--multi-latent-attention")
-    idle = {"qk_layernorm_scope": "with --multi-latent-attention"}
+    idle = dict.fromkeys(("qk_layernorm_scope", "kv_channels"), "with --multi-latent-attention")
     if model.rope_scaling_type != "yarn":
         idle |= dict.fromkeys(_FACTORS, "--rope-scaling-type yarn")
     if not model.qk_layernorm:

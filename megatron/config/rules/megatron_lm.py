@@ -1,6 +1,5 @@
 """A notice for commands of Megatron-LM that leave out flags whose defaults give other numbers there."""
 
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,17 +12,11 @@ ONLY_THERE = (
     "cross_entropy_loss_fusion", "log_throughput", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype",
 )  # fmt: skip
 # Defaults there, in the order of their messages; docs/coming_from/megatron_lm.md has all that differ, and why.
-DEFAULTS_THERE: Mapping[str, Any] = types.MappingProxyType(
-    {
-        "model.moe_aux_loss_coeff": 0.0,
-        "precision.fp8_recipe": "delayed",
-        "optim.muon_momentum": 0.9,
-        "optim.muon_nesterov": False,
-        "optim.muon_extra_scale_factor": 1.0,
-        "optim.lion_beta1": 0.95,
-        "optim.lion_beta2": 0.98,
-    }
-)
+DEFAULTS_THERE: tuple[tuple[str, Any], ...] = (
+    ("model.moe_aux_loss_coeff", 0.0), ("precision.fp8_recipe", "delayed"), ("optim.muon_momentum", 0.9),
+    ("optim.muon_nesterov", False), ("optim.muon_extra_scale_factor", 1.0), ("optim.lion_beta1", 0.95),
+    ("optim.lion_beta2", 0.98),
+)  # fmt: skip
 
 
 def megatron_lm_notices(sections: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -36,7 +29,7 @@ def megatron_lm_notices(sections: Mapping[str, Any], values: Mapping[str, Any]) 
     optimizer, uses_fp8 = sections["optim"].optimizer, sections["precision"].fp8_format is not None
     is_used = {"moe": sections["model"].num_experts > 1, "fp8": uses_fp8, optimizer: optimizer in (MUON, LION)}
     differing = []
-    for place, there in DEFAULTS_THERE.items():
+    for place, there in DEFAULTS_THERE:
         section, _, name = place.partition(".")
         here, option = getattr(sections[section], name), f"--{name.replace('_', '-')}"
         if is_used.get(name.partition("_")[0]) and place not in values and here != there:

@@ -19,7 +19,7 @@ class OptimizerFields(ConfigSection):
         "optimizer family: adam is AdamW; muon orthogonalises the matrices of blocks and leaves the rest to AdamW; "
         "schedule-free is AdamW with a mean of its iterates in place of a decay",
         choices=OPTIMIZERS,
-        synonyms={"adamw": ADAM, "dist_muon": MUON, "schedule_free": SCHEDULE_FREE},
+        synonyms={"adamw": ADAM, "fusedadamw": ADAM, "dist_muon": MUON, "schedule_free": SCHEDULE_FREE},
         resume=RUN_MUST_MATCH,
     )
     use_bnb_optimizer: bool = flag(

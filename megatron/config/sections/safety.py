@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 class StoppingConfig(ConfigSection):
     """Steps, times, signals and files that end a run."""
 
-    exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
+    exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=0)
     exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_on_signal: bool = flag(
         True, "on SIGTERM or SIGUSR1 save and exit with code 75", spelled=("--exit-signal-handler",)

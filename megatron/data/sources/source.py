@@ -65,11 +65,14 @@ class DataRequest:
         Raises:
             ConfigError: there is no tokenizer, or it has no end-of-document token.
         """
+        tokenizer = self.tokenizer_for("A document store is encoded while it is read, which needs")
+        return DocumentEncoder(tokenizer, self.sequence_length)
+
+    def tokenizer_for(self, purpose: str) -> Tokenizer:
+        """The tokenizer; a ConfigError that begins with the purpose if there is none."""
         if self.tokenizer is None:
-            raise ConfigError(
-                "A document store is encoded while it is read, which needs a tokenizer (--tokenizer-type)."
-            )
-        return DocumentEncoder(self.tokenizer, self.sequence_length)
+            raise ConfigError(f"{purpose} a tokenizer (--tokenizer-type).")
+        return self.tokenizer
 
     @cached_property
     def masked_vocabulary(self) -> MaskedVocabulary:
@@ -78,10 +81,9 @@ class DataRequest:
         Raises:
             ConfigError: there is no tokenizer, or it lacks a token.
         """
-        if self.tokenizer is None:
-            raise ConfigError("Masked samples need a tokenizer, whose mask token they show (--tokenizer-type).")
         needs_all = self.masked is not None and self.masked.masking.masked_samples == SENTENCES
-        return MaskedVocabulary.of(self.tokenizer, needs_all=needs_all)
+        tokenizer = self.tokenizer_for("Masked samples show the mask token of")
+        return MaskedVocabulary.of(tokenizer, needs_all=needs_all)
 
 
 @dataclass(frozen=True)

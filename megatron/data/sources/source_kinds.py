@@ -39,7 +39,7 @@ from megatron.data.sources.store_rows import StoreRows, store_fingerprint
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
 from megatron.data.stores.record_store import PairStore, holds_pairs
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.tokenizers.record import check_same_tokenizer
 
 _ADVICE = ", or preprocess the corpus again"
@@ -195,10 +195,8 @@ class _RandomSource(_RowsSource):
 
     @cached_property
     def _rows(self) -> RowSource:
-        request = self._request
-        if request.tokenizer is None:
-            raise ConfigError("--mock-data draws ids of a tokenizer (--tokenizer-type).")
-        return RandomRows(self.prefix, request.tokenizer.vocab_size, request.sequence_length, request.seed)
+        request, tokenizer = self._request, self._request.tokenizer_for("--mock-data draws ids of")
+        return RandomRows(self.prefix, tokenizer.vocab_size, request.sequence_length, request.seed)
 
 
 class _WindowSource(_RowsSource):
@@ -408,13 +406,10 @@ class _ExampleSource(_PackedSource[ExampleRows]):
 
     def _tokenized(self, *, copies_prompts: bool = False) -> TokenizedExamples:
         request, prefix = self._request, self.prefix
-        if request.tokenizer is None:
-            raise ConfigError("Examples are encoded while they are read, which needs a tokenizer (--tokenizer-type).")
+        tokenizer = request.tokenizer_for("Examples are encoded while they are read, which needs")
         records = RecordSource.of_files(prefix) if names_example_files(prefix) else RecordSource.of_store(prefix)
         template = request.examples.template
-        return TokenizedExamples(
-            prefix, records, template, request.tokenizer, self.cache, copies_prompts=copies_prompts
-        )
+        return TokenizedExamples(prefix, records, template, tokenizer, self.cache, copies_prompts=copies_prompts)
 
     def _pack(self, first: int, last: int) -> ExampleRows:
         pack, on_targets_only = self._request.examples.pack, self._request.examples.on_targets_only

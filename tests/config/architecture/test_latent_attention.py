@@ -43,7 +43,6 @@ def test_with_mup_the_scores_are_stretched_as_well() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--kv-channels 16", "--kv-channels 16 contradicts --multi-latent-attention, .* have 12 channels .* Drop it"),
         ("--qk-pos-emb-head-dim 5", "--qk-pos-emb-head-dim 5 is odd, and channels are rotated in pairs. Use 6"),
         ("--v-head-dim 13", "--v-head-dim 13 is more than the 12 channels of queries and keys .* Use at most 12"),
         ("--position-embedding-type alibi", "--position-embedding-type alibi does not go with .* Use .* rope"),

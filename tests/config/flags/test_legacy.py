@@ -10,9 +10,9 @@ import pytest
 from megatron.config.flags.fields import Flag
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, Legacy, legacy_flags
 from megatron.config.flags.shorthands import shorthand_flags
-from megatron.config.parse import field_flags, flag_table
+from megatron.config.parse import field_flags
 from megatron.errors import ConfigError
-from tests.config.command_lines import small
+from tests.config.command_lines import flag_table, small
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden"
 GOLDEN = FOLDER / "flags.txt"

@@ -56,7 +56,7 @@ def test_the_table_has_every_default_that_differs() -> None:
 
 
 def test_the_defaults_of_the_notice_are_those_of_the_list() -> None:
-    for place, value in DEFAULTS_THERE.items():
+    for place, value in DEFAULTS_THERE:
         listed = THERE[field_flags()[place].positive_name]
         assert value == (False if listed == "switch" else listed)
 

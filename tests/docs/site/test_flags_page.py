@@ -8,7 +8,8 @@ from pathlib import Path
 
 from docs.site.flags_page import flags_page, programs_page
 from megatron.config.flags.fields import FROM_CHECKPOINT, MUST_MATCH
-from megatron.config.parse import field_flags, flag_table
+from megatron.config.parse import field_flags
+from tests.config.command_lines import flag_table
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -145,7 +145,7 @@ def test_data_that_fit_no_masked_samples(prefixes, word_tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"web_text_document has no document of two sentences.*--split-sentences"):
         built(data_of(texts), "sentences", word_tokenizer)
     assert built(data_of(texts), "documents", word_tokenizer, (4, 0, 0))[0].train is not None
-    with pytest.raises(ConfigError, match="Masked samples need a tokenizer"):
+    with pytest.raises(ConfigError, match="Masked samples show the mask token of a tokenizer"):
         built(data_of(texts), "stream", None)
     (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     with pytest.raises(
