@@ -157,10 +157,10 @@ def _list(flags: ListFlags) -> int:
     from megatron.checkpoint import find
     from megatron.checkpoint.analysis.summary import table
     from megatron.checkpoint.keeping.listing import entries_in
-    from megatron.checkpoint.storage import Storage
+    from megatron.checkpoint.storage import DISK
 
     directory = Path(flags.load)
-    entries = entries_in(directory, Storage())
+    entries = entries_in(directory, DISK)
     if not entries:
         find(directory)  # says so if another program's checkpoint is there
     if flags.json:
@@ -279,24 +279,24 @@ def _prune(flags: PruneFlags) -> int:
     from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.keeping.retention import KeepRules, Retention
     from megatron.checkpoint.publish import sweep
-    from megatron.checkpoint.storage import Storage
+    from megatron.checkpoint.storage import DISK
     from megatron.train.restarts.identity import identity_of
 
-    directory, storage = Path(flags.load), Storage()
+    directory = Path(flags.load)
     if directory in _checkpoints(directory):
         raise CheckpointError(f"{directory} is one checkpoint. Give the folder that holds it and others.")
     identity = identity_of(directory)
     run_id = "" if identity is None else identity.run_id
-    retention = Retention(KeepRules(flags.keep_last, flags.keep_every, flags.keep_best), storage)
+    retention = Retention(KeepRules(flags.keep_last, flags.keep_every, flags.keep_best), DISK)
     if flags.dry_run:
         doomed = retention.plan(retention.newest_in(directory, run_id))
-        leftovers = [entry for entry in entries_in(directory, storage) if entry.is_leftover]
+        leftovers = [entry for entry in entries_in(directory, DISK) if entry.is_leftover]
         for entry in leftovers:
             log.line(f"would settle {entry.path} ({entry.state})")
         _tell("would delete", doomed)
         return ExitCode.DONE
     with _locked(directory, "nothing was deleted"):
-        sweep(directory, storage)
+        sweep(directory, DISK)
         newest = retention.newest_in(directory, run_id)
         doomed = retention.plan(newest)
         gone = retention.apply(newest.path)

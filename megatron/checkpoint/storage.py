@@ -10,7 +10,7 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -132,15 +132,11 @@ class _Places(Storage):
         self._objects = ObjectStorage()
         for name in set(vars(Storage)) & set(dir(ObjectStorage)):
             if not name.startswith("_"):
-                setattr(self, name, self._placed(getattr(super(), name), getattr(self._objects, name)))
+                setattr(self, name, functools.partial(self._placed, name))
 
-    def _placed(self, on_disk: Callable[..., Any], in_store: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(on_disk)
-        def operation(place: Path | int, *rest: Any) -> Any:
-            is_object = is_address(place) if isinstance(place, Path) else self._objects.owns(place)
-            return (in_store if is_object else on_disk)(place, *rest)
-
-        return operation
+    def _placed(self, name: str, place: Path | int, *rest: Any) -> Any:
+        is_object = self._objects.owns(place) if isinstance(place, int) else is_address(place)
+        return getattr(self._objects if is_object else super(), name)(place, *rest)
 
 
 DISK = _Places()

@@ -19,7 +19,7 @@ from megatron.checkpoint.manifest import (
     stored_digest,
 )
 from megatron.checkpoint.manifests.contents import Manifest
-from megatron.checkpoint.publish import ASIDE_PREFIX
+from megatron.checkpoint.publish import ASIDE_PREFIX, unfinished_in
 from megatron.checkpoint.reader import check_files
 from megatron.checkpoint.record import run_id_of
 from megatron.checkpoint.storage import Storage, opened, unreadable
@@ -180,7 +180,7 @@ def entries_in(directory: Path, storage: Storage) -> list[ListedCheckpoint]:
         StorageError: the folder cannot be listed.
     """
     try:
-        names = storage.names(directory)
+        names, unfinished = storage.names(directory), unfinished_in(directory, storage)
     except OSError as failure:
         raise StorageError(
             f"cannot list {directory}: {failure.strerror or failure}. Give a folder of checkpoints that this user can "
@@ -194,7 +194,7 @@ def entries_in(directory: Path, storage: Storage) -> list[ListedCheckpoint]:
         leftover = _LEFTOVER.match(name)
         step = int(leftover.group(2)) if leftover else folder_step(name)
         if step is not None:
-            state = _LEFTOVER_STATES[leftover.group(1)] if leftover else None
+            state = UNFINISHED if name in unfinished else _LEFTOVER_STATES[leftover.group(1)] if leftover else None
             entries.append(_entry(directory / name, step, state, summaries, storage))
     return sorted(entries, key=lambda entry: (-entry.step, entry.is_leftover, entry.path.name))
 
