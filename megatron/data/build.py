@@ -340,10 +340,7 @@ def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> l
 
 
 def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSources) -> GroupPlan | None:
-    """A group without its empty sources, the weights of the others summing to 1; None if all are empty.
-
-    A range whose documents are all empty is one of them.
-    """
+    """A group without its sources that have no tokens, the weights of the others summing to 1; None if none has any."""
     plans = [
         sources[part.prefix].plan(part.first, part.last, name) if part.first < part.last else None for part in ranges
     ]
