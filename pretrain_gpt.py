@@ -34,14 +34,14 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
     """
     reading = read_flags(argv, program=program)
     if reading.unchecked().planning.plan_only:
-        from megatron.train.preflight.plans import show_plan
+        from trident.plan.command_line import show_plan
 
         return show_plan(argv, program)
     if reading.unchecked().planning.dry_run_ranks is not None:
-        from megatron.train.preflight.plans import checked_rehearsal
+        from trident.plan.command_line import checked_rehearsal
 
         rehearsed = checked_rehearsal(argv, program)  # without torch
-        from megatron.rehearsal.rehearsing import show_rehearsal
+        from trident.plan.rehearsal.rehearsing import show_rehearsal
 
         return show_rehearsal(*rehearsed)
     signals = StopSignals()
@@ -55,7 +55,7 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         device.choose_accelerator()
         from megatron.train.build import open_run
         from megatron.train.loop import run_to_end
-        from megatron.train.start_up.out_of_memory import explained_memory
+        from trident.plan.out_of_memory import explained_memory
 
         log.doing("building the network")
         with explained_memory(argv, request), open_run(request, signals, program.parts()) as run:

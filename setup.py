@@ -86,7 +86,7 @@ def _compile_flags() -> list[str]:
 
 setup(
     # The presets of --model-preset are the files of examples/configs; an installed package has them inside.
-    packages=[*find_packages(include=["megatron", "megatron.*"]), "megatron.presets"],
+    packages=[*find_packages(include=["megatron", "megatron.*", "trident", "trident.*"]), "megatron.presets"],
     package_dir={"megatron.presets": "examples/configs"},
     ext_modules=[
         Extension(

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_and_train(own: OwnTextFlags, words: Sequence[str]) -> int:
-    from megatron.corpus.training_text import TextRecipe, prepare_text
+    from trident.corpus.training_text import TextRecipe, prepare_text
 
     recipe = TextRecipe("--text", "--output-folder", entries=own.vocab_size, bytes_per_entry=BYTES_PER_ENTRY)
     prepare_text(own.text, own.tokenizer, own.folder, recipe)

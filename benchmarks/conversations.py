@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
-from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.sources.source import DataRequest
 from megatron.tokenizers.chat import load_chat_template
 from megatron.tokenizers.encoders.fast_encoder import resident_bytes
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 
 _WORDS = ("the", "of", "and", "to", "in", "that", "is", "was", "for", "on", "with", "as", "by", "at", "from", "his")
 

@@ -35,8 +35,6 @@ from megatron import log
 from megatron.checkpoint import save
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import ConfigSection, Machine, TokenizerFacts, flag, parse, parse_flags, resolve
-from megatron.convert.hugging_face.exporting import ExportRequest, export_model
-from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.order.plan import DataPlan
 from megatron.inference.generation import GenerationEngine, Request
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
@@ -47,6 +45,8 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from trident.convert.hugging_face.exporting import ExportRequest, export_model
+from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 
 _TINY = ("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "512")
 _SIZES = {

@@ -30,21 +30,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, Machine, TokenizerFacts, flag, parse, parse_flags, resolve
-from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.inference.generation import GenerationEngine, Request
 from megatron.inference.loaded_model import LoadedModel
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.access import Access
-from megatron.inference.serve.network import listen
-from megatron.inference.serve.requests.limits import ServerLimits
-from megatron.inference.serve.requests.served import served_model
-from megatron.inference.serve.server import Opened, Server
-from megatron.inference.serve.service import READY
-from megatron.inference.serve.single_turn import SingleTurn
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
+from trident.serve.access import Access
+from trident.serve.network import listen
+from trident.serve.requests.limits import ServerLimits
+from trident.serve.requests.served import served_model
+from trident.serve.server import Opened, Server
+from trident.serve.service import READY
+from trident.serve.single_turn import SingleTurn
 
 _MOST_CLIENTS = 32
 _POSITIONS = 512

@@ -4,8 +4,8 @@
 
 Prints one JSON line per measurement. The data is prepared before timing starts; the index cache is cold in the first
 run and warm in the others. `import_torch_and_deepspeed` is the part that no such program can avoid. Then a process
-trains two steps and saves, and another does with the bundle of `tools/launch.py`: `python_files` counts the files that
-they open for modules (`.py`, `.pyc`), which at a large start every rank reads from one file system.
+trains two steps and saves: `python_files` counts the files that it opens for modules (`.py`, `.pyc`), which at a large
+start every rank reads from one file system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
-from megatron.launch.bundles.making import bundled_command, ensure_bundle
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ITERATION = " iteration        1/"
@@ -70,18 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         warm = [start(number + 1) for number in range(flags.repeats)]
         imports = [seconds_of_imports() for _ in range(flags.repeats)]
         refused = [seconds_to_refuse() for _ in range(flags.repeats)]
-        program = [str(ROOT / "pretrain_gpt.py")]
         ending = ["--micro-batch-size", 1, "--train-iters", 2, "--from-scratch"]
-        alone = files_opened([*program, *demo.training_flags("counted"), *ending])
-        bundle = folder / "bundle"
-        ensure_bundle(bundle, sys.executable)
-        bundled = files_opened([*bundled_command(bundle), *program, *demo.training_flags("bundled"), *ending])
+        opened = files_opened([ROOT / "pretrain_gpt.py", *demo.training_flags("counted"), *ending])
     print_figure("startup", "seconds_to_first_iteration", statistics.median(warm), "s", spread=(min(warm), max(warm)))
     print_figure("startup", "seconds_to_first_iteration_cold_cache", cold, "s")
     print_figure("startup", "import_torch_and_deepspeed", statistics.median(imports), "s")
     print_figure("startup", "seconds_to_refuse_a_wrong_flag", statistics.median(refused), "s")
-    print_figure("startup", "python_files", alone, "files")
-    print_figure("startup", "python_files_with_a_bundle", bundled, "files")
+    print_figure("startup", "python_files", opened, "files")
     return 0
 
 

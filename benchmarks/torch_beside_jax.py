@@ -138,8 +138,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> dict[str, str]:
     """
     import numpy as np
 
-    from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
     from megatron.data.formats.indexed_writer import IndexedWriter
+    from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 
     sources = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     files = save_byte_level_vocabulary(str(folder / "demo"), *train_byte_level(sources, vocabulary))

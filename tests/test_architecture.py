@@ -14,9 +14,18 @@ from tests.helpers.architecture import rules, tables
 from tests.helpers.architecture.rules import RULES, Rule, Source
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ("megatron", "trident")
 PROGRAMS = tuple(f"{name}.py" for name in sorted(tables.PROGRAMS))
 DOCS = ("docs/site/draw_pictures.py", "docs/site/published_commands.py")  # the programs among the modules of the site
-PRODUCT = ("megatron/**/*.py", "tools/**/*.py", "tasks/**/*.py", *PROGRAMS, "examples/**/*.py", *DOCS)
+PRODUCT = (
+    "megatron/**/*.py",
+    "trident/**/*.py",
+    "tools/**/*.py",
+    "tasks/**/*.py",
+    *PROGRAMS,
+    "examples/**/*.py",
+    *DOCS,
+)
 EVERYTHING = (*PRODUCT, "docs/site/**/*.py", "benchmarks/**/*.py", "tests/**/*.py", "setup.py")
 MEASURED_EVERYWHERE = (rules.files_and_functions_are_short, rules.no_global)
 
@@ -49,8 +58,20 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
     (
         rules.imports_follow_the_package_order,
         "megatron/train/x.py",
-        "from megatron.corpus import a",
-        "only tools may",
+        "from trident.corpus import a",
+        "train imports corpus, a companion of the trainer",
+    ),
+    (
+        rules.imports_follow_the_package_order,
+        "trident/serve/x.py",
+        "from trident import plan",
+        "serve imports plan, a companion of the trainer",
+    ),
+    (
+        rules.imports_follow_the_package_order,
+        "trident/attic/x.py",
+        "import megatron.log",
+        "is an unknown companion",
     ),
     (
         rules.imports_follow_the_package_order,
@@ -90,8 +111,8 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
     ),
     (
         rules.subpackage_imports_follow_the_order,
-        "megatron/corpus/cleaning/filters/x.py",
-        "import megatron.corpus.cleaning.near_duplicates.near_index",
+        "trident/corpus/cleaning/filters/x.py",
+        "import trident.corpus.cleaning.near_duplicates.near_index",
         "filters imports near_duplicates",
     ),
     (rules.third_party_modules_have_one_home, "megatron/data/x.py", "import argparse", "argparse"),
@@ -197,8 +218,8 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
             ("tools/x.py", "import os\nos.fsync(1)", "os.fsync"),
             ("megatron/data/x.py", "temporary.rename(path)", "temporary.rename"),
             ("megatron/data/x.py", "Path('a').replace(path)", "replace; use"),
-            ("megatron/convert/x.py", "json.load(open('a'))", "json.load("),
-            ("megatron/convert/x.py", "json.loads(read_plain(path))", "json.loads(read_plain(path))"),
+            ("trident/convert/x.py", "json.load(open('a'))", "json.load("),
+            ("trident/convert/x.py", "json.loads(read_plain(path))", "json.loads(read_plain(path))"),
         )
     ),
     (rules.no_global, "megatron/log.py", "def f():\n    global A\n    A = 1", "global A"),
@@ -374,15 +395,19 @@ def test_the_files_are_found() -> None:
 
 
 def test_every_package_has_a_docstring() -> None:
-    packages = [path for path in (ROOT / "megatron").iterdir() if path.is_dir() and any(path.glob("*.py"))]
+    packages = [
+        path for root in LIBRARY for path in (ROOT / root).iterdir() if path.is_dir() and any(path.glob("*.py"))
+    ]
     missing = [package.name for package in packages if not (package / "__init__.py").is_file()]
     assert not missing, f"packages without __init__.py: {missing}"
-    unplaced = [package.name for package in packages if package.name not in tables.PACKAGE_PLACES]
+    unplaced = [
+        package.name for package in packages if package.name not in {*tables.PACKAGE_PLACES, *tables.COMPANIONS}
+    ]
     assert not unplaced, f"packages without a place in the import order: {unplaced}"
 
 
 def test_every_subpackage_has_a_place() -> None:
-    folders = [path.parent for path in (ROOT / "megatron").glob("*/**/__init__.py")]
+    folders = [path.parent for root in LIBRARY for path in (ROOT / root).glob("*/**/__init__.py")]
     parents = {folder.parent for folder in folders if folder.parent.parent != ROOT}
     found = {
         ".".join(parent.relative_to(ROOT).parts): {folder.name for folder in folders if folder.parent == parent}
@@ -402,7 +427,7 @@ def test_the_root_has_few_programs_and_files() -> None:
     assert len(files - tables.METADATA) <= 15
 
 
-@pytest.mark.parametrize("folder", ["megatron", "tools", "tasks", "tests", "examples"])
+@pytest.mark.parametrize("folder", [*LIBRARY, "tools", "tasks", "tests", "examples"])
 def test_no_folder_is_overfull(folder: str) -> None:
     files = [path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()]
     paths = [path.as_posix() for path in files if path.name not in ("README.md", "py.typed")]
@@ -420,8 +445,8 @@ def test_an_overfull_folder_is_named() -> None:
 def test_only_the_engine_needs_deepspeed() -> None:
     modules = [
         source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for source in sources(("megatron/**/*.py",))
-        if source.package not in ("engine", "train", "rehearsal")
+        for source in sources(("megatron/**/*.py", "trident/**/*.py"))
+        if source.package not in ("engine", "train") and not source.path.startswith("trident/plan/")
     ]
     program = (
         "import importlib, sys\n"
@@ -444,7 +469,7 @@ def test_flags_are_read_without_torch_and_numpy() -> None:
 def test_the_data_packages_do_not_need_torch() -> None:
     modules = [
         source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for source in sources(("megatron/tokenizers/*.py", "megatron/data/**/*.py", "megatron/corpus/**/*.py"))
+        for source in sources(("megatron/tokenizers/*.py", "megatron/data/**/*.py", "trident/corpus/**/*.py"))
     ]
     _run_python(
         f"import importlib, sys\nsys.modules['torch'] = None\n[importlib.import_module(name) for name in {modules!r}]\n"

@@ -25,7 +25,7 @@ WALKS = {
     "### A tensor of a Hugging Face model, in and out": 8,
 }
 SHARD_TYPES = ("ShardSpec", "PieceKey", "StoredPiece")
-TABLES = "megatron/convert/hugging_face"
+TABLES = "trident/convert/hugging_face"
 
 
 def section(start: str) -> str:
@@ -114,7 +114,8 @@ def test_what_one_adds_to_is_in_the_file_that_is_named(title: str) -> None:
     files = re.findall(r"`([\w/]+/[\w/]+\.py)`", text)
     assert not [path for path in files if not (ROOT / path).is_file()]
     assert [(name, path) for name, path in in_that_file(text) if name not in definitions(path)] == []
-    defined = frozenset().union(*(definitions(str(path.relative_to(ROOT))) for path in ROOT.glob("megatron/**/*.py")))
+    paths = (path for root in ("megatron", "trident") for path in ROOT.glob(f"{root}/**/*.py"))
+    defined = frozenset().union(*(definitions(str(path.relative_to(ROOT))) for path in paths))
     named = {code for code in codes(text) if re.match(r"_?[A-Z]|\w+_\w+$", code)}
     assert named - defined - {"exp_avg", "exp_avg_sq"} == set()
 
@@ -142,8 +143,10 @@ def test_the_packages_stand_in_import_order() -> None:
     rows = re.findall(r"^\| `megatron/(\w+)(?:\.py|/)` \|[^|]+\|([^|]*)\|$", TEXT, flags=re.M)
     places = tables.PACKAGE_PLACES
     assert [name for name, _ in rows] == sorted(places, key=lambda name: places[name])
-    for name, sub_packages in rows:
-        expected = [entry for entry in tables.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
+    companions = re.findall(r"^\| `trident/(\w+)/` \|[^|]+\|([^|]*)\|$", TEXT, flags=re.M)
+    assert [name for name, _ in companions] == sorted(tables.COMPANIONS)
+    for root, name, sub_packages in (*(("megatron", *row) for row in rows), *(("trident", *row) for row in companions)):
+        expected = [entry for entry in tables.SUBPACKAGE_ORDER.get(f"{root}.{name}", ()) if entry != "."]
         named = [code for code in codes(sub_packages) if code in expected]
         assert named == expected, name
 

@@ -32,8 +32,8 @@ from megatron.files.typed_lines import read_line
 
 if TYPE_CHECKING:
     from megatron.inference.generation import GenerationEngine
-    from megatron.inference.serve.conversation import Conversation
     from megatron.parallel.mesh import ParallelMesh
+    from trident.serve.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def _run(request: ToolRequest[ChatFlags], mesh: ParallelMesh) -> None:
 
 def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, leader: object) -> Conversation:
     from megatron.inference.sampling import Sampling
-    from megatron.inference.serve.conversation import Conversation
-    from megatron.inference.serve.requests.served import served_model
+    from trident.serve.conversation import Conversation
+    from trident.serve.requests.served import served_model
 
     flags, loaded = request.own, engine.loaded
     flags.check_vocabulary(loaded.vocab_size)
@@ -128,7 +128,7 @@ def _obey(text: str, conversation: Conversation) -> None:
 
 def _answer(conversation: Conversation, question: str) -> None:
     """Prints the answer to one question as it is generated."""
-    from megatron.inference.serve.requests.refusals import Refusal
+    from trident.serve.requests.refusals import Refusal
 
     try:
         with _stoppable() as stops:

@@ -21,7 +21,7 @@ from megatron import log
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 if TYPE_CHECKING:
-    from megatron.observe.dashboard.server import DashboardServer
+    from trident.dashboard.server import DashboardServer
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def open_server(folders: Sequence[str], port: int) -> DashboardServer:
     """The server of the page, listening, with its runs."""
-    from megatron.inference.serve.access import Access, allowed_hosts
-    from megatron.inference.serve.requests.refusals import Refusal
-    from megatron.observe.dashboard.board import Board
-    from megatron.observe.dashboard.discovery import check_folders
-    from megatron.observe.dashboard.server import ADDRESS, DashboardServer
+    from trident.dashboard.board import Board
+    from trident.dashboard.discovery import check_folders
+    from trident.dashboard.server import ADDRESS, DashboardServer
+    from trident.serve.access import Access, allowed_hosts
+    from trident.serve.requests.refusals import Refusal
 
     board = Board(check_folders(folders))
     access = Access(hosts=allowed_hosts(ADDRESS, ()), open_paths=frozenset({"/"}))

@@ -54,7 +54,7 @@ def main() -> int:
     log.interrupt_on_sigterm()
     if flags.merge == "distributed":
         return _merge_distributed(flags)
-    from megatron.corpus.preprocess.merge import merge
+    from trident.corpus.preprocess.merge import merge
 
     plan = merge(flags.datasets, flags.output_prefix)
     log.info(_summary(flags, *plan.starts[-1], plan.index.bin_bytes))
@@ -62,10 +62,10 @@ def main() -> int:
 
 
 def _merge_distributed(flags: MergeFlags) -> int:
-    from megatron.corpus.preprocess.merge import merge
-    from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import all_gather_json
+    from trident.corpus.preprocess.merge import merge
+    from trident.corpus.workers.ranks import JobRanks
 
     mesh = open_mesh(
         ParallelRequest(

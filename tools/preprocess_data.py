@@ -113,14 +113,14 @@ def main() -> int:
 
 def run(flags: PreprocessFlags) -> int:
     """Runs preprocessing; also called by `preprocess_data_many_cores.py`."""
-    from megatron.corpus.inputs.input_blocks import total_bytes
-    from megatron.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, read_separator
-    from megatron.corpus.preprocess.encode import EncodeOptions
-    from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
-    from megatron.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
-    from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress_line import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
+    from trident.corpus.inputs.input_blocks import total_bytes
+    from trident.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, read_separator
+    from trident.corpus.preprocess.encode import EncodeOptions
+    from trident.corpus.preprocess.partitions import divide, preprocess_in_parts
+    from trident.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
+    from trident.corpus.preprocess.sentences import SentenceSplitter
+    from trident.corpus.workers.progress_line import ProgressLine
 
     log.interrupt_on_sigterm()
     for name, given in (

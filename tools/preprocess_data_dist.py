@@ -117,9 +117,9 @@ def main() -> int:
     )
     if flags.torch_backend == "mpi":
         log.warning("--torch-backend mpi: the ranks started by mpirun communicate over gloo.")
-    from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import all_gather_json
+    from trident.corpus.workers.ranks import JobRanks
 
     log.interrupt_on_sigterm()
     mesh = open_mesh(
@@ -136,12 +136,12 @@ def main() -> int:
 
 
 def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
-    from megatron.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
-    from megatron.corpus.preprocess.encode import EncodeOptions
-    from megatron.corpus.preprocess.preprocess_corpus import warn_of_no_tokens
-    from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress_line import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
+    from trident.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
+    from trident.corpus.preprocess.encode import EncodeOptions
+    from trident.corpus.preprocess.preprocess_corpus import warn_of_no_tokens
+    from trident.corpus.preprocess.sentences import SentenceSplitter
+    from trident.corpus.workers.progress_line import ProgressLine
 
     options = EncodeOptions(
         TokenizerChoice.of(flags),

@@ -26,11 +26,11 @@ from megatron.config.sampling_flags import MOST_SPECULATIVE_TOKENS, SamplingFlag
 if TYPE_CHECKING:
     from megatron.inference.generation import GenerationEngine
     from megatron.inference.loaded_model import LoadedModel
-    from megatron.inference.serve.access import Access
-    from megatron.inference.serve.requests.limits import ServerLimits
-    from megatron.inference.serve.server import Server
-    from megatron.inference.serve.single_turn import SingleTurn
     from megatron.parallel.mesh import ParallelMesh
+    from trident.serve.access import Access
+    from trident.serve.requests.limits import ServerLimits
+    from trident.serve.server import Server
+    from trident.serve.single_turn import SingleTurn
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     """Serves on rank 0."""
     from megatron.inference.generation import lead
-    from megatron.inference.serve.requests.served import served_model
-    from megatron.inference.serve.server import Opened
+    from trident.serve.requests.served import served_model
+    from trident.serve.server import Opened
 
     flags = request.own
     server = _server(flags, "random.seed" in request.given, int(request.given.get("random.seed", 1234)))
@@ -163,8 +163,8 @@ def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:
 
 def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:
     """The server, listening but without a model."""
-    from megatron.inference.serve.network import listen
-    from megatron.inference.serve.server import Server
+    from trident.serve.network import listen
+    from trident.serve.server import Server
 
     access = _access(flags)
     listener = listen(flags.host, flags.port)
@@ -174,7 +174,7 @@ def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:
 def _access(flags: ServeFlags) -> Access:
     """Who may use the server; warns if anyone may."""
     from megatron import device
-    from megatron.inference.serve.access import TOKEN_VARIABLE, Access, allowed_hosts, is_loopback, read_token
+    from trident.serve.access import TOKEN_VARIABLE, Access, allowed_hosts, is_loopback, read_token
 
     token = read_token(flags.token_file, device.environment(TOKEN_VARIABLE))
     if token is None and not is_loopback(flags.host):
@@ -186,7 +186,7 @@ def _access(flags: ServeFlags) -> Access:
 
 
 def _limits(flags: ServeFlags) -> ServerLimits:
-    from megatron.inference.serve.requests.limits import ServerLimits
+    from trident.serve.requests.limits import ServerLimits
 
     return ServerLimits(
         body_bytes=flags.max_body_bytes,
@@ -200,7 +200,7 @@ def _limits(flags: ServeFlags) -> ServerLimits:
 
 def _single_turn(flags: ServeFlags, has_seed: bool, seed: int) -> SingleTurn:
     from megatron.inference.sampling import Sampling
-    from megatron.inference.serve.single_turn import SingleTurn
+    from trident.serve.single_turn import SingleTurn
 
     return SingleTurn(Sampling.of_flags(flags, seed), flags.max_length, has_seed)
 

@@ -29,7 +29,7 @@ from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.config.flags.paths import prefix_problems
 
 if TYPE_CHECKING:
-    from megatron.corpus.workers.progress_line import ProgressLine
+    from trident.corpus.workers.progress_line import ProgressLine
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class TrainTokenizerFlags(ConfigSection):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
-    from megatron.corpus.vocabulary.learning import check_vocabulary_place, save_vocabulary, special_tokens
     from megatron.tokenizers.tokenizer_files import require_tokenizers
+    from trident.corpus.vocabulary.learning import check_vocabulary_place, save_vocabulary, special_tokens
 
     require_tokenizers()
     check_vocabulary_place(flags.output_prefix, flags.model_type)
@@ -107,9 +107,9 @@ def main() -> int:
 
 def _learned(flags: TrainTokenizerFlags, special: tuple[str, ...]) -> dict[str, bytes]:
     """Trains the tokenizer; returns the contents of its files by suffix."""
-    from megatron.corpus.vocabulary.learning import byte_level_files, train_byte_level
-    from megatron.corpus.vocabulary.unigram import train_unigram
-    from megatron.corpus.vocabulary.wordpiece import train_wordpiece
+    from trident.corpus.vocabulary.learning import byte_level_files, train_byte_level
+    from trident.corpus.vocabulary.unigram import train_unigram
+    from trident.corpus.vocabulary.wordpiece import train_wordpiece
 
     shows = sys.stderr.isatty()
     if flags.model_type == "unigram":
@@ -130,10 +130,10 @@ def _learned(flags: TrainTokenizerFlags, special: tuple[str, ...]) -> dict[str, 
 
 def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     """The texts to train on; shows progress while they are read."""
-    from megatron.corpus.inputs.input_blocks import total_bytes
-    from megatron.corpus.inputs.input_paths import expand_inputs, read_separator
-    from megatron.corpus.vocabulary.learning import drawn_texts, texts_of
-    from megatron.corpus.workers.progress_line import ProgressLine
+    from trident.corpus.inputs.input_blocks import total_bytes
+    from trident.corpus.inputs.input_paths import expand_inputs, read_separator
+    from trident.corpus.vocabulary.learning import drawn_texts, texts_of
+    from trident.corpus.workers.progress_line import ProgressLine
 
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     inputs = expand_inputs(flags.input, separator)

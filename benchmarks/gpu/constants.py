@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks.gpu.shapes import SHAPES
 from megatron.errors import ConfigError
 from megatron.files.replacing import write_atomically
-from megatron.planning.hardware import Device, device_of
-from megatron.planning.requests import cluster_of, job_of, layout_of, read_planned
-from megatron.planning.search import LayoutEstimate, estimate
+from trident.plan.hardware import Device, device_of
+from trident.plan.requests import cluster_of, job_of, layout_of, read_planned
+from trident.plan.search import LayoutEstimate, estimate
 
 TOKENS = 16384  # of a step, in one pass
 # What is fitted. Where products and attention are half as fast is left as it is: few steps say little about it.

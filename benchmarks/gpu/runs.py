@@ -13,11 +13,11 @@ from benchmarks.gpu.context import Context
 from benchmarks.gpu.shapes import Shape
 from megatron.config import RunRequest, parse
 from megatron.config.schedule import learning_rate
-from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.kernels.native.library import library
 from megatron.train.build import open_run
 from megatron.train.run import Run
+from trident.corpus.vocabulary.learning import save_byte_level_vocabulary
 
 END_OF_DOCUMENT = "<|endoftext|>"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 BASE_ERROR = "MegatronError"
 VALUE = "…"
-_PATTERNS = ("megatron/**/*.py", "tools/**/*.py", "tasks/**/*.py", "examples/**/*.py")
+_PATTERNS = ("megatron/**/*.py", "trident/**/*.py", "tools/**/*.py", "tasks/**/*.py", "examples/**/*.py")
 _FEWEST_WORDS = 4  # of a sentence that is not raised where it is written
 _WORD = re.compile(r"[A-Za-z][\w'-]+")
 

@@ -89,9 +89,9 @@ def _network_words(checkpoints: Path, trained_layers: int) -> list[str]:
         ConfigError: it has fewer layers.
     """
     from megatron.checkpoint import newest_record
-    from megatron.convert.hugging_face.model_file import model_flags
     from megatron.parallel.mesh import ParallelMesh
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+    from trident.convert.hugging_face.model_file import model_flags
 
     found = newest_record(checkpoints, ParallelMesh.single())
     if found is None:

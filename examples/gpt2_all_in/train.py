@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, others = read_program(AllInOneFlags, sys.argv[1:] if argv is None else argv, "train.py", __doc__ or "")
     words, wanted, text = command_line(flags, others), flags.wanted_device(), flags.text()
     if text is not None and text.text_folder is not None:
-        from megatron.corpus.training_text import TextRecipe, prepare_text
         from megatron.train.preflight.checks import checked_request
+        from trident.corpus.training_text import TextRecipe, prepare_text
 
         checked_request(read_flags(words, program=PROGRAM), has_data=False)
         recipe = TextRecipe('"trainer.dataset"', '"trainer.log_path"')

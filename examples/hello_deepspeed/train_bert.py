@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(own: HelloDeepSpeedFlags, words: Sequence[str]) -> int:
     """Prepares the dataset where that is still to be done, and trains; also for train_bert_ds.py."""
     own = continued(own)
-    from megatron.corpus.training_text import prepare_text
+    from trident.corpus.training_text import prepare_text
 
     prepare_text(own.dataset, own.tokenizer, own.prepared)
     return pretrain_gpt.train([*own.words(), *words], own.program)

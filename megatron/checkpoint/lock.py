@@ -87,6 +87,7 @@ class CheckpointLock:
         self._handle: int | None = None
         self._own: Holder | None = None
         self._stop = threading.Event()
+        self._checking = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> CheckpointLock:
@@ -112,7 +113,7 @@ class CheckpointLock:
             raise StorageError(file_problem)
 
     def check(self) -> None:
-        """Does nothing on ranks other than 0.
+        """Makes a directory that was deleted as a whole again; does nothing on ranks other than 0.
 
         Raises:
             CheckpointError: another job has taken the lock over, because this one looked dead.
@@ -121,6 +122,9 @@ class CheckpointLock:
             return
         holder: Holder | None = None
         try:
+            with self._checking:
+                if not self._path.parent.exists():
+                    self._restore(self._own, self._handle)
             holder = _read_path(self._path)
         except OSError as failure:
             if not isinstance(failure, FileNotFoundError):
@@ -134,6 +138,17 @@ class CheckpointLock:
             f"{self._path} no longer belongs to this job but to {taker}. This job was suspended for too long, or the "
             "file was deleted; it must not write any more. Stop it."
         )
+
+    def _restore(self, own: Holder, handle: int) -> None:
+        """Locks a new directory in place of the one that was deleted, if no other job is faster."""
+        log.warning(f"{self._path.parent} was deleted during the run; it is made again for the next checkpoint")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            new = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            _flock(new)
+            _write_holder(new, own)
+            os.dup2(new, handle, inheritable=False)
+            os.close(new)
 
     def release(self) -> None:
         """Gives the lock back; does nothing when it is not held."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.manifests.texts import SEAL_BYTES, digest_in, parsed, read_whole
-from megatron.checkpoint.manifests.version_1 import read_version_1
 from megatron.checkpoint.manifests.version_2 import FORMAT, FORMAT_VERSION, read_version_2
 from megatron.checkpoint.storage import DISK, Storage, read_tail, unreadable
 from megatron.errors import CheckpointError, DamagedError, MegatronError, StorageError, printable
@@ -124,11 +123,9 @@ def _checked(path: Path, text: bytes | bytearray, digest: str, storage: Storage)
         shown = printable(values.get("format"))
         raise CheckpointError(f"{path} has format {shown}, not {FORMAT!r}: another program wrote it.")
     version = values.get("format_version")
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {printable(version)}; this program reads 1 to {FORMAT_VERSION}. "
+            f"{path} has format_version {printable(version)}; this program reads {FORMAT_VERSION}. "
             "Read it with the program version that wrote it."
         )
-    if version == 1:
-        return read_version_1(path, values, digest)
     return read_version_2(path, values, digest, storage)

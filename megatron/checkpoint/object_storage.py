@@ -1,8 +1,8 @@
 """Checkpoints in object stores, by addresses such as `s3://bucket/run`, through fsspec.
 
 A store has no renames and no half-written objects: an object appears when it is closed, and a folder is renamed object
-by object, its manifest last, so that a checkpoint without a manifest is one that was never published. There are no
-links, no free space to ask for, and nothing to synchronize.
+by object, its manifest last, so that a checkpoint without a manifest is none. There are no links, no free space to ask
+for, and nothing to synchronize.
 """
 
 from __future__ import annotations
@@ -54,10 +54,14 @@ class ObjectStorage:
         """Whether it has opened this file."""
         return handle >= _FIRST_HANDLE
 
-    def make_directories(self, path: Path) -> None:
+    def make_directories(self, path: Path | int) -> None:
         """Nothing to do: folders of a store are beginnings of names. A bucket must exist."""
 
-    make_directory = sync_directory = make_directories
+    make_directory = sync_directory = sync = free_bytes = make_directories
+
+    def is_link(self, path: Path) -> bool:
+        """No: a store has none."""
+        return False
 
     @_with_os_errors
     def names(self, path: Path) -> list[str]:
@@ -105,32 +109,19 @@ class ObjectStorage:
 
     @_with_os_errors
     def rename(self, source: Path, target: Path) -> None:
-        """Copies within the store and removes the source: of a folder, the manifest is copied last and removed first.
-
-        An object at the target is replaced. What a rename that was interrupted left there is removed.
-        """
+        """Copies a folder within the store and removes the source; the manifest is copied last and removed first."""
         (store, old), (_, new) = self._at(source), self._at(target)
-        store.invalidate_cache()
-        if not store.isdir(old):
-            store.cp_file(old, new)
-            store.rm(old)
-            return
         if self.exists(target):
-            if self.exists(target / _MANIFEST):
-                raise FileExistsError(errno.EEXIST, "it exists", new)
-            store.rm(new, recursive=True)
-        objects = sorted(store.find(old), key=lambda name: PurePosixPath(name).name == _MANIFEST)
-        for name in objects:
+            raise FileExistsError(errno.EEXIST, "it exists", new)
+        for name in reversed(self._objects(store, old)):
             store.cp_file(name, new + name.removeprefix(old))
-        for name in reversed(objects):
-            store.rm(name)
+        self.remove_tree(source)
 
     @_with_os_errors
     def remove_tree(self, path: Path) -> None:
         """Removes a folder, its manifest first; a missing one is fine."""
         store, place = self._at(path)
-        store.invalidate_cache()
-        for name in sorted(store.find(place), key=lambda name: PurePosixPath(name).name != _MANIFEST):
+        for name in self._objects(store, place):
             store.rm(name)
         if self.exists(path):
             store.rm(place, recursive=True)  # where folders are real
@@ -161,6 +152,18 @@ class ObjectStorage:
         content = store.cat_file(place, start=offset_bytes, end=offset_bytes + len(target))
         target[: len(content)] = content
         return len(content)
+
+    def _objects(self, store: Any, place: str) -> list[str]:
+        """The objects below a folder, a manifest first; not by find(), for which a store that refuses holds nothing."""
+        store.invalidate_cache()
+        objects = []
+        with contextlib.suppress(FileNotFoundError):
+            for entry in store.ls(place, detail=True):
+                if entry["type"] != "directory":
+                    objects.append(entry["name"])
+                elif entry["name"].rstrip("/") != place:
+                    objects += self._objects(store, entry["name"].rstrip("/"))
+        return sorted(objects, key=lambda name: PurePosixPath(name).name != _MANIFEST)
 
     def _at(self, path: Path) -> tuple[Any, str]:
         """The store of a path, which `Path` has taken a slash from, and the place in it."""

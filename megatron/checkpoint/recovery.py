@@ -16,7 +16,7 @@ import torch
 from megatron import log
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
-from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
+from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX, unfinished_in
 from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files
 from megatron.checkpoint.storage import DISK, Storage, read_head
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
@@ -74,7 +74,7 @@ def find(directory: Path, *, storage: Storage = DISK) -> list[Candidate]:
     """
     directory = Path(directory)
     try:
-        names = storage.names(directory)
+        names, unfinished = storage.names(directory), unfinished_in(directory, storage)
     except FileNotFoundError:
         return []
     except OSError as failure:
@@ -83,6 +83,7 @@ def find(directory: Path, *, storage: Storage = DISK) -> list[Candidate]:
         ) from failure
     if MANIFEST_NAME in names:
         return [Candidate(directory, folder_step(directory.name) or 0)]
+    names = [name for name in names if name not in unfinished]
     folders = [
         (step, not name.startswith(ASIDE_PREFIX), name) for name in names if (step := folder_step(name)) is not None
     ]
@@ -105,7 +106,7 @@ def find(directory: Path, *, storage: Storage = DISK) -> list[Candidate]:
             "Convert it first (tools/convert/import_megatron.py, tools/convert/import_hf.py), or give --load a "
             "directory that is empty to start from scratch."
         )
-    if any(name.startswith(TEMPORARY_PREFIX) for name in names):
+    if unfinished or any(name.startswith(TEMPORARY_PREFIX) for name in names):
         log.warning(
             f"{directory} holds an unfinished first save and nothing else: there is no checkpoint to continue from"
         )

@@ -139,6 +139,8 @@ def write_snapshot(
     run = run_on_first(mesh, lambda: _check_request(step, record))
     temporary = temporary_folder(directory, step, run)
     need_bytes = int(all_reduce_sum(torch.tensor([taken.size_bytes], dtype=torch.int64), mesh.control))
+    if options.lock is not None:
+        run_on_first(mesh, options.lock.check)
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage))
     try:
         written = _gather_written(mesh, lambda: _write_own(temporary, taken, options, mesh) if taken.listed else None)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, final
 
 from megatron.checkpoint.object_storage import ObjectStorage
 from megatron.config.flags.paths import is_address
@@ -122,76 +124,23 @@ class Storage:
         return len(content)
 
 
+@final
 class _Places(Storage):
     """Folders on disks and addresses in object stores: each path, and each file opened by it, where it belongs."""
 
     def __init__(self) -> None:
         self._objects = ObjectStorage()
+        for name in set(vars(Storage)) & set(dir(ObjectStorage)):
+            if not name.startswith("_"):
+                setattr(self, name, self._placed(getattr(super(), name), getattr(self._objects, name)))
 
-    def make_directory(self, path: Path) -> None:
-        if not is_address(path):
-            super().make_directory(path)
+    def _placed(self, on_disk: Callable[..., Any], in_store: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(on_disk)
+        def operation(place: Path | int, *rest: Any) -> Any:
+            is_object = is_address(place) if isinstance(place, Path) else self._objects.owns(place)
+            return (in_store if is_object else on_disk)(place, *rest)
 
-    def make_directories(self, path: Path) -> None:
-        if not is_address(path):
-            super().make_directories(path)
-
-    def names(self, path: Path) -> list[str]:
-        return self._objects.names(path) if is_address(path) else super().names(path)
-
-    def exists(self, path: Path) -> bool:
-        return self._objects.exists(path) if is_address(path) else super().exists(path)
-
-    def create(self, path: Path) -> int:
-        return self._objects.create(path) if is_address(path) else super().create(path)
-
-    def write(self, handle: int, content: memoryview) -> int:
-        return self._objects.write(handle, content) if self._objects.owns(handle) else super().write(handle, content)
-
-    def sync(self, handle: int) -> None:
-        if not self._objects.owns(handle):
-            super().sync(handle)
-
-    def close(self, handle: int) -> None:
-        if self._objects.owns(handle):
-            self._objects.close(handle)
-        else:
-            super().close(handle)
-
-    def sync_directory(self, path: Path) -> None:
-        if not is_address(path):
-            super().sync_directory(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        if is_address(source):
-            self._objects.rename(source, target)
-        else:
-            super().rename(source, target)
-
-    def remove_tree(self, path: Path) -> None:
-        if is_address(path):
-            self._objects.remove_tree(path)
-        else:
-            super().remove_tree(path)
-
-    def remove_file(self, path: Path) -> None:
-        if is_address(path):
-            self._objects.remove_file(path)
-        else:
-            super().remove_file(path)
-
-    def free_bytes(self, path: Path) -> int | None:
-        return None if is_address(path) else super().free_bytes(path)
-
-    def open_to_read(self, path: Path) -> tuple[int, int]:
-        return self._objects.open_to_read(path) if is_address(path) else super().open_to_read(path)
-
-    def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
-        return (
-            self._objects.read_into(handle, target, offset_bytes)
-            if self._objects.owns(handle)
-            else super().read_into(handle, target, offset_bytes)
-        )
+        return operation
 
 
 DISK = _Places()
@@ -285,6 +234,8 @@ def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError
     advice = f"Free space there or give {flag} another directory."
     if failure.errno == errno.ENOENT:
         advice = f"All nodes must see the same {flag} directory; give one that is shared."
+    elif failure.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        advice = f"Make it writable for this user, or give {flag} another directory."
     elif failure.errno == errno.EFBIG:
         advice = "Files of this process may not be so large: raise its limit (ulimit -f)."
     return StorageError(

@@ -38,6 +38,7 @@ from megatron.config.request_rules import (
     placement_problems,
 )
 from megatron.config.rules.gradient_rules import gradient_figure_problems
+from megatron.config.rules.megatron_lm import megatron_lm_notices
 from megatron.config.rules.multi_token_rules import multi_token_problems
 from megatron.config.run_config import (
     DEFAULT,
@@ -50,6 +51,7 @@ from megatron.config.run_config import (
     sections_of,
 )
 from megatron.config.sections.checkpoints import SavingConfig
+from megatron.config.sections.data import NULL_TOKENIZER
 from megatron.config.sections.model import ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimRequest
 from megatron.config.sequence_rules import sequence_notices, sequence_problems
@@ -213,7 +215,7 @@ def read_flags(
     merged = _merge(reading, flags, own, program)
     refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, merged.values)
     values, group_problems = read_group_files(merged.values)
-    values = _with_stretch(_with_positions(_with_counts(own, values)))
+    values = _with_id_count(_with_stretch(_with_positions(_with_counts(own, values))))
     sections, section_problems, wrong = _build_sections(own, values, merged, reading.spellings)
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
@@ -222,6 +224,7 @@ def read_flags(
         notices += _idle_notices(sections["model"], values)
         notices += masking_notices(sections["loss"], sections["masking"], values)
         notices += _decay_notices(sections["optim"])
+        notices += megatron_lm_notices(sections, values)
         planning = sections["planning"]
         if not (sections["evaluation"].eval_only or planning.plan_only or planning.dry_run_ranks):
             notices += _saving_notices(sections["saving"])
@@ -404,6 +407,14 @@ def _with_stretch(values: Mapping[str, Any]) -> dict[str, Any]:
     if not all(values.get(name) for name in stretch) or "model.rope_scaling_type" in values:
         return dict(values)
     return {"model.rope_original_max_positions": 4096, **values, "model.rope_scaling_type": "yarn"}
+
+
+def _with_id_count(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives NullTokenizer as many ids as the network's vocabulary."""
+    size = values.get("model.vocab_size")
+    if values.get("data.tokenizer_type") != NULL_TOKENIZER or size is None:
+        return dict(values)
+    return {**values, "data.tokenizer_name_or_path": str(size)}
 
 
 def _with_counts(own: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str, Any]:

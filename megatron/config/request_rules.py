@@ -19,6 +19,7 @@ from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
 from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
 from megatron.config.sections.computation import KernelConfig, PrecisionConfig, RecomputeConfig
 from megatron.config.sections.data import (
+    NULL_TOKENIZER,
     SENTENCEPIECE_TOKENIZERS,
     TOKENIZERS,
     WORDPIECE_TOKENIZERS,
@@ -174,6 +175,8 @@ def _tokenizer_problems(data: DataConfig) -> Iterator[str]:
     elif kind in SENTENCEPIECE_TOKENIZERS:
         if data.tokenizer_name_or_path is None and data.vocab_file is None:
             yield f"--tokenizer-model is required by --tokenizer-type {kind}: a SentencePiece .model file."
+    elif kind == NULL_TOKENIZER and data.tokenizer_name_or_path is None:
+        yield f"--vocab-size is required by --tokenizer-type {kind}: the number of its ids."
     elif data.tokenizer_name_or_path is None and kind in TOKENIZERS:
         yield f"--tokenizer-name-or-path is required by --tokenizer-type {kind}: a folder or a hub name."
 

@@ -257,7 +257,7 @@ def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]
 def _annealing_problems(optim: OptimConfig) -> Iterator[str]:
     course, samples = schedule(optim), annealing_samples(optim)
     most = int(course.decay_samples - course.warmup_samples)
-    if optim.train_iters > 0 and samples > most:
+    if optim.train_iters > 0 and samples > max(0, most):
         by_steps = optim.lr_wsd_decay_iters is not None
         unit, size = ("iters", optim.global_batch_size) if by_steps else ("samples", 1)
         yield (

@@ -284,7 +284,7 @@ class DataSources:
 
 @dataclass(frozen=True)
 class _Range:
-    """Sequences [first, last) of a token file with a weight that is not normalised yet."""
+    """Sequences [first, last) of a token file with a weight that is not normalised yet, 0 for its tokens."""
 
     prefix: str
     weight: float
@@ -340,22 +340,25 @@ def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> l
 
 
 def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSources) -> GroupPlan | None:
-    """A group without its sources that have no tokens, the weights of the others summing to 1; None if none has any."""
+    """A group without its empty sources, the weights of the others summing to 1; None if all are empty.
+
+    A range whose documents are all empty is one of them. Ranges without weights are weighed by their tokens.
+    """
     plans = [
         sources[part.prefix].plan(part.first, part.last, name) if part.first < part.last else None for part in ranges
     ]
     planned = tuple(plan for plan in plans if plan is not None and plan.tokens)
-    total = sum(part.weight for part, plan in zip(ranges, plans, strict=True) if plan in planned)
-    members: list[PhaseMember] = []
+    weights: list[float] = []
     for part, plan in zip(ranges, plans, strict=True):
-        if plan in planned:
-            members.append(PhaseMember(len(members), part.weight / total))
+        if plan is not None and plan.tokens:
+            weights.append(part.weight or plan.tokens)
         elif any(plans):
             log.warning(
                 f"{name}: {part.prefix} has no tokens in its range [{part.first}, {part.last}); it is left out"
-                + (f" and its weight {part.weight:g} is shared by the others." if planned else ".")
+                + (f" and its weight {part.weight:g} is shared by the others." if planned and part.weight else ".")
             )
-    return GroupPlan(name, planned, (Phase(0, tuple(members), blended=blended),)) if planned else None
+    members = tuple(PhaseMember(place, weight / sum(weights)) for place, weight in enumerate(weights))
+    return GroupPlan(name, planned, (Phase(0, members, blended=blended),)) if planned else None
 
 
 def _no_training_data_text(data: DataConfig) -> str:

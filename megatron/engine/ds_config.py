@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.files.deepspeed_file import GOVERNED, read_settings
+from megatron.config.files.deepspeed_file import GOVERNED, OFFLOADED_WEIGHTS, read_settings
 from megatron.errors import ConfigError
 
 # We log progress ourselves, and DeepSpeed has no setting for "never print".
@@ -40,6 +40,9 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     extra = {} if path is None else read_settings(path)
     if config.parallel.effective_zero_stage > max(1, config.parallel.zero_stage):
         extra = {key: value for key, value in extra.items() if key not in _OF_LOWER_STAGES}
+    if config.parallel.effective_zero_stage < 3 and "zero_optimization" in extra:  # whoever gave it has been told
+        zero = extra["zero_optimization"]
+        extra["zero_optimization"] = {key: value for key, value in zero.items() if key not in OFFLOADED_WEIGHTS}
     problems += [
         *_accumulation_problems(config, extra),
         *_accumulation_dtype_problems(config, extra),
@@ -111,12 +114,11 @@ def _offload_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
     """Checks that the ZeRO stage has what is to be offloaded."""
     zero, stage = extra.get("zero_optimization", {}), config.parallel.effective_zero_stage
     problems = []
-    for least, name, older in ((1, "offload_optimizer", "cpu_offload"), (3, "offload_param", "cpu_offload_param")):
-        if stage < least and (zero.get(name, {}).get("device", "none") != "none" or zero.get(older)):
-            problems.append(
-                f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.{name}" is set there, but '
-                f"ZeRO stage {stage} divides nothing that could be offloaded. Use --zero-stage {least} or remove it."
-            )
+    if stage == 0 and (zero.get("offload_optimizer", {}).get("device", "none") != "none" or zero.get("cpu_offload")):
+        problems.append(
+            f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.offload_optimizer" is set '
+            "there, but ZeRO stage 0 divides nothing that could be offloaded. Use --zero-stage 1 or remove it."
+        )
     ratio = offloaded_ratio(zero)
     if ratio < 1 and 1 <= stage < 3:
         problems.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from megatron.engine.deepspeed_setup import (
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateGate
@@ -66,6 +68,8 @@ class Engine:
         freezing: which parameters are not trained, or not since the beginning.
         pipeline: how the layers are divided over the ranks of a pipeline.
         measures: what is measured of gradients, see `GradientFigures`; nothing can be with ZeRO 3.
+        checks_own: whether each rank looks for NaN and infinity in its loss and gradients before they are summed over
+            ranks; with ZeRO 3, in its loss.
 
     Attributes:
         stack: this rank's layers, of all its chunks.
@@ -92,6 +96,7 @@ class Engine:
         freezing: Freezing = EVERYTHING_IS_TRAINED,
         pipeline: PipelineSettings = ONE_FORWARD_ONE_BACKWARD,
         measures: Collection[str] = (),
+        checks_own: bool = False,
     ) -> None:
         self.objective = objective
         self.optim = optim
@@ -129,6 +134,7 @@ class Engine:
         self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16, on_device=on_device)
         self.view.guard(self.gate)
         self._gradient_figures = self._build_figures(measures)
+        self._checks_own = checks_own
 
     def _build_figures(self, measures: Collection[str]) -> GradientFigures | None:
         if not measures or not isinstance(self.view, GradientOwner):
@@ -161,7 +167,7 @@ class Engine:
         if gradients is None or self.chunks.count == 1:
             return PlainPasses(self.deepspeed, self.stack, gradients, self._enter, adds_up=self.view.is_direct)
         runner = ChunkRunner(self.stack, self.chunks, splits_backward=pipeline.splits_backward)
-        executor = Executor(runner, self.mesh.pp, gradients.accumulate, self._enter)
+        executor = Executor(runner, self.mesh.pp, self.mesh.world, gradients.accumulate, self._enter)
         return PipelinePasses(executor, pipeline, gradients, self.deepspeed, self._enter)
 
     @property
@@ -291,6 +297,9 @@ class Engine:
             set_weight_decay(self.optimizer, weight_decay)
         batches = self._prepare(micro_batches)
         verdict = self.gate.expect(self._figures)
+        self._finite_check = FiniteCheck() if self._checks_own else None
+        if self._finite_check is not None and isinstance(self.view, GradientOwner):
+            self.view.look_at_own(self._finite_check.look)
         if not self.module.training:
             self.module.train()
         with timed_messages(self.mesh.stopwatch):
@@ -309,6 +318,7 @@ class Engine:
             verdict=verdict,
             loss_scale=self._loss_scale(),
             gradients=self._gradient_figures,
+            finite_check=self._finite_check,
         )
 
     def _update_states(self) -> None:
@@ -385,11 +395,15 @@ class Engine:
     def _figures(self) -> torch.Tensor:
         """What the step is judged by, when its gradients are complete: see `UpdateGate.expect`."""
         norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
-        figures = [norm.reshape(1), self._losses.totals.over_ranks(self.mesh)]
+        totals, wrong = self._losses.totals, None
+        if self._finite_check is not None:
+            wrong = self._finite_check.is_wrong(totals.losses or [totals.sums[:1].clone()])
+        figures = [norm.reshape(1), totals.over_ranks(self.mesh)]
         if self._gradient_figures is not None:
             figures.append(self._gradient_figures.measure(self._losses.micro_batches, self._loss_scale()))
         self._step_figures = torch.cat(figures)
-        return self._step_figures if len(self._step_figures) == 3 else self._step_figures[:3]
+        judged = self._step_figures[:3]
+        return judged if wrong is None else judged.masked_fill(wrong, math.nan)  # also copies that the norm leaves out
 
     def _loss_scale(self) -> float | torch.Tensor:
         return self.view.loss_scale() if self.precision.fp16 else 1.0

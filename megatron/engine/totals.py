@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron import device
+from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS, GradientFigures, NoiseEstimate
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateDecision
 from megatron.objective.base import ObjectiveResult
@@ -20,12 +21,16 @@ class StepTotals:
 
     Args:
         metric_sizes: name and length of every metric.
+
+    Attributes:
+        losses: the loss sum of each micro-batch that was added by itself. Each `[1]`.
     """
 
     def __init__(self, metric_sizes: Mapping[str, int], on_device: torch.device) -> None:
         self._sizes, self._device = dict(metric_sizes), on_device
         self._sums: torch.Tensor | None = None  # none before the first micro-batch
         self._is_reduced = False
+        self.losses: list[torch.Tensor] = []
 
     def add(self, result: ObjectiveResult, auxiliary: Mapping[str, torch.Tensor]) -> None:
         """Adds one micro-batch, without synchronizing.
@@ -34,6 +39,7 @@ class StepTotals:
             auxiliary: auxiliary losses of layers; those that the objective lists as metrics are added.
         """
         parts = [result.loss_sum.detach().reshape(1), result.token_count.reshape(1)]
+        self.losses.append(parts[0])
         for name, size in self._sizes.items():
             value = result.metrics.get(name, auxiliary.get(name))
             parts.append(parts[0].new_zeros(size) if value is None else value.reshape(size))
@@ -94,6 +100,7 @@ class StepResult:
             loss_scale: the loss scale (1 outside fp16).
             verdict: what became of its update; None for a step that was applied.
             gradients: what was measured of the gradients; None for their norm alone.
+            finite_check: what this rank saw of its own loss and gradients; None if it did not look.
     """
 
     def __init__(
@@ -106,7 +113,9 @@ class StepResult:
         loss_scale: float | torch.Tensor = 1.0,
         verdict: StepVerdict | None = None,
         gradients: GradientFigures | None = None,
+        finite_check: FiniteCheck | None = None,
     ) -> None:
+        self.finite_check = finite_check
         self.sample_count = sample_count
         self._micro_batch_size, self._gradients = micro_batch_size, gradients
         self._verdict = verdict

@@ -12,18 +12,17 @@ from megatron.files.replacing import sync_file
 _FLAGS = os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
-def append_line(path: Path, line: str, *, durable: bool = False, mode: int = 0o666) -> None:
+def append_line(path: Path, line: str, *, durable: bool = False) -> None:
     """Adds a line to a plain file, which is made if it is missing; a link is not followed.
 
     Args:
         line: without its end.
         durable: waits until it is on the disk.
-        mode: the permissions of a new file, before the umask.
 
     Raises:
         OSError: the file system refused.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | _FLAGS, mode)
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | _FLAGS, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -43,7 +42,7 @@ class LogCopy:
         self.lost = 0
         self.reason = ""
         self._is_torn = False
-        self._descriptor = os.open(path, os.O_WRONLY | _FLAGS, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | _FLAGS, 0o666)
 
     def append(self, text: str) -> bool:
         """Appends a message, on a line of its own after one that was written in part; whether it was written."""

@@ -8,6 +8,7 @@ cannot be read, which names the flag and the way out, is true of these as well.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -116,6 +117,14 @@ def parse_json(text: bytes | str, most_values: int = MOST_JSON_VALUES) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def sha256_of(stream: BinaryIO) -> str:
+    """The SHA-256 of the rest of a stream, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    while chunk := stream.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def is_shell_pipe(path: str | os.PathLike[str], mode: int) -> bool:

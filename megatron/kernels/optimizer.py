@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -15,8 +15,6 @@ from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 
 Groups = Iterable[dict[str, Any]]
-# A group, those of its parameters that have a gradient, and a copy of each in half precision, if they are kept.
-_Chosen = tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]
 
 # Of each moment in the state of bitsandbytes: its codes, the scale of each block of 256, and the value of each code.
 _PACKED: Mapping[str, tuple[str, str, str]] = types.MappingProxyType(
@@ -25,6 +23,19 @@ _PACKED: Mapping[str, tuple[str, str, str]] = types.MappingProxyType(
 _BLOCK = 256
 
 _Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
+
+
+class _Chosen(NamedTuple):
+    """What an update changes of a group: parameters, and the copy of each in half precision, if they are kept.
+
+    There is a gradient for each parameter, or for each part of the only one, from its first element on.
+    """
+
+    group: dict[str, Any]
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    copies: list[torch.Tensor]
+
 
 # Where a function that must not be compiled keeps its uncompiled form, once it has been called.
 _UNCOMPILED = "__dynamo_disable"
@@ -135,6 +146,7 @@ def update(
     gradient_factor: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
     copies: Sequence[Sequence[torch.Tensor]] = (),
+    pieces: Sequence[Sequence[torch.Tensor]] = (),
 ) -> None:
     """One update of what has a gradient, by any of the optimizers; waits for nothing.
 
@@ -144,12 +156,13 @@ def update(
         gradient_factor: gradients are multiplied by it; unless the optimizer is compiled, that changes them.
         skip: one float32; unless it is 0, no weight, moment or count changes. For optimizers that `can_skip`.
         copies: for each group and parameter, a tensor that receives the new weights.
+        pieces: for the compiled AdamW, see `FusedAdamW.step`.
     """
     step: Any = type(optimizer).step
     is_half = all(narrow.dtype is not torch.float32 for group in copies for narrow in group)
     factor = 1.0 if gradient_factor is None else gradient_factor
     if isinstance(optimizer, AdamW) and is_half:
-        step(optimizer, gradient_factor=factor, skip=skip, copies=copies or None)
+        step(optimizer, gradient_factor=factor, skip=skip, copies=copies or None, pieces=pieces)
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, FusedAdamW):
@@ -196,6 +209,7 @@ class FusedAdamW(torch.optim.AdamW):
         gradient_factor: float | torch.Tensor = 1.0,
         skip: torch.Tensor | None = None,
         copies: Sequence[Sequence[torch.Tensor]] | None = None,
+        pieces: Sequence[Sequence[torch.Tensor]] = (),
     ) -> float | None:
         """Updates the parameters that have a gradient.
 
@@ -203,6 +217,8 @@ class FusedAdamW(torch.optim.AdamW):
             gradient_factor: gradients are multiplied by it. A float32 tensor is read on the device.
             skip: one float32; unless it is 0, nothing changes.
             copies: for each group and parameter, a tensor in half precision that receives the new weights.
+            pieces: for each group, whose only parameter is flat, the gradients of the parts that follow one another
+                from its first element on, in any of the dtypes; in place of its own gradient. For `AdamW`.
 
         Raises:
             ConfigError: an option of `torch.optim.AdamW` is set that this one lacks.
@@ -219,10 +235,15 @@ class FusedAdamW(torch.optim.AdamW):
         chosen = []
         for number, group in enumerate(self.param_groups):
             _check_options(group)
+            if pieces:
+                narrow = [] if copies is None else list(copies[number])
+                chosen.append(_Chosen(group, group["params"], list(pieces[number]), narrow))
+                continue
             places = [place for place, parameter in enumerate(group["params"]) if parameter.grad is not None]
             if places:
                 narrow = [] if copies is None else [copies[number][place] for place in places]
-                chosen.append((group, [group["params"][place] for place in places], narrow))
+                updated = [group["params"][place] for place in places]
+                chosen.append(_Chosen(group, updated, [each.grad for each in updated], narrow))
         if chosen:
             self._update(chosen, gradient_factor, skip)
         return loss
@@ -236,12 +257,12 @@ class FusedAdamW(torch.optim.AdamW):
             divisor = gradient_factor.reciprocal()
         elif gradient_factor != 1.0:
             divisor = torch.full((), 1 / gradient_factor, device=chosen[0][1][0].device)
-        for group, parameters, copies in chosen:
+        for group, parameters, gradients, copies in chosen:
             averages, squares, counts = self._moments(parameters)
             torch._foreach_add_(counts, 1 if counted is None else [counted] * len(counts))
             torch._fused_adamw_(
                 parameters,
-                [parameter.grad for parameter in parameters if parameter.grad is not None],
+                gradients,
                 averages,
                 squares,
                 [],
@@ -289,12 +310,21 @@ class AdamW(FusedAdamW):
     def _update(
         self, chosen: Sequence[_Chosen], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
     ) -> None:
-        for group, parameters, copies in chosen:
+        for group, parameters, gradients, copies in chosen:
             on_device = [each if isinstance(each, torch.Tensor) else None for each in (group["lr"], gradient_factor)]
+            *moments, counts = self._moments(parameters)
+            whole = counts[0]
+            is_cut = len(gradients) != len(parameters) or gradients[0].shape != parameters[0].shape
+            if is_cut:
+                gradients = [gradient.view(-1) for gradient in gradients]
+                sizes = [len(gradient) for gradient in gradients]
+                parameters, copies, *moments = (_parts(each, sizes) for each in (parameters, copies, *moments))
+                counts = list(whole.repeat(len(sizes)).unbind())
             torch.ops.megatron.adamw_(
                 parameters,
-                [_alike(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None],
-                *self._moments(parameters),
+                [_alike(*pair) for pair in zip(gradients, parameters, strict=True)],
+                *moments,
+                counts,
                 copies,
                 0.0 if on_device[0] is not None else group["lr"],
                 *group["betas"],
@@ -304,6 +334,8 @@ class AdamW(FusedAdamW):
                 *on_device,
                 skip,
             )
+            if is_cut:
+                whole.copy_(counts[0])
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         if parameter.dtype != torch.float32:
@@ -383,6 +415,11 @@ def _pack(state: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) ->
     relative = blocks / largest.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     codes.view(-1).copy_(torch.bucketize(relative, between).view(-1)[: len(flat)])
     state[scale].copy_(largest)
+
+
+def _parts(whole: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The parts of a flat tensor, the only one, of these sizes from its first element on; none of none."""
+    return [part for each in whole for part in each.split([*sizes, len(each) - sum(sizes)])[: len(sizes)]]
 
 
 def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from megatron import log
 from megatron.config import NO_PROGRAM, ConfigSection, PathUse, Program, flag, parse
 from megatron.config.world import fit_layout, world_problems
 from megatron.errors import ConfigError, ExitCode
-from megatron.launch.bundles.making import bundled_command, ensure_bundle
 from megatron.launch.hostfile import Host, named_hosts, read_hostfile
 from megatron.launch.node import Node, rank_commands, run_node
 from megatron.launch.plan import Plan, choose_devices, choose_hosts, passed_environment, slurm_hosts
@@ -54,11 +53,6 @@ class LaunchRequest(ConfigSection):
     )
     settle_seconds: float = flag(10.0, "time for the other ranks to end by themselves after one has failed", at_least=0)
     grace_seconds: float = flag(30.0, "time they then have between SIGTERM and SIGKILL", at_least=0)
-    bundle: str | None = flag(
-        None,
-        "file with the compiled modules of a start, which all hosts can read; made if it is missing or out of date",
-        path=PathUse.NEW_FILE,
-    )
     skip_check: bool = flag(False, "start without checking the program's flags and layout")
     follow_input: bool = flag(False, "end the ranks when standard input ends; set for hosts reached with ssh")
 
@@ -151,7 +145,6 @@ def _run_here(request: LaunchRequest, program: Sequence[str]) -> int:
         )
     if port is None:
         port = _PORT if request.dry_run else _free_port_here()
-    program = _with_bundle(request, program)
     node = Node(_node_rank(request, nodes), nodes, devices, request.master_address or "127.0.0.1", port)
     command = [request.python, "-u", *program]
     if request.dry_run:
@@ -183,7 +176,6 @@ def _run_on_hosts(request: LaunchRequest, program: Sequence[str], launcher: str)
     devices = choose_devices([] if is_free else hosts, request.devices_per_node)
     environment = passed_environment(os.environ, request.env)
     _check(request, program, len(hosts) * devices)
-    program = _with_bundle(request, program)
     plan = Plan(
         hosts=hosts,
         devices=devices,
@@ -206,16 +198,6 @@ def _run_on_hosts(request: LaunchRequest, program: Sequence[str], launcher: str)
     if request.slurm:
         become_srun(plan)
     return run_by_ssh(plan)
-
-
-def _with_bundle(request: LaunchRequest, program: Sequence[str]) -> Sequence[str]:
-    """The program, run with --bundle if that is given; the file is made here, before any rank starts."""
-    if request.bundle is None:
-        return program
-    path = Path(request.bundle).absolute()
-    if not request.dry_run:
-        ensure_bundle(path, request.python)
-    return [*bundled_command(path), *program]
 
 
 def _check(request: LaunchRequest, program: Sequence[str], world_size: int) -> None:

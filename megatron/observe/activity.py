@@ -129,7 +129,7 @@ class Activity:
             return
         try:
             line = json.dumps({"at": time.time(), **values}, ensure_ascii=False)
-            append_line(self._folder / name, line, mode=0o644)
+            append_line(self._folder / name, line)
         except OSError as failure:
             self._warn(name, failure)
 

@@ -62,7 +62,7 @@ class MetricsFile:
         self._is_torn = False
         self._is_open = False
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as failure:
             raise StorageError(
                 f"{self.path} cannot be opened for writing: {failure.strerror}. Choose another folder (--run-dir)."

@@ -7,13 +7,10 @@ killed continues with the files that are missing.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +18,15 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from megatron.checkpoint.keeping.listing import steps_in
-from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from megatron.checkpoint.publish import HINT_NAME, TEMPORARY_PREFIX
+from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest, stored_digest
+from megatron.checkpoint.manifests.contents import Manifest
+from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
+from megatron.checkpoint.record import run_id_of
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from megatron.files.plain import open_plain, read_plain
-from megatron.files.replacing import move, sync_file
+from megatron.files.plain import open_plain, parse_json, read_plain, sha256_of
 
 _CHECKPOINT = "iter_"
-_WRITTEN_LAST = (HINT_NAME,)
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = lambda te
 
     Raises:
         ConfigError: there is no such folder, or the destination is in it.
-        CheckpointError: the place holds another checkpoint of the same step.
-        DamagedError: a checkpoint does not match its manifest.
+        CheckpointError: the place holds another run's checkpoint of the same step.
+        DamagedError: a checkpoint does not match its manifest; everything else was sent.
         StorageError: the place cannot be read or written, or what arrived is not what was sent.
     """
     run = run.resolve()
@@ -69,16 +66,24 @@ def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = lambda te
     files: list[str] = []
     sent_bytes = 0
     plain = list(_plain_files(run))
-    for path in [path for path in plain if path.name not in _WRITTEN_LAST]:
+    for path in [path for path in plain if path.name != HINT_NAME]:
         sent_bytes += _copy_file(run, path, place, target, files)
+    damaged: list[DamagedError] = []
     for folder in sorted(_checkpoints(run), key=lambda path: path.name):
-        size = _copy_checkpoint(run, folder, place, target, say)
+        size = None
+        try:
+            size = _copy_checkpoint(run, folder, place, target, say)
+        except DamagedError as damage:  # is no reason to leave out later ones
+            damaged.append(damage)
         if size is not None:
             checkpoints.append(folder.relative_to(run).as_posix())
             say(f"copied {checkpoints[-1]} ({size} bytes)")
             sent_bytes += size
-    for path in [path for path in plain if path.name in _WRITTEN_LAST]:
+    for path in [path for path in plain if path.name == HINT_NAME]:
         sent_bytes += _copy_file(run, path, place, target, files)
+    if damaged:
+        raise damaged[0]
+    place.sweep(target)
     return Copied(tuple(checkpoints), tuple(files), sent_bytes)
 
 
@@ -108,7 +113,6 @@ def _copy_checkpoint(
     """
     try:
         manifest = read_manifest(folder, Storage())
-        files = list(manifest.files)
         text = read_plain(folder / MANIFEST_NAME)
     except (DamagedError, FileNotFoundError) as failure:
         if folder.exists():  # otherwise the run has deleted it meanwhile
@@ -116,192 +120,169 @@ def _copy_checkpoint(
         return None
     final = target / folder.relative_to(run).as_posix()
     digest = hashlib.sha256(text).hexdigest()
-    there = place.digests(final, (MANIFEST_NAME,))
-    if there.get(MANIFEST_NAME) == digest:
+    there = place.digests(final, (MANIFEST_NAME,)).get(MANIFEST_NAME)
+    if there == digest:
         return None
-    if there:
-        raise CheckpointError(
-            f"{place} holds another checkpoint {final} than {folder}. Copy the run to another place, or remove the one "
-            "that is there."
-        )
-    wanted = {index.name: index.sha256 for index in manifest.indexes} | {MANIFEST_NAME: digest}
-    wanted |= {file.name: file.sha256 for file in files}
-    temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{digest[:16]}")
+    if there is not None:
+        _check_same_run(place, final, folder, manifest)
+    wanted = {index.name: index.sha256 for index in manifest.indexes}
+    wanted |= {file.name: file.sha256 for file in manifest.files} | {MANIFEST_NAME: digest}
+    temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{digest}")
     arrived = place.digests(temporary, tuple(wanted))
-    for name in (name for name, right in wanted.items() if arrived.get(name) != right):
-        place.write(temporary / name, folder / name)
-    arrived = place.digests(temporary, tuple(wanted))
-    wrong = [name for name, right in wanted.items() if arrived.get(name) != right]
-    if wrong:
+    sent_bytes = 0
+    for name, right in wanted.items():
+        try:
+            with open_plain(folder / name, buffering=0) as source:
+                size_bytes = os.fstat(source.fileno()).st_size
+                if arrived.get(name) == right or place.write(temporary / name, source, size_bytes) == right:
+                    sent_bytes += size_bytes
+                    continue
+            problem = f"{name} of {folder} does not match its manifest after it was copied to {place}"
+        except OSError as failure:
+            problem = f"{folder / name} cannot be read: {failure.strerror}"
+        if stored_digest(folder, Storage()) != manifest.digest:
+            say(f"left out {folder}: the run has deleted or replaced it meanwhile")
+            return None
         raise DamagedError(
-            f"{wrong[0]} of {folder} does not match its manifest after it was copied to {place}. Check the checkpoint "
-            f"(python tools/checkpoints.py verify {folder.parent}), then copy it again."
+            f"{problem}. Check the checkpoint (python tools/checkpoints.py verify {folder.parent}), then copy it again."
         )
-    place.rename(temporary, final, replaces=False)
-    in_files = sum(file.size_bytes for file in files) + sum(index.size_bytes for index in manifest.indexes)
-    return in_files + len(text)
+    place.rename(temporary, final, replaces=there is not None)
+    return sent_bytes
 
 
-def _content(path: Path) -> bytes:
-    with open_plain(path) as stream:
-        return stream.read()
+def _check_same_run(place: CopyPlace, final: PurePosixPath, folder: Path, manifest: Manifest) -> None:
+    """Checks that a step was saved again by the run whose checkpoint of this step is there.
+
+    Raises:
+        CheckpointError: it is of another run.
+    """
+    try:
+        run_id = run_id_of(parse_json(place.read(final / MANIFEST_NAME))["record"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        run_id = ""
+    if not run_id or run_id != run_id_of(manifest.record):
+        raise CheckpointError(
+            f"{place} holds another run's checkpoint {final} than {folder}. Copy the run to another place, or remove "
+            "the one that is there."
+        )
 
 
 def _copy_file(run: Path, path: Path, place: CopyPlace, target: PurePosixPath, files: list[str]) -> int:
     """Sends a file as it is now, and adds it to those that were sent, unless the same is there; its size in bytes."""
-    content = _content(path)
-    digest = hashlib.sha256(content).hexdigest()
     final = target / path.relative_to(run).as_posix()
-    if place.digests(final.parent, (final.name,)).get(final.name) == digest:
+    temporary = final.with_name(f".{final.name}{_PARTIAL}")
+    try:
+        with open_plain(path, buffering=0) as source:
+            digest, size_bytes = sha256_of(source), source.tell()
+            if place.digests(final.parent, (final.name,)).get(final.name) == digest:
+                return 0
+            source.seek(0)
+            if place.write(temporary, source, size_bytes) != digest:  # what is appended meanwhile is not sent
+                raise StorageError(f"{path} is not the same after it was copied to {place}. Copy it again.")
+    except FileNotFoundError:  # the run has removed it
         return 0
-    temporary = final.with_name(f".{final.name}.partial")
-    place.write(temporary, content)
-    if place.digests(temporary.parent, (temporary.name,)).get(temporary.name) != digest:
-        raise StorageError(f"{path} is not the same after it was copied to {place}. Copy it again.")
+    except OSError as failure:
+        raise StorageError(
+            f"{path} cannot be read: {failure.strerror}. Give this user the right to read it."
+        ) from failure
     place.rename(temporary, final, replaces=True)
     files.append(path.relative_to(run).as_posix())
-    return len(content)
+    return size_bytes
 
 
+_PARTIAL = ".partial"
+# What a copy that was killed has left; a save's temporary folder has a shorter number. As arguments of `find`.
+_LEFT = " -o ".join(
+    f"-name '{name}'"
+    for name in (f"{TEMPORARY_PREFIX}iter_*-{'?' * 64}", f"{ASIDE_PREFIX}iter_*-{'?' * 64}", f".*{_PARTIAL}")
+)
 _REMOTE = re.compile(r"(?P<host>(?:[\w.-]+@)?[\w.-]+|(?:[\w.-]+@)?\[[0-9A-Fa-f:.]+\]):(?P<path>.+)", re.DOTALL)
 # Never a prompt: nobody is there to answer during a run.
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "--")
 _DIGEST_LINE = re.compile(r"\\?([0-9a-f]{64}) [ *](.*)")
-_CHUNK_BYTES = 1 << 20
 _MOST_SHOWN = 300
 
 
-class DirectoryPlace:
-    """A directory of this machine. What the file system refuses is a `StorageError` in every method."""
+@dataclass(frozen=True)
+class CopyPlace:
+    """A directory of this machine, or of one that `ssh` reaches without a question.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Every operation is one command line for a POSIX shell there, with `sha256sum`; each name in it is quoted.
 
-    def __str__(self) -> str:
-        return str(self.root)
-
-    def is_inside(self, folder: Path) -> bool:
-        """Whether it is a folder, or is in it."""
-        return self.root.resolve().is_relative_to(folder.resolve())
-
-    def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:
-        """The SHA-256 of the named files that exist."""
-        digests = {}
-        for name in names:
-            path = self.root / folder / name
-            try:
-                if path.is_file():
-                    with open_plain(path) as stream:
-                        digests[name] = sha256_of(stream)
-            except OSError as failure:
-                raise self._failure(failure) from failure
-        return digests
-
-    def write(self, path: PurePosixPath, content: bytes | Path) -> None:
-        """Writes a file and waits until it is on the disk, making the folders above it.
-
-        Args:
-            content: what it is to hold, or the file to copy.
-        """
-        target = self.root / path
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as stream, _opened(content) as source:
-                shutil.copyfileobj(source, stream, _CHUNK_BYTES)
-                stream.flush()
-                sync_file(stream.fileno())
-        except OSError as failure:
-            raise self._failure(failure) from failure
-
-    def rename(self, source: PurePosixPath, target: PurePosixPath, *, replaces: bool) -> None:
-        """Gives a file or folder its final name in one step.
-
-        Args:
-            replaces: whether a file of that name may be there; a folder may not.
-        """
-        final = self.root / target
-        try:
-            if not replaces and final.exists():
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-            move(self.root / source, final)
-        except OSError as failure:
-            raise self._failure(failure) from failure
-
-    def _failure(self, failure: OSError) -> StorageError:
-        return StorageError(
-            f"the copy in {self.root} (--to) cannot be made: {failure.strerror} ({failure.filename}). Give a writable "
-            "directory with enough room."
-        )
-
-
-class RemotePlace:
-    """The same on a machine that `ssh` reaches without a question, with the POSIX tools and `sha256sum`.
-
-    Every command is a list of words for `ssh`; what the other machine's shell reads of it is quoted.
+    Attributes:
+        host: as `ssh` takes it; None for this machine.
     """
 
-    def __init__(self, host: str, root: str) -> None:
-        self.host = host
-        self.root = PurePosixPath(root)
+    root: PurePosixPath
+    host: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.root}"
+        return str(self.root) if self.host is None else f"{self.host}:{self.root}"
 
     def is_inside(self, folder: Path) -> bool:
-        """No: it is on another machine."""
-        return False
+        """Whether it is a folder of this machine, or is in it."""
+        return self.host is None and Path(self.root).resolve().is_relative_to(folder.resolve())
 
     def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:
-        """The SHA-256 of the files that are there, computed there."""
+        """The SHA-256 of the named files that exist, computed there."""
         shown = " ".join(shlex.quote(f"./{name}") for name in names)
-        place = shlex.quote(str(self.root / folder))
         # A missing file is no failure; that nothing can be computed is one.
         text = self._run(
-            f"command -v sha256sum >&2 && if cd {place} 2>/dev/null; then sha256sum -- {shown} 2>/dev/null; true; fi"
+            f"command -v sha256sum >&2 && if cd -- {self._at(folder)} 2>/dev/null; "
+            f"then sha256sum -- {shown} 2>/dev/null; true; fi"
         )
         matches = [_DIGEST_LINE.fullmatch(line) for line in text.splitlines()]
         digests = {match.group(2).removeprefix("./"): match.group(1) for match in matches if match}
         return {name: digest for name, digest in digests.items() if name in names}
 
-    def write(self, path: PurePosixPath, content: bytes | Path) -> None:
-        """Sends a file; it is on the disk there when this returns."""
-        target = self.root / path
-        folder, file = shlex.quote(str(target.parent)), shlex.quote(str(target))
-        self._run(f"mkdir -p -- {folder} && cat > {file} && {_synced(file)}", content)
+    def read(self, path: PurePosixPath) -> str:
+        """The text of a small file."""
+        return self._run(f"cat -- {self._at(path)}")
+
+    def write(self, path: PurePosixPath, source: BinaryIO, size_bytes: int) -> str:
+        """Sends the next bytes of a file; returns the SHA-256 of what is on the disk there."""
+        folder, file = self._at(path.parent), self._at(path)
+        return self._run(
+            f"mkdir -p -- {folder} && head -c {size_bytes} > {file} && {_synced(file)} && sha256sum < {file}", source
+        )[:64]
 
     def rename(self, source: PurePosixPath, target: PurePosixPath, *, replaces: bool) -> None:
-        """Renames there."""
-        old, new = (shlex.quote(str(self.root / path)) for path in (source, target))
-        guard = "" if replaces else f"[ ! -e {new} ] && "
-        self._run(f"{guard}mv -f -- {old} {new} && {_synced(shlex.quote(str(self.root / target.parent)))}")
+        """Gives a file or folder its final name.
 
-    def _run(self, command: str, content: bytes | Path = b"") -> str:
-        words = [*_SSH, "--", self.host, command]
+        Args:
+            replaces: whether one of that name may be there; a folder is moved aside first and removed last.
+        """
+        old, new, above = self._at(source), self._at(target), self._at(target.parent)
+        aside = self._at(target.with_name(source.name.replace(TEMPORARY_PREFIX, ASIDE_PREFIX, 1)))
+        free = f"{{ [ ! -d {new} ] || mv -- {new} {aside}; }}" if replaces else f"[ ! -e {new} ]"
+        self._run(f"{free} && mv -f -- {old} {new} && {_synced(above)} && rm -rf -- {aside}")
+
+    def sweep(self, folder: PurePosixPath) -> None:
+        """Removes what copies that were killed have left."""
+        self._run(
+            f"if cd -- {self._at(folder)} 2>/dev/null; then find . \\( {_LEFT} \\) -prune -exec rm -rf {{}} +; fi"
+        )
+
+    def _at(self, path: PurePosixPath) -> str:
+        return shlex.quote(str(self.root / path))
+
+    def _run(self, command: str, source: BinaryIO | int = subprocess.DEVNULL) -> str:
+        words = ["sh", "-c", command] if self.host is None else [*_SSH, self.host, command]
         try:
-            if isinstance(content, bytes):
-                done = subprocess.run(words, input=content, capture_output=True, check=False)
-            else:
-                with open_plain(content) as stream:
-                    done = subprocess.run(words, stdin=stream, capture_output=True, check=False)
+            done = subprocess.run(words, stdin=source, capture_output=True, check=False)
         except OSError as failure:
             raise StorageError(
                 f"{failure.filename} cannot be used: {failure.strerror}. The copy in {self} (--to) needs it."
             ) from failure
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip()[-_MOST_SHOWN:]
+            way_out = "" if self.host is None else f"`ssh {self.host}` works without a password and that "
             raise StorageError(
-                f"the copy in {self} (--to) cannot be made: ssh ended with {done.returncode}"
-                f"{f' ({said})' if said else ''}. Check that `ssh {self.host}` works without a password and that the "
-                "directory can be written; run the same command again, it continues where it stopped."
+                f"the copy in {self} (--to) cannot be made: {words[0]} ended with {done.returncode}"
+                f"{f' ({said})' if said else ''}. Check that {way_out}the directory can be written and has enough "
+                "room; run the same command again, it continues where it stopped."
             )
         return done.stdout.decode(errors="replace")
-
-
-CopyPlace = DirectoryPlace | RemotePlace
-
-
-def _opened(content: bytes | Path) -> BinaryIO:
-    return io.BytesIO(content) if isinstance(content, bytes) else open_plain(content)
 
 
 def _synced(path: str) -> str:
@@ -321,16 +302,8 @@ def place_of(text: str) -> CopyPlace:
     if remote is None and text.startswith("-"):
         raise ConfigError(f"--to {text} begins like an option. Give user@host:path, or a directory as ./{text}.")
     if remote is None:
-        return DirectoryPlace(Path(text))
+        return CopyPlace(PurePosixPath(text))
     host = remote.group("host")
     if host.startswith("-"):
         raise ConfigError(f"--to {text}: {host} would be an option of ssh, not a host. Give user@host:path.")
-    return RemotePlace(host, remote.group("path"))
-
-
-def sha256_of(stream: BinaryIO) -> str:
-    """The SHA-256 of the rest of a stream."""
-    digest = hashlib.sha256()
-    while chunk := stream.read(_CHUNK_BYTES):
-        digest.update(chunk)
-    return digest.hexdigest()
+    return CopyPlace(PurePosixPath(remote.group("path")), host)

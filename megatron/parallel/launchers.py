@@ -95,7 +95,8 @@ def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None,
             return _from_mpi(environ, local_rank, rank_name, size_name, launcher, parent_process_id)
     if _in_slurm_step(environ):
         return _from_slurm(environ)
-    for rank_name, size_name, _ in (("RANK", "WORLD_SIZE", ""), *_MPI_NAMES):
+    lone = ((name, "WORLD_SIZE", "") for name in ("RANK", "PMIX_RANK", *_LOCAL_RANK_NAMES))
+    for rank_name, size_name, _ in (*lone, *_MPI_NAMES):
         _check_both(environ, rank_name, size_name)
     return Ranks(0, 1, 0, "127.0.0.1", _DEFAULT_PORT, "none", is_one_node=True)
 

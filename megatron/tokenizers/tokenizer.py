@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS
+from megatron.config.sections.data import NULL_TOKENIZER, SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS
 from megatron.errors import ConfigError
 from megatron.tokenizers.gpt2 import GPT2_END_OF_DOCUMENT, gpt2_tokenizer
 from megatron.tokenizers.hugging_face import TOKENIZER_FOLDER, hugging_face_tokenizer
 from megatron.tokenizers.library import Ids, Lengths, Tokenizer, surround
+from megatron.tokenizers.null import null_tokenizer
 from megatron.tokenizers.sentencepiece import sentencepiece_tokenizer
 from megatron.tokenizers.wordpiece import wordpiece_tokenizer
 
@@ -103,4 +104,6 @@ def build_tokenizer(flags: TokenizerFlags, known_library: str | None = None) -> 
         return sentencepiece_tokenizer(kind, flags.tokenizer_name_or_path or flags.vocab_file, known_library)
     if kind in WORDPIECE_TOKENIZERS:
         return wordpiece_tokenizer(kind, flags.vocab_file, known_library)
+    if kind == NULL_TOKENIZER:
+        return null_tokenizer(flags.tokenizer_name_or_path)
     raise ConfigError(f"--tokenizer-type {kind} is unknown; choose one of {', '.join(TOKENIZERS)}.")

@@ -176,6 +176,8 @@ def check_numbers(run: Run, progress: Progress, step: StepResult) -> None:
     wrong = f"iteration {progress.step}: loss {step.loss}, gradient norm {step.gradient_norm}"
     if step.is_spike:
         wrong += f", more than {safety.skip_spikes:g} standard deviations above the recent mean (--skip-spikes)"
+    elif step.finite_check is not None:
+        wrong += f". {step.finite_check.describe(run.engine.layer_names, run.mesh)}"
     first = progress.consumed_samples - step.sample_count
     wrong += f". The update was not applied (samples {first} to {progress.consumed_samples - 1})"
     if step.bad_in_a_row <= safety.max_bad_steps:

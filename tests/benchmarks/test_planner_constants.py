@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.constants import TOKENS, MeasuredStep, planned_step
 from megatron.errors import ConfigError
-from megatron.planning.hardware import device_of
+from trident.plan.hardware import device_of
 
 STEPS = [(network, length) for network in ("124m", "1.3b", "llama1b") for length in (1024, 4096)]
 MADE_UP = dataclasses.replace(

@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -236,6 +237,23 @@ def test_a_lost_lock_is_detected_and_nothing_is_published(
     assert text in capsys.readouterr().err
     held.release()
     assert (tmp_path / LOCK_NAME).exists() == (how == "taken")
+
+
+def test_a_directory_that_is_deleted_during_a_run_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with lock(folder) as held:
+        for step in (1, 2):
+            pieces = [(PieceKey("a", "weight", (4,), (0,), (4,), 0, 4), torch.zeros(4))]
+            save(folder, step, pieces, {}, MESH, SaveOptions(lock=held))
+            if step == 1:
+                shutil.rmtree(folder)
+        assert [path.name for path in folder.glob("iter_*")] == ["iter_0000002"]
+        assert capsys.readouterr().err.count(f"{folder} was deleted during the run; it is made again") == 1
+        with pytest.raises(LaunchError, match=f"run is in use by run .*process {os.getpid()}"):
+            lock(folder).acquire()
+    assert not (folder / LOCK_NAME).exists()
 
 
 def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import Found, find, load, load_newest
-from megatron.checkpoint.publish import link_checkpoint, remove_checkpoint, sweep, sweep_at_start
+from megatron.checkpoint.publish import link_checkpoint, remove_checkpoint, remove_dead_links, sweep, sweep_at_start
 from megatron.checkpoint.storage import Storage
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
 from tests.checkpoint.made.saved_state import MESH, RECORD, save_state
@@ -91,6 +91,7 @@ def test_a_second_name_leads_to_the_checkpoint_and_disappears_with_it(tmp_path: 
     assert load_newest(tmp_path / "epoch0-step3", sink.wanted, MESH) is not None
     sink.check()
     remove_checkpoint(old, Storage())
+    remove_dead_links(tmp_path, Storage())
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == ["elsewhere", "latest-good"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,6 @@ def test_the_keys_are_those_of_the_format() -> None:
     assert set(value) == {
         *("progress", "optimizer_updates", "loss_scale", "config", "data_plan", "data", "tokenizer", "program")
     }
-
-
-def test_a_record_written_by_an_earlier_program_is_read_and_written_back_the_same() -> None:
-    with tarfile.open(Path(__file__).parent / "old_format" / "runs.tar.xz") as archive:
-        manifests = [name for name in archive.getnames() if name.endswith("manifest.json")]
-        assert manifests
-        for name in manifests:
-            file = archive.extractfile(name)
-            assert file is not None
-            stored = json.load(file)["record"]
-            record = Record.from_json(stored, Path(name))
-            assert record.progress.step == 3
-            assert record.has_optimizer_state
-            assert json.loads(json.dumps(record.to_json())) == stored
 
 
 OPTIONAL: dict[str, Any] = {

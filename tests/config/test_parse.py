@@ -229,7 +229,7 @@ REFUSALS = [
     ("--split 1,-1", "", r"--split 1,-1 must be up to three shares, none negative"),
     ("--split a,b", "", r"--split a,b is not a list of numbers"),
     ("--data-path 1 a 2", "", r"--data-path 1 a 2 has 3 words"),
-    ("--data-path a b", "", r'--data-path a b: "a" must be a positive weight'),
+    ("--data-path a 2 b 3", "", r'--data-path a 2 b 3: "a" must be a positive weight'),
     ("--train-data-path a", "", r"--data-path and --train-data-path are both given"),
     ("--train-data-path a --split 9,1,0", "--data-path", r"--split 9,1,0 cannot be combined with --train-data-path"),
     ("--valid-data-path a", "--data-path", r"--valid-data-path is given without --train-data-path"),
@@ -261,9 +261,9 @@ REFUSALS = [
         r"--tokenizer-model is required by --tokenizer-type Llama2Tokenizer",
     ),
     (
-        "--tokenizer-type NullTokenizer",
+        "--tokenizer-type TikTokenizer",
         "",
-        r"--tokenizer-type NullTokenizer is unknown. Use one of: GPT2BPETokenizer",
+        r"--tokenizer-type TikTokenizer is unknown. Use one of: GPT2BPETokenizer",
     ),
     ("--data-impl fasta", "", r"--data-impl fasta is unknown. Use one of: lazy, cached, mmap, infer"),
     # control

@@ -238,6 +238,12 @@ def test_a_warmup_in_tokens_must_end_before_the_decay(flags: str) -> None:
         resolved(flags)
 
 
+def test_a_warmup_beyond_the_run_is_no_matter_of_wsd() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved("--lr-decay-tokens 64 --lr-warmup-tokens 6400")
+    assert len(caught.value.problems) == 1
+
+
 def test_the_decay_of_wsd_must_leave_the_warmup() -> None:
     flags = "--train-iters 100 --lr-decay-style WSD --lr-warmup-iters 10 --lr-wsd-decay-iters"
     assert resolved(f"{flags} 90", drop="--train-iters").optim.lr_wsd_decay_iters == 90

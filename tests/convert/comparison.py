@@ -18,18 +18,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from megatron.checkpoint import newest_record, save
 from megatron.checkpoint.record import Record
 from megatron.config import LossConfig, ModelConfig, RunConfig
-from megatron.convert.hugging_face.exporting import ExportRequest, export_model
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.streaming import (
-    ImportedPieces,
-    needed_states,
-    network_shapes,
-    with_table_names,
-    without_copies,
-)
-from megatron.convert.hugging_face.table.tensors import bind
-from megatron.convert.hugging_face.weight_files import read_weight_files
 from megatron.inference.generation import Request, generate_all
 from megatron.inference.loaded_model import LoadedModel, load_weights
 from megatron.inference.sampling import Sampling
@@ -41,6 +29,18 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.convert.tiny_models import END, randomize, sample_tokens
+from trident.convert.hugging_face.exporting import ExportRequest, export_model
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.streaming import (
+    ImportedPieces,
+    needed_states,
+    network_shapes,
+    with_table_names,
+    without_copies,
+)
+from trident.convert.hugging_face.table.tensors import bind
+from trident.convert.hugging_face.weight_files import read_weight_files
 
 PROMPT, NEW_TOKENS = 10, 20  # tokens; together longer than every window and every original context
 MESH = ParallelMesh.single()

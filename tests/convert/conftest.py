@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from tests.convert.tiny_models import write_tiny_model
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from pathlib import Path
 from transformers.utils import logging
 
 from megatron import log
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from tests.convert.comparison import Comparison, compare
 from tests.convert.tiny_models import TINY_MODELS, write_tiny_model
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
 
 HEADER = ("model", "import", "export", "first loss", "gradients", "generation", "round trip")
 

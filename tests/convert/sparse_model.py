@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.streaming import network_shapes
-from megatron.convert.hugging_face.table.tensors import bind, their_shapes
-from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files
 from tests.convert.tiny_models import END, TOKENS, write_tokenizer
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.streaming import network_shapes
+from trident.convert.hugging_face.table.tensors import bind, their_shapes
+from trident.convert.hugging_face.weight_files import PlannedTensor, plan_files
 
 
 def write_sparse_model(folder: Path, *, layers: int, hidden: int, inner: int, rows: int = TOKENS) -> int:

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 
 import pretrain_bert
 from megatron.config import ModelConfig, parse
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from megatron.inference.loaded_model import load_weights
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.model.networks import network_layers
 from tests.convert.comparison import MESH, draw_checkpoint, equal_weights, export, load_network, run_config
 from tests.convert.tiny_encoders import TINY_ENCODERS, padded_tokens, write_tiny_encoder
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
 
 TOLERANCE = 1e-5
 Outputs = list[torch.Tensor]

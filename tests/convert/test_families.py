@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.hugging_face.registry import FAMILIES
 from megatron.model.blocks.feed_forward import FeedForward
 from tests.convert.comparison import compare, gradient_difference, load_network, load_reference, relative, run_both
 from tests.convert.family_table import HEADER, main
 from tests.convert.tiny_encoders import TINY_ENCODERS
 from tests.convert.tiny_models import TINY_MODELS, sample_tokens
+from trident.convert.hugging_face.registry import FAMILIES
 
 TOLERANCE = 1e-5
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GptOssConfig, Olmo3Config, SmolLM3Config
 
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
 from megatron.errors import ConversionError
 from tests.convert.comparison import equal_weights, export, load_network, load_reference, logits_of, relative
 from tests.convert.hugging_face.families.published import PUBLISHED
 from tests.convert.tiny_models import END, TINY_MODELS, TOKENS, randomize, sample_tokens, write_tokenizer
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
 
 Tensors = Mapping[str, torch.Tensor]
 

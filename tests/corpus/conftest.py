@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.corpus.inputs import lines as lines_module
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.helpers.vocabulary import write_vocabulary
+from trident.corpus.inputs import lines as lines_module
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.corpus.inputs.block import InputBlock
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
-from megatron.corpus.workers.progress_line import ProgressLine
+from trident.corpus.inputs.block import InputBlock
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
+from trident.corpus.workers.progress_line import ProgressLine
 
 START_METHODS = ["spawn", "fork"] if sys.platform == "linux" else ["spawn"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus import training_text
-from megatron.corpus.training_text import ROBERTA_TOKENS, pieces, prepare_text, write_pieces
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from trident.corpus import training_text
+from trident.corpus.training_text import ROBERTA_TOKENS, pieces, prepare_text, write_pieces
 
 TEXTS = [f"the {color} house has {number} windows" for color in ("red", "blue") for number in ("two", "four", "six")]
 

@@ -134,6 +134,22 @@ def test_a_source_without_sequences_is_skipped_and_its_weight_redistributed(tmp_
     assert "small has no tokens in its range [1, 1); it is left out" in capsys.readouterr().err
 
 
+def test_sources_without_weights_are_mixed_by_their_tokens(tmp_path, capsys):
+    long, short, single = (
+        write_corpus(tmp_path / name, [20] * count) for name, count in (("l", 6), ("s", 2), ("x", 1))
+    )
+    datasets, plan = build(config(long, short, single, split="1,1,0"), samples=(12, 2, 0))
+    assert [member.weight for member in plan.train.phases[0].members] == [0.6, 0.2, 0.2]  # 60, 20 and 20 tokens
+    assert [member.weight for member in plan.valid[0].phases[0].members] == [0.75, 0.25]
+    assert "x has no tokens in its range [1, 1); it is left out." in capsys.readouterr().err
+    separate = build(DataConfig(seq_length=8, train_data_path=(long, single)), samples=(7, 0, 0))[1]
+    assert [member.weight for member in separate.train.phases[0].members] == [6 / 7, 1 / 7]
+    assert (
+        len(datasets.train) == 12
+        and build(config(long, short, single, split="1,1,0"), plan=plan)[1].train == plan.train
+    )
+
+
 def test_weighted_groups_have_names_and_ranges(tmp_path):
     first = write_corpus(tmp_path / "first", [10] * 10)
     second = write_corpus(tmp_path / "second", [10] * 10, first_id=1000)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(("flag", "length"), [("--sequence-parallel", " 512"), ("--context-parallel-size", " 4096")])
 def test_a_command_trains(tmp_path: Path, flag: str, length: str) -> None:
-    for name in ("megatron", "pretrain_gpt.py"):
+    for name in ("megatron", "trident", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     corpus = write_tiny_corpus(tmp_path)
     (tmp_path / "data").mkdir()

@@ -18,12 +18,12 @@ from megatron.config.flags.fields import flags_of
 from megatron.config.parse import field_flags
 from megatron.config.program_flags import parse_over, read_program
 from megatron.config.sampling_flags import BeamFlags
-from megatron.planning.requests import read_planned
 from tests.helpers.commands.recording_shell import recorded
 from tests.helpers.programs import forking_python
 from tests.reliability.fuzzing.fuzz import FuzzFlags
 from tools.runs.plan import PlanFlags
 from train_on_text import OwnTextFlags
+from trident.plan.requests import read_planned
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -294,7 +294,7 @@ def test_make_targets_call_what_exists(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_commands_of_the_training_page_work(tmp_path: Path) -> None:
     """Runs the data, training and generation blocks unchanged, except for a smaller network and fewer steps."""
-    for name in ("tools", "pretrain_gpt.py", "megatron"):
+    for name in ("tools", "pretrain_gpt.py", "megatron", "trident"):
         (tmp_path / name).symlink_to(ROOT / name)
     text = blocks("docs/training.md")
     data, train, resume, chat, generate = (

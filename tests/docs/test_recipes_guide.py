@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, commands: str) -> str:
     """Runs commands in the folder and returns what they print."""
-    for name in ("megatron", "pretrain_gpt.py", "tools", "benchmarks"):
+    for name in ("megatron", "trident", "pretrain_gpt.py", "tools", "benchmarks"):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
     program = f"""set -euo pipefail

@@ -26,7 +26,7 @@ INTERVALS = {"log_interval", "ckpt_interval", "valid_interval", "n_workers", "lr
 
 @pytest.mark.slow
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("pretrain_gpt.py", "megatron", "tools", "examples"):
+    for name in ("pretrain_gpt.py", "megatron", "trident", "tools", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     small = {
         "dataset": "dev",

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.vocabulary.learning import byte_level_files
 from megatron.observe.metrics_file import read_steps
 from tests.helpers.programs import forking_python
 from tests.helpers.projects.jax_lm import PREPROCESS_FLAGS
 from tests.helpers.vocabulary import trained_vocabulary
 from tools.corpus.featurize import workers_without_beam
+from trident.corpus.vocabulary.learning import byte_level_files
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "jax_lm_training"
 README = rf"""

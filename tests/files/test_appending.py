@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.storage import DISK, write_file
 from megatron.files.appending import LogCopy, append_line
+from megatron.files.replacing import replace_file
+from megatron.observe.metrics_file import MetricsFile
 
 
 def test_a_line_begins_on_a_line_of_its_own(tmp_path: Path) -> None:
@@ -17,6 +21,25 @@ def test_a_line_begins_on_a_line_of_its_own(tmp_path: Path) -> None:
         stream.write("tw")
     append_line(path, "three", durable=True)
     assert path.read_text() == "one\ntw\nthree\n"
+
+
+def test_the_umask_alone_decides_who_may_read_and_write(tmp_path: Path) -> None:
+    makers: dict[str, Callable[[Path], object]] = {
+        "log.txt": LogCopy,
+        "events.jsonl": lambda path: append_line(path, "{}"),
+        "metrics.jsonl": MetricsFile,
+        "run.json": lambda path: replace_file(path, b"{}"),
+        "manifest.json": lambda path: write_file(DISK, path, b"{}"),
+    }
+    for umask, mode in ((0o002, 0o664), (0o077, 0o600)):
+        before = os.umask(umask)
+        try:
+            for name, make in makers.items():
+                path = tmp_path / f"{mode:o}-{name}"
+                make(path)
+                assert path.stat().st_mode & 0o777 == mode, name
+        finally:
+            os.umask(before)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

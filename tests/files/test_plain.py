@@ -15,6 +15,7 @@ from megatron.files.plain import (
     read_plain,
     read_plain_json,
     read_plain_text,
+    sha256_of,
 )
 
 
@@ -99,3 +100,12 @@ def test_a_link_is_followed_only_where_it_may_be(tmp_path: Path) -> None:
         assert stream.read() == b"a"
     with pytest.raises(OSError, match="symbolic links"):
         open_plain(tmp_path / "link", follows_links=False)
+
+
+def test_the_checksum_is_that_of_the_rest_of_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"-abc")
+    with open_plain(path) as stream:
+        stream.read(1)
+        digest = sha256_of(stream)
+    assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", "FIPS 180-2, appendix B.1"

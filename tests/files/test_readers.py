@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron.convert.foreign import newest_folder
-from megatron.convert.hugging_face.weight_files import read_json_file
 from megatron.data.datasets.examples.example_files import read_records
 from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.parquet_windows import WindowFile
@@ -16,11 +14,13 @@ from megatron.errors import MegatronError
 from megatron.evaluation.item_files import read_lines
 from megatron.evaluation.results import read_results
 from megatron.files.settings import read_json
-from megatron.inference.serve.access import read_token
 from megatron.launch.hostfile import read_hostfile
 from megatron.observe.metrics_file import read_records as read_metrics
 from megatron.tokenizers.tokenizer_files import check_tokenizer_file, read_tokenizer_file
 from megatron.train.parts.sample_prompts import read_prompts
+from trident.convert.foreign import newest_folder
+from trident.convert.hugging_face.weight_files import read_json_file
+from trident.serve.access import read_token
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "JSON": lambda path: read_json(str(path), f"--config {path}"),

@@ -6,8 +6,8 @@ import random
 from functools import cache
 from pathlib import Path
 
-from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.tokenizers.tokenizer import TokenizerChoice
+from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 
 GPT2_FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 

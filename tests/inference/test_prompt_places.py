@@ -10,13 +10,13 @@ import pytest
 from megatron.config import EvaluationConfig
 from megatron.inference.generation.completion import LoadedCompleter
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
-from megatron.inference.serve.requests.served import served_model
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_prompt
 from megatron.train.parts.sample_prompts import open_prompts
 from tests.inference.checkpoints import make_checkpoint
 from tests.tokenizers.framed import framed_choice
 from tools.generate_samples_gpt import GenerateFlags, Generator
+from trident.serve.requests.served import served_model
 
 TEXTS = ["def choose(", "a cat", "<s>a cat", "é"]
 

@@ -32,7 +32,7 @@ def slurm(hosts: Cluster) -> Cluster:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the project's programs, made the current one."""
-    for name in ("tools", "megatron", "examples", "pretrain_gpt.py"):
+    for name in ("tools", "megatron", "trident", "examples", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     monkeypatch.chdir(tmp_path)
     assert os.getcwd() == str(tmp_path)

@@ -12,7 +12,6 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, dropped_tokens, expert_tokens
-from megatron.observe.dashboard.table import MetricsTable
 from megatron.observe.metrics import StepMetrics, mean_of, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.report import Report, ReportOutputs
@@ -26,6 +25,7 @@ from megatron.observe.routing import (
 )
 from megatron.observe.styles import megatron
 from tests.train.samples import WORKLOAD, Outcome, metrics, optim_config, report_config
+from trident.dashboard.table import MetricsTable
 
 RECORDED = {
     BALANCE_LOSS: (5.0,),

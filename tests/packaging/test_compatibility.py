@@ -15,22 +15,22 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "compatibility.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in re.findall(r"^\|.*`megatron/.*\|$", PAGE, flags=re.M)
+    for line in re.findall(r"^\|.*`(?:megatron|trident)/.*\|$", PAGE, flags=re.M)
 ]
 # The constant of a module that is the version in its row, where it is not FORMAT_VERSION.
 CONSTANTS = {
     "megatron/data/datasets/examples/tokenized_examples.py": "_FORMAT",
     "megatron/data/order/index_map.py": "_BUILDER_INTERFACE",
     "megatron/kernels/native/library.py": "INTERFACE",
-    "megatron/convert/megatron_output/universal_output.py": "_FORMAT_VERSION",
+    "trident/convert/megatron_output/universal_output.py": "_FORMAT_VERSION",
 }
 
 
 def versions_in_the_code() -> dict[str, object]:
-    """Every module of the package that states a version of a format, and the version."""
+    """Every module of the packages that states a version of a format, and the version."""
     pattern = re.compile(r"^(?:_?FORMAT(?:_VERSION)?|_?(?:BUILDER_)?INTERFACE) = ([\d.]+)", flags=re.M)
     found = {}
-    for path in sorted((ROOT / "megatron").rglob("*.py")):
+    for path in sorted(path for root in ("megatron", "trident") for path in (ROOT / root).rglob("*.py")):
         if match := pattern.search(path.read_text()):
             found[path.relative_to(ROOT).as_posix()] = match.group(1)
     return found

@@ -131,6 +131,7 @@ def test_what_the_apptainer_recipe_runs(recorded: Recorded) -> None:
         "LICENSE",
         "csrc",
         "megatron",
+        "trident",
         "tools",
         "containers",
     }

@@ -97,9 +97,9 @@ def test_the_torch_requirement_allows_the_installed_version():
 
 def test_every_package_is_installed():
     setuptools = pytest.importorskip("setuptools")
-    found = setuptools.find_packages(str(ROOT), include=["megatron", "megatron.*"])
-    rooms = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "megatron").rglob("*.py")}
-    assert set(found) == rooms
+    found = setuptools.find_packages(str(ROOT), include=["megatron", "megatron.*", "trident", "trident.*"])
+    modules = (path for root in ("megatron", "trident") for path in (ROOT / root).rglob("*.py"))
+    assert set(found) == {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in modules}
 
 
 def test_version_and_licence():

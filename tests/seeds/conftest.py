@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron.checkpoint import read_tensors
-from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.projects.jax_lm_page import PageRun, run_page
@@ -21,6 +20,7 @@ from tests.helpers.tiny_run import train
 from tests.seeds.hello_deepspeed.runs import Alone, experiments, run_alone, write_text
 from tests.seeds.turkish_gpt2.guide import Guide, follow_the_page
 from tests.seeds.turkish_gpt2.layout_runs import LayoutRuns, run_layouts
+from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 
 DSGPT2_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
 _PLACES = {"Ankara": "Turkey", "Paris": "France", "Rome": "Italy", "Tokyo": "Japan", "Lima": "Peru", "Oslo": "Norway"}

@@ -108,6 +108,21 @@ def test_what_need_not_be_kept_is_deleted(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "every checkpoint is kept\n"
 
 
+def test_the_checkpoints_of_other_branches_are_not_deleted(tmp_path: Path) -> None:
+    for step, run_id in enumerate([OTHER_RUN, OTHER_RUN, "", *[RUN] * 5]):  # before the fork, an import, the fork
+        save_step(tmp_path, step, run_id=run_id)
+    assert checkpoints.main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    assert steps(tmp_path) == [0, 1, 2, 7]
+    for step in (8, 9):
+        save_step(tmp_path / "imports", step, run_id="")
+    assert checkpoints.main(["prune", str(tmp_path / "imports"), "--keep-last", "1"]) == 0
+    assert steps(tmp_path / "imports") == [9]
+    save_step(tmp_path, 8, run_id=OTHER_RUN)
+    with pytest.raises(CheckpointError, match=rf"iter_0000008 of run {OTHER_RUN}, iter_0000007 of run {RUN}"):
+        checkpoints.main(["prune", str(tmp_path), "--keep-last", "1"])
+    assert steps(tmp_path) == [0, 1, 2, 7, 8]
+
+
 def test_nothing_is_deleted_for_a_newest_one_that_is_damaged(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path, step)

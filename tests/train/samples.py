@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
+from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.gradient_figures import NoiseEstimate
 from megatron.observe.metrics import StepMetrics
 from megatron.observe.speed import Workload
@@ -65,6 +66,7 @@ class Outcome:
     gradient_norms: Mapping[str, float] | None = None
     zero_gradients: int | None = None
     noise: NoiseEstimate | None = None
+    finite_check: FiniteCheck | None = None
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.errors import DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from tests.helpers.tiny_run import write_tiny_corpus
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.workers.progress_line import ProgressLine
 
 
 def test_data_of_another_tokenizer_is_rejected(tmp_path: Path) -> None:

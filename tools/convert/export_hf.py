@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.checkpoint import newest_record
     from megatron.checkpoint.record import Record
-    from megatron.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
     from megatron.parallel.mesh import ParallelMesh
+    from trident.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
 
     newest = newest_record(Path(flags.load), ParallelMesh.single())
     if newest is None:

@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse_flags(ExportFlags, words, prog="export_megatron.py", description=__doc__ or "")
 
     from megatron.checkpoint.analysis.slices import OpenCheckpoint
-    from megatron.convert.megatron_output.output_tensors import OutputRequest
-    from megatron.convert.megatron_output.torch_output import write_torch_layout
-    from megatron.convert.megatron_output.universal_output import write_universal
+    from trident.convert.megatron_output.output_tensors import OutputRequest
+    from trident.convert.megatron_output.torch_output import write_torch_layout
+    from trident.convert.megatron_output.universal_output import write_universal
 
     checkpoint = OpenCheckpoint.newest(Path(flags.load))
     config = RunConfig.from_json(checkpoint.record.config)

@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--model",
     )
 
-    from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-    from megatron.convert.hugging_face.model_file import MODEL_FILE
+    from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+    from trident.convert.hugging_face.model_file import MODEL_FILE
 
     tokenizer = None if flags.tokenizer_name_or_path is None else Path(flags.tokenizer_name_or_path)
     made = import_model(

@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--checkpoint",
     )
 
-    from megatron.convert.foreign import MegatronImportRequest, import_checkpoint, open_foreign
-    from megatron.convert.megatron_format.torch_files import Choices
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+    from trident.convert.foreign import MegatronImportRequest, import_checkpoint, open_foreign
+    from trident.convert.megatron_format.torch_files import Choices
 
     choice = TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
     tokenizer = build_tokenizer(choice)

@@ -71,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_turkish(flags)
         return 0
     if flags.lang == "english":
-        from megatron.corpus.inputs.prose import write_prose
+        from trident.corpus.inputs.prose import write_prose
 
         corpus = write_prose(Path(flags.output))
     else:
-        from megatron.corpus.inputs.demo import write_demo_corpus
+        from trident.corpus.inputs.demo import write_demo_corpus
 
         corpus = write_demo_corpus(Path(flags.output), int((flags.megabytes or _MEGABYTES) * 1e6))
     log.info(f"Wrote {flags.output}: {corpus.documents} documents, {corpus.size_bytes / 1e6:.1f} MB.")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_turkish(flags: DemoCorpusFlags) -> None:
-    from megatron.corpus.generated.turkish import write_turkish_corpus
+    from trident.corpus.generated.turkish import write_turkish_corpus
 
     corpus = write_turkish_corpus(
         Path(flags.output),

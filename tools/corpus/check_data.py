@@ -60,9 +60,9 @@ def main() -> int:
 
 def _check(prefix: str, show: int, tokenizer: Any) -> int:
     """Checks one prefix; returns 1 if it contains ids outside the vocabulary."""
-    from megatron.corpus.preprocess.examination import examine, report, sample_documents
     from megatron.data.formats.indexed import IndexedDataset
     from megatron.data.formats.sidecar import check_tokenizer_fits
+    from trident.corpus.preprocess.examination import examine, report, sample_documents
 
     examined = examine(prefix, None if tokenizer is None else tokenizer.vocab_size)
     for text in report(examined):

@@ -25,7 +25,7 @@ from megatron.config.sections.data import TokenizerFileFlags, required_tokenizer
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:
-    from megatron.corpus.vocabulary.round_trip import RoundTrip
+    from trident.corpus.vocabulary.round_trip import RoundTrip
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def main() -> int:
     flags = parse_flags(CheckTokenizerFlags, sys.argv[1:], prog="check_tokenizer.py", description=__doc__ or "")
     from itertools import islice
 
-    from megatron.corpus.inputs.input_paths import read_separator
-    from megatron.corpus.vocabulary.learning import texts_of
-    from megatron.corpus.vocabulary.round_trip import round_trip
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+    from trident.corpus.inputs.input_paths import read_separator
+    from trident.corpus.vocabulary.learning import texts_of
+    from trident.corpus.vocabulary.round_trip import round_trip
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags))
     log.line(

@@ -22,7 +22,7 @@ from megatron.config import PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
-    from megatron.corpus.cleaning.documents.clean_options import CleanOptions
+    from trident.corpus.cleaning.documents.clean_options import CleanOptions
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,15 @@ class CleanFlags(TokenizerFileFlags):
 
     def options(self) -> CleanOptions:
         """The cleaning options of the flags."""
-        from megatron.corpus.cleaning.documents.clean_options import (
+        from megatron.tokenizers.tokenizer import TokenizerChoice
+        from trident.corpus.cleaning.documents.clean_options import (
             CleanOptions,
             ContaminationChoice,
             LanguageChoice,
             LengthLimits,
             NearChoice,
         )
-        from megatron.corpus.inputs.input_paths import read_separator
-        from megatron.tokenizers.tokenizer import TokenizerChoice
+        from trident.corpus.inputs.input_paths import read_separator
 
         languages = tuple(code for value in self.language for code in value.replace(",", " ").split())
         near = NearChoice(self.near_threshold, self.near_permutations, self.near_shingle, self.near_unit, self.seed)
@@ -210,10 +210,10 @@ class CleanFlags(TokenizerFileFlags):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(CleanFlags, sys.argv[1:], prog="clean_corpus.py", description=__doc__ or "")
-    from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
-    from megatron.corpus.inputs.input_blocks import total_bytes
-    from megatron.corpus.inputs.input_paths import expand_inputs
-    from megatron.corpus.workers.progress_line import ProgressLine
+    from trident.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
+    from trident.corpus.inputs.input_blocks import total_bytes
+    from trident.corpus.inputs.input_paths import expand_inputs
+    from trident.corpus.workers.progress_line import ProgressLine
 
     log.interrupt_on_sigterm()
     options = flags.options()

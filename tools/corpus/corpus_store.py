@@ -166,12 +166,12 @@ def main() -> int:
 
 
 def _import(flags: ImportFlags) -> int:
-    from megatron.corpus.inputs.input_blocks import total_bytes
-    from megatron.corpus.inputs.input_paths import expand_inputs, read_separator
-    from megatron.corpus.stores.importing import ImportOptions, import_files
-    from megatron.corpus.stores.writers import open_writer
-    from megatron.corpus.workers.progress_line import ProgressLine
     from megatron.data.stores.address import StoreAddress
+    from trident.corpus.inputs.input_blocks import total_bytes
+    from trident.corpus.inputs.input_paths import expand_inputs, read_separator
+    from trident.corpus.stores.importing import ImportOptions, import_files
+    from trident.corpus.stores.writers import open_writer
+    from trident.corpus.workers.progress_line import ProgressLine
 
     log.interrupt_on_sigterm()
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -205,9 +205,9 @@ def _import(flags: ImportFlags) -> int:
 
 
 def _stat(flags: StoreFlags) -> int:
-    from megatron.corpus.stores.inspection import audit
     from megatron.data.stores.address import StoreAddress
     from megatron.data.stores.document_store import open_backend
+    from trident.corpus.stores.inspection import audit
 
     address = StoreAddress.of(flags.config)
     backend = open_backend(address)
@@ -224,15 +224,15 @@ def _stat(flags: StoreFlags) -> int:
 
 
 def _bench(flags: BenchFlags) -> int:
-    from megatron.corpus.stores.inspection import time_fetches
+    from trident.corpus.stores.inspection import time_fetches
 
     log.line(json.dumps(time_fetches(flags.config, flags.n, flags.seed)))
     return 0
 
 
 def _fetch(flags: FetchFlags) -> int:
-    from megatron.corpus.inputs.input_paths import read_separator
-    from megatron.corpus.stores.inspection import fetch_samples, stream_samples
+    from trident.corpus.inputs.input_paths import read_separator
+    from trident.corpus.stores.inspection import fetch_samples, stream_samples
 
     if flags.output_prefix == "-":
         stream_samples(flags.config, flags.nsample, flags.seed, sys.stdout.buffer)
@@ -245,9 +245,9 @@ def _fetch(flags: FetchFlags) -> int:
 
 
 def _lengths(flags: LengthsFlags) -> int:
-    from megatron.corpus.stores.inspection import length_histogram
     from megatron.data.stores.document_store import open_store
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+    from trident.corpus.stores.inspection import length_histogram
 
     choice = dataclasses.replace(TokenizerChoice.of(flags), tokenizer_type=flags.tokenizer_type or "GPT2BPETokenizer")
     for text in length_histogram(open_store(flags.config), build_tokenizer(choice), flags.width, flags.most).lines():

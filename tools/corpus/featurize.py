@@ -27,8 +27,8 @@ from megatron.config.flags.fields import flags_of
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
-    from megatron.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions
-    from megatron.corpus.preprocess.encode import EncodeOptions
+    from trident.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions
+    from trident.corpus.preprocess.encode import EncodeOptions
 
 _LOCAL = "local"
 _DEFAULT_STRIDE = 128
@@ -195,10 +195,10 @@ def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
     Args:
         beam: options for Apache Beam.
     """
-    from megatron.corpus.featurize.featurize_corpus import WindowOptions
-    from megatron.corpus.inputs.input_paths import read_separator
-    from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.tokenizers.tokenizer import TokenizerChoice
+    from trident.corpus.featurize.featurize_corpus import WindowOptions
+    from trident.corpus.inputs.input_paths import read_separator
+    from trident.corpus.preprocess.encode import EncodeOptions
 
     options = WindowOptions(**{name: getattr(flags, name) for name in WindowOptions.__dataclass_fields__})
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -228,16 +228,16 @@ def make_in_worker(element: str, folder: str, job: str) -> None:
     """One step of the Beam pipeline, pickled by value because workers do not have the package on their path."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    from megatron.corpus.featurize.beam import make_shard
+    from trident.corpus.featurize.beam import make_shard
 
     make_shard(element, job)
 
 
 def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, workers: int) -> FeaturizeResult:
-    from megatron.corpus.featurize.featurize_corpus import featurize
-    from megatron.corpus.inputs.input_blocks import total_bytes
-    from megatron.corpus.inputs.input_paths import expand_inputs
-    from megatron.corpus.workers.progress_line import ProgressLine
+    from trident.corpus.featurize.featurize_corpus import featurize
+    from trident.corpus.inputs.input_blocks import total_bytes
+    from trident.corpus.inputs.input_paths import expand_inputs
+    from trident.corpus.workers.progress_line import ProgressLine
 
     write_bar = log.terminal_writer()
     path = flags.output_path
@@ -252,10 +252,10 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
 
 
 def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
-    from megatron.corpus.featurize.featurize_corpus import featurize_tokens
     from megatron.data.formats.sidecar import check_tokenizer_fits
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import build_tokenizer
+    from trident.corpus.featurize.featurize_corpus import featurize_tokens
 
     record = None
     if flags.tokenizer_type is not None:
@@ -269,9 +269,9 @@ def _with_beam(
     flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, words: Sequence[str]
 ) -> FeaturizeResult:
     """Runs the Beam pipeline; translates `--num-workers` to the runner's own option."""
-    from megatron.corpus.featurize.beam import featurize_with_beam
-    from megatron.corpus.inputs.input_paths import expand_inputs
-    from megatron.corpus.inputs.tables import is_table
+    from trident.corpus.featurize.beam import featurize_with_beam
+    from trident.corpus.inputs.input_paths import expand_inputs
+    from trident.corpus.inputs.tables import is_table
 
     words = list(words)
     is_direct = flags.runner in (_LOCAL, "beam", "DirectRunner")

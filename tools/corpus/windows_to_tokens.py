@@ -36,9 +36,9 @@ class BackFlags(TokenizerFileFlags):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(BackFlags, sys.argv[1:], prog="windows_to_tokens.py", description=__doc__ or "")
-    from megatron.corpus.featurize.windows_to_tokens import windows_to_tokens
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+    from trident.corpus.featurize.windows_to_tokens import windows_to_tokens
 
     log.interrupt_on_sigterm()
     record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None

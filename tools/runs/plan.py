@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show_schedules(flags)
     from megatron.config.parse import read_flags
     from megatron.config.run_config import DEFAULT
-    from megatron.planning.requests import request_lines
+    from trident.plan.requests import request_lines
 
     provenance = read_flags([*flags.words(), *others]).provenance
     is_chosen = any(provenance[f"precision.{name}"] != DEFAULT for name in ("fp16", "bf16"))

@@ -4,8 +4,9 @@
     python tools/runs/sync_run.py logs/gentle_lovelace-26112211 --to ubuntu@192.0.2.7:runs --every-seconds 300
 
 Only complete checkpoints are copied. Every byte that arrives is compared with its digest before the checkpoint gets its
-name there. An interrupted copy continues where it stopped, and an up-to-date one sends nothing. The other machine is
-reached with `ssh`, which must not ask for a password. The same command continues a copy.
+name there. An interrupted copy continues where it stopped, an up-to-date one sends nothing, and a step that the run has
+saved again is copied again. The other machine is reached with `ssh`, which must not ask for a password. The same
+command continues a copy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
-from megatron.errors import StorageError
+from megatron.errors import DamagedError, StorageError
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _ in _turns(flags.every_seconds):
         try:
             _copy(flags)
-        except StorageError as failure:
+        except (DamagedError, StorageError) as failure:
             if flags.every_seconds is None:
                 raise
             log.warning(f"{failure} The next round tries again.")

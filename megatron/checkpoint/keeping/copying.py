@@ -22,7 +22,6 @@ from megatron.checkpoint.manifests.version_2 import read_index
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
 from megatron.checkpoint.reader import check_files, verified_chunks
 from megatron.checkpoint.storage import DISK, Storage, append, cannot_write, write_file, writing
-from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -40,7 +39,7 @@ def copy_checkpoint(
 ) -> Path | None:
     """Copies the checkpoint folder `source` into a directory; collective over the whole mesh.
 
-    The ranks share the files. The copy appears by one rename when all of it is on the disk.
+    The ranks share the files. The copy appears when all of it is on the disk; see `publish`.
 
     Args:
         flag: what names the directory, for error texts.
@@ -110,8 +109,6 @@ class CopyInProgress:
         """
         final, storage = self.final, self.storage
         try:
-            if is_address(final) and not storage.exists(final / MANIFEST_NAME):
-                storage.remove_tree(final)  # of a copy that died: what it had moved aside can come back
             if storage.exists(final.parent):
                 sweep(final.parent, storage)  # may put another checkpoint of the step back in its place
             is_taken = storage.exists(final)

@@ -6,6 +6,7 @@ that are damaged, and checkpoints into which other files were put.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import final
 
 from megatron import log
 from megatron.checkpoint.keeping.listing import ManifestSummaries, ManifestSummary, other_files, steps_in
-from megatron.checkpoint.publish import remove_checkpoint
+from megatron.checkpoint.publish import remove_checkpoint, remove_dead_links
 from megatron.checkpoint.reader import verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
@@ -94,6 +95,8 @@ class Retention:
             return []
         gone = [summary.path for summary in doomed if self._remove(summary)]
         if gone:
+            with contextlib.suppress(OSError):  # the next save sweeps, too
+                remove_dead_links(newest.parent, self._storage)
             log.info(f"deleted {', '.join(path.name for path in gone)} in {newest.parent}, which need not be kept")
         return gone
 
@@ -157,8 +160,8 @@ class Retention:
         except (CheckpointError, StorageError) as failure:
             self._warn_once(f"{path} does not count as a checkpoint to keep and is not deleted: {failure}")
             return None
-        if summary.run_id and summary.run_id != run_id:
-            self._warn_once(f"{path} is of another run ({summary.run_id}) and is not deleted")
+        if summary.run_id != run_id:  # an imported model names no run
+            self._warn_once(f"{path} is of another run ({summary.run_id or 'it names none'}) and is not deleted")
             return None
         return summary
 

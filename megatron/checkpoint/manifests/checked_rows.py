@@ -1,4 +1,4 @@
-"""Turns the parsed JSON of a manifest into values, and refuses what cannot be: the checks of both versions."""
+"""Turns the parsed JSON of a manifest into values, and refuses what cannot be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensors = Sequence[tuple[str, tuple[int, ...]]]
 
 
 class CheckedRows:
-    """What both versions of a manifest have: numbers, names, files, tensors and the descriptions of pieces."""
+    """The parts of a manifest: numbers, names, files, tensors and the descriptions of pieces."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path

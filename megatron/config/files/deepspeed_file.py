@@ -55,6 +55,7 @@ GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
 
 # A section that says `"enabled": false` is not compared with flags, nor is anything else in it.
 _SWITCHES = frozenset({"fp16", "bf16", "bfloat16", "curriculum_learning"})
+OFFLOADED_WEIGHTS = ("offload_param", "cpu_offload_param")  # DeepSpeed reads them at ZeRO stage 3 only
 _DYNAMIC = ("fp16", "loss_scale")
 _OPTIMIZER = "optimizer."  # Megatron-DeepSpeed hands DeepSpeed an optimizer made of its flags, whatever a file says
 
@@ -163,12 +164,22 @@ def governed_values(
                 "the learning rate of the optimizer."
             )
         reading.take(path, flag, given, (key, entry, destination, value))
+    stage = {**defaults, **reading.values, **given}.get("parallel.zero_stage", flags["parallel.zero_stage"].default)
+    reading.notices += _offload_notices(path, checked.settings.get("zero_optimization", {}), stage)
     peak = {**defaults, **given, **reading.values}.get("optim.lr")
     further = training_settings(checked.settings, checked.tree, peak)
     reading.problems += [f"--deepspeed_config {path}: {problem}" for problem in further.problems]
     for each in further.entries:
         reading.take(path, flags[each[2]], given, each)
     return reading
+
+
+def _offload_notices(path: str, zero: Mapping[str, Any], stage: int) -> Iterator[str]:
+    if stage < 3 and (zero.get("cpu_offload_param") or zero.get("offload_param", {}).get("device", "none") != "none"):
+        yield (
+            f'--deepspeed_config {path}: "zero_optimization.offload_param" has no effect with ZeRO stage {stage}, as '
+            "in DeepSpeed: the weights stay on the device. Use --zero-stage 3 to keep them on the host."
+        )
 
 
 def _trains_in_bf16(settings: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.errors import ConfigError
 from megatron.secret_text import SecretText, guarded, reveal
 
+MOCK_DATA = "mock:"  # the source of random ids, instead of a prefix
 _SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 
 
@@ -55,7 +56,9 @@ def shown_split(text: str) -> str:
 
 
 def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ...]:
-    """Reads `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...` into (weight, prefix) pairs.
+    """Reads `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...` into (weight, prefix) pairs.
+
+    Several without weights are weighted by their tokens, for which the weight 0 stands.
 
     Raises:
         ConfigError: an odd number of words, a weight that is not a positive number, or a NUL character.
@@ -64,10 +67,11 @@ def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ..
     _check_no_nul(shown, name)
     if len(words) <= 1:
         return tuple((1.0, word) for word in words)
+    if not any(_number(word) is not None for word in words) and not _quote_hint(words):
+        return tuple((0.0, word) for word in words)
     if len(words) % 2:
         raise ConfigError(
-            f"{name} {shown} has {len(words)} words. Give one prefix, or pairs of weight and prefix"
-            f"{_quote_hint(words)}."
+            f"{name} {shown} has {len(words)} words. Give prefixes, or pairs of weight and prefix{_quote_hint(words)}."
         )
     pairs = []
     for weight, prefix in zip(words[::2], words[1::2], strict=True):

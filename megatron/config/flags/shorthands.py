@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.config.flags.blends import MOCK_DATA
 from megatron.config.flags.fields import Flag, FlagFacts
 from megatron.errors import ConfigError
 
@@ -104,7 +105,7 @@ _GLU_ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a flag means: fields of the model by name.
+    """What a flag means: fields of the model by name, other fields as "section.name".
 
     Attributes:
         values: what the flag sets.
@@ -176,7 +177,7 @@ def _taken_over(option: str, values: Values, full: dict[str, Any], sources: dict
     """Writes the values of a shorthand into a layer; one sentence for each that something else contradicts."""
     problems = []
     for key, value in values.items():
-        name, own = _MODEL + key, "--" + key.replace("_", "-")
+        name, own = key if "." in key else _MODEL + key, "--" + key.rpartition(".")[2].replace("_", "-")
         if name in full and full[name] != value:
             other = sources.get(name, f"{own} {_shown(full[name])}")
             problems.append(
@@ -401,6 +402,10 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
     Shorthand(
         _flag("expert_interval", int, "the last of every N layers has experts"),
         _every("--expert-interval", "moe_layer_pattern", 1),
+    ),
+    Shorthand(
+        _flag("mock_data", bool, f"--data-path {MOCK_DATA}: random ids, the same in every layout, and no files"),
+        _always({"data.data_path": (MOCK_DATA,)}),
     ),
     Shorthand(_flag("topk", int, "--moe-router-topk; 1 with --moe-router-pre-softmax"), _topk),
     Shorthand(_flag("mlp_type", str, "standard, or residual for --moe-residual with --moe-router-topk 1"), _mlp_type),

@@ -22,8 +22,12 @@ class LoadingConfig(ConfigSection):
     load_tag: str | None = flag(None, "the same as a name, such as iter_0000500 or global_step500")
     no_load_optim: bool = flag(False, "take the weights of a checkpoint but not its optimizer state")
     finetune: bool = flag(False, "take only the weights of a checkpoint and start at step 0")
-    reset_iteration: bool = flag(False, "as --finetune, but with the optimizer state of the checkpoint")
-    from_scratch: bool = flag(False, "start at step 0 although --load or --save holds checkpoints")
+    reset_iteration: bool = flag(
+        False, "as --finetune, but with the optimizer state of the checkpoint", spelled=("--reset-progress",)
+    )
+    from_scratch: bool = flag(
+        False, "start at step 0 although --load or --save holds checkpoints; given again, it continues what it began"
+    )
     exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load holds no checkpoint")
 
     @property

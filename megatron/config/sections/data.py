@@ -17,12 +17,14 @@ from megatron.errors import ConfigError
 
 SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 WORDPIECE_TOKENIZERS = ("BertWordPieceLowerCase", "BertWordPieceCase")
+NULL_TOKENIZER = "NullTokenizer"
 TOKENIZERS = (
     "GPT2BPETokenizer",
     "PretrainedFromHF",
     "HFTokenizer",
     *SENTENCEPIECE_TOKENIZERS,
     *WORDPIECE_TOKENIZERS,
+    NULL_TOKENIZER,
 )
 _NVIDIA_NAMES: Mapping[str, str] = types.MappingProxyType(
     {"HuggingFaceTokenizer": "HFTokenizer", "Llama3Tokenizer": "HFTokenizer"}
@@ -43,8 +45,8 @@ class DataConfig(ConfigSection):
     )
     data_path: tuple[str, ...] = flag(
         (),
-        "a source, or weight source weight source ...: a prefix of token files, a quoted pattern of Parquet windows, "
-        "or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
+        "sources, mixed by size, or weight source weight source ...: a prefix of token files, a quoted pattern of "
+        "Parquet windows, or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
         nargs="+",
         once=True,
         path=PathUse.PREFIX,
@@ -86,7 +88,7 @@ class DataConfig(ConfigSection):
     )
     tokenizer_name_or_path: str | None = flag(
         None,
-        "folder or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
+        "folder or hub name of a Hugging Face tokenizer, a SentencePiece .model, or the ids of NullTokenizer",
         spelled=("--tokenizer-model",),
         path=PathUse.PLACE,
     )

@@ -41,6 +41,11 @@ class SafetyRequest(ConfigSection):
         "steps between comparisons of parameters that several ranks hold; before each save if unset, 0 for never",
         at_least=0,
     )
+    check_for_nan_in_loss_and_grad: bool = flag(
+        False,
+        "look for NaN and infinity in each rank's loss and gradients before they are summed, so that a bad step names "
+        "the rank and the parameter; with ZeRO 3, in its loss. fp16 is left to its loss scaler",
+    )
     max_bad_steps: int = flag(
         0,
         "consecutive steps with a NaN or infinite loss or gradient that are skipped; the next one ends the run",

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 
 from megatron.config import DataConfig
+from megatron.config.flags.blends import MOCK_DATA
 from megatron.config.objective.masking import SENTENCES, STREAM
 from megatron.data.datasets.changed_samples import CopiedPrompts
 from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, names_example_files
@@ -28,11 +29,11 @@ from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows
 from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.index_map import Indices, build_indices
-from megatron.data.order.old_index import read_old_index
 from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
 from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.sources.parquet_rows import ParquetRows, check_window_length
+from megatron.data.sources.random_rows import RANDOM_ROWS, RandomRows
 from megatron.data.sources.source import DataRequest, Facts, Source, SourceUse, check_examples, other_rows
 from megatron.data.sources.store_rows import StoreRows, store_fingerprint
 from megatron.data.stores.address import StoreAddress, is_store_address
@@ -47,6 +48,8 @@ _NOTHING_ASKED = DataRequest(DataConfig(seq_length=1), 1, 0)
 
 def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
     """The source that a prefix names."""
+    if prefix == MOCK_DATA:
+        return _RandomSource(prefix, request)
     if is_store_address(prefix):
         return _StoreSource(prefix, request)
     if names_example_files(prefix):
@@ -93,8 +96,7 @@ class _TokenSource(Source):
         return SourcePlan(self.prefix, self._indexed.fingerprint, first, last, tokens)
 
     def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
-        stem = f"{planned.prefix}_{group.name}"
-        segments = [self._segment(stem, planned, segment, plan) for segment in planned.segments]
+        segments = [self._segment(planned, segment, plan) for segment in planned.segments]
         return GPTDataset(self._indexed, plan.sequence_length, segments)
 
     @cached_property
@@ -103,8 +105,8 @@ class _TokenSource(Source):
         _check_layout(indexed, self._request.data.data_impl)
         return indexed
 
-    def _segment(self, stem: str, source: SourcePlan, segment: Segment, plan: DataPlan) -> Indices:
-        """The index arrays of a segment: our own if there are, else upstream's if they fit, else new ones."""
+    def _segment(self, source: SourcePlan, segment: Segment, plan: DataPlan) -> Indices:
+        """The index arrays of a segment, from the cache if it has them."""
         description = {
             "idx_sha256": source.fingerprint,
             "first": source.first,
@@ -117,10 +119,6 @@ class _TokenSource(Source):
 
         def make() -> dict[str, np.ndarray]:
             lengths, length, samples, seed = self._indexed.lengths, plan.sequence_length, segment.samples, segment.seed
-            if segment is source.segments[0] and plan.epoch_rule == "bigscience":
-                old = read_old_index(stem, lengths, source.first, source.last, length, samples, seed)
-                if old is not None:
-                    return old._asdict()
             wide = source.last > np.iinfo(np.int32).max
             documents = np.arange(source.first, source.last, dtype=np.int64 if wide else np.int32)
             return build_indices(lengths, documents, length, samples, seed, plan.epoch_rule, source.tokens)._asdict()
@@ -184,6 +182,23 @@ class _RowsSource(Source):
     @cached_property
     @abstractmethod
     def _rows(self) -> RowSource: ...
+
+
+class _RandomSource(_RowsSource):
+    """Random ids of the run's tokenizer, instead of data."""
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        """There are none."""
+
+    def facts(self) -> Facts:
+        return (("random_rows", RANDOM_ROWS),)
+
+    @cached_property
+    def _rows(self) -> RowSource:
+        request = self._request
+        if request.tokenizer is None:
+            raise ConfigError("--mock-data draws ids of a tokenizer (--tokenizer-type).")
+        return RandomRows(self.prefix, request.tokenizer.vocab_size, request.sequence_length, request.seed)
 
 
 class _WindowSource(_RowsSource):

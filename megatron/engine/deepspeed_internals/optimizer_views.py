@@ -37,7 +37,7 @@ from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.tensor_parts import MasterSlice, tensors_in
-from megatron.kernels.optimizer import can_skip
+from megatron.kernels.optimizer import AdamW, can_skip
 from megatron.parallel.mesh import ParallelMesh
 
 
@@ -170,12 +170,23 @@ class PartitionedView(OwningView):
             self._copies = list(wrapper.parallel_partitioned_bit16_groups)
         if not wrapper.partition_gradients:
             buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
-            return MainGradients(buffers, groups, is_measured, averaging, self._implementation)
+            return self._main_gradients(buffers, groups, averaging, takes_pieces=is_whole)
         parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
         if is_whole:
-            return MainGradients(parts, groups, is_measured, averaging, self._implementation)
+            return self._main_gradients(parts, groups, averaging, takes_pieces=True)
         self.takes_by_hooks = sum(group.length for group in groups) > wrapper.reduce_bucket_size
         return PartitionGradients(parts, groups, is_measured, averaging, wrapper.reduce_bucket_size)
+
+    def _main_gradients(
+        self,
+        buffers: Sequence[torch.Tensor],
+        groups: Sequence[FlatGroup],
+        averaging: Averaging,
+        *,
+        takes_pieces: bool,
+    ) -> MainGradients:
+        takes_pieces = takes_pieces and isinstance(self.optimizer, AdamW)
+        return MainGradients(buffers, groups, is_measured, averaging, self._implementation, takes_pieces=takes_pieces)
 
     def _update_in_place(self, groups: Sequence[FlatGroup], averaging: Averaging) -> bool:
         """Has the optimizer update this rank's part of the network's own weights instead of DeepSpeed's copy of it, if
@@ -227,7 +238,8 @@ class AccumulatedView(PartitionedView):
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
-        return MainGradients(wrapper.fp32_groups_gradients_flat, groups, is_measured, averaging, self._implementation)
+        takes_pieces = is_alone and not self.takes_by_hooks  # hooks free one gradient before the next is there
+        return self._main_gradients(wrapper.fp32_groups_gradients_flat, groups, averaging, takes_pieces=takes_pieces)
 
 
 class SubGroupView(OptimizerView):

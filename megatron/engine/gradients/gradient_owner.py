@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_sum import GradientSum, Partial, Tied
+from megatron.engine.gradients.gradient_sum import GradientSum, Look, Partial, Tied
 from megatron.engine.gradients.loss_scale import LossScale
 from megatron.engine.gradients.update_gate import UpdateGate
+from megatron.kernels.optimizer import update
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.weight_gradients import AddProduct
 
@@ -20,6 +22,7 @@ class GradientOwner:
 
     A step is
 
+        owner.begin(passes)              if the number of backward passes is known
         owner.accumulate(parameters)     after every backward pass; any number of calls
         owner.reduce()                   once: over data-parallel ranks, then over the ranks that hold tied weights
         deepspeed.step()                 once: measures, clips and updates
@@ -39,6 +42,10 @@ class GradientOwner:
         self._trained = trained
         self._partial: Partial = ()
         self._tied: Tied = ()
+
+    def begin(self, passes: int) -> None:
+        """Announces the number of backward passes of a step: the gradients of a single one need no sum."""
+        self._sum.begin(passes)
 
     def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
@@ -74,6 +81,7 @@ class GradientOwner:
         """Sums partial gradients over the ranks of their axis, averages everything over data-parallel ranks, and sums
         tied weights over the ranks that hold them; once a step, after the last `accumulate`; collective.
         """
+        self._sum.show()
         for axis, parameters in self._partial:
             self._sum.sum_over(axis, parameters)
         self._sum.reduce(self._tied)
@@ -99,7 +107,8 @@ class GradientOwner:
         An optimizer that is offloaded has memory of its own for the gradients.
         """
         masters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        for master, part in zip(masters, self._sum.parts, strict=False):
+        pieces = self._sum.pieces
+        for master, part in zip(masters, () if pieces else self._sum.parts, strict=False):
             if master.grad is None:
                 master.grad = part.to(master)
             elif master.grad is not part:
@@ -107,13 +116,18 @@ class GradientOwner:
         factor = self._clipping.factor(norm)
         if loss_scale is not None:
             factor = loss_scale.value.reciprocal() if factor is None else factor / loss_scale.value
-        return gate.update(optimizer, None if factor is None else factor.to(masters[0].device), copies, loss_scale)
+        factor = None if factor is None else factor.to(masters[0].device)
+        return gate.update(partial(update, optimizer, gradient_factor=factor, copies=copies, pieces=pieces), loss_scale)
 
     def watch_micro_batches(self, watcher: Callable[[Iterable[nn.Parameter]], None]) -> None:
         """Has a watcher see the parameters whose gradients of a backward pass are complete, before they are added up;
         before the first step.
         """
         self._sum.watcher = watcher
+
+    def look_at_own(self, look: Look) -> None:
+        """Has a function see this rank's gradients of the next step, bucket by bucket, before ranks sum them."""
+        self._sum.look = look
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters of which this rank counts something in the norm, each with that part of its gradient between

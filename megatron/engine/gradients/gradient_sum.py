@@ -20,6 +20,7 @@ from megatron.parallel.shard_spec import shard_spec_of
 from megatron.parallel.tensor.weight_gradients import AddProduct
 
 Tied = Sequence[tuple[nn.Parameter, Axis]]
+Look = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
 # What is averaged at once where gradients do not lie in one buffer, in elements.
 _BUCKET_ELEMENTS = 500_000_000
@@ -40,6 +41,12 @@ class FlatGroup(NamedTuple):
         begin, size = weights.data_ptr(), weights.element_size()
         placed = sorted((((each.data_ptr() - begin) // size, each) for each in parameters), key=lambda place: place[0])
         return cls(tuple(each for _, each in placed), tuple(start for start, _ in placed), len(weights))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no parameter begins behind a gap: padding is at the end."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        return list(self.starts) == [sum(sizes[:number]) for number in range(len(sizes))]
 
     def counted(self, is_counted: Callable[[nn.Parameter], bool], first: int, end: int) -> Iterator[tuple[int, int]]:
         """The ranges of counted elements between two elements of the buffer; adjacent ones are joined."""
@@ -68,10 +75,13 @@ class GradientSum(ABC):
     Attributes:
         divided_over: the ranks that hold different parts of the sum after `reduce`; None if each has all of it.
         watcher: called with parameters whose gradients of a backward pass are complete, before they are taken.
+        look: called with the parameters of a bucket and this rank's gradients, before they are summed over ranks.
     """
 
     divided_over: Axis | None = None
     watcher: Callable[[Iterable[nn.Parameter]], None] | None = None
+    look: Look | None = None
+    _members: Sequence[Sequence[nn.Parameter]] = ()  # of the buckets that are not summed before `reduce`
 
     def __init__(self, averaging: Averaging) -> None:
         self._averaging = averaging
@@ -87,6 +97,9 @@ class GradientSum(ABC):
         """
         return None
 
+    def begin(self, passes: int) -> None:  # noqa: B027  (most add up one pass like several)
+        """Announces, before a step's first `add`, the number of its backward passes."""
+
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027  (most keep all of them whole)
         """Announces, before the first `add`, the parameters that `of` and `reduce` will be asked for."""
 
@@ -95,6 +108,12 @@ class GradientSum(ABC):
         """The sum for a parameter on this rank, in the parameter's shape, zero if there is none; it may be changed in
         place until `reduce`.
         """
+
+    def show(self) -> None:
+        """Has `look` see what no rank has sent yet; before the first `sum_over`."""
+        if self.look is not None:
+            for members in self._members:
+                self.look(members, [self.of(parameter) for parameter in members])
 
     @torch.no_grad()
     def sum_over(self, axis: Axis, parameters: Iterable[nn.Parameter]) -> None:
@@ -138,6 +157,13 @@ class GradientSum(ABC):
         """What this rank updates with, one flat tensor for each group; none if it is `.grad` of the parameters."""
 
     @property
+    def pieces(self) -> Sequence[Sequence[torch.Tensor]]:
+        """What it updates with in place of `parts`, for each group the gradient of each parameter; none if it is
+        `parts`.
+        """
+        return ()
+
+    @property
     @abstractmethod
     def counted(self) -> Sequence[torch.Tensor]:
         """What this rank counts in the gradient norm."""
@@ -171,6 +197,7 @@ class GradientsInPlace(GradientSum):
     ) -> None:
         super().__init__(averaging)
         self._parameters = list(parameters)
+        self._members = [self._parameters]
         self._taken: dict[int, torch.Tensor] = {}  # by the parameter's id
         self._buckets: list[tuple[Averaging, list[nn.Parameter], FlatBucket]] = []
         self._counted = [parameter for parameter in parameters if is_counted(parameter)]
@@ -298,6 +325,7 @@ class FlatGradients(GradientSum):
         super().__init__(averaging)
         self.divided_over = averaging.axis if averaging.axis.size > 1 or averaging.experts is not None else None
         self._averagings = [averaging.of(group.parameters[0]) for group in groups]
+        self._members = [group.parameters for group in groups]
         self._parts = list(parts)
         self._alone = {id(group.parameters[0]): part for group, part in zip(groups, parts, strict=True)}
         self._counted: list[torch.Tensor] = []

@@ -21,12 +21,17 @@ class MainGradients(FlatGradients):
     A pass takes a fixed number of calls, however many parameters there are, and one launch; torch's addition of half
     precision to fp32 takes one for each parameter.
 
+    The gradients of a step's only backward pass can stay where they are: copied to fp32, measured and read there, they
+    cost 10 bytes of memory traffic a parameter more.
+
     Args:
         buffers: one for each group, whose padding is zero.
         groups: where the parameters lie in them.
         is_counted: whether this rank counts a parameter in the gradient norm.
         averaging: how data-parallel ranks average; each then holds its part of a buffer only.
         implementation: of the addition, for buffers in fp32.
+        takes_pieces: whether the optimizer can update with the gradients of single parameters, in their own dtype; for
+            a rank that averages with no other.
     """
 
     def __init__(
@@ -36,6 +41,8 @@ class MainGradients(FlatGradients):
         is_counted: Callable[[nn.Parameter], bool],
         averaging: Averaging,
         implementation: Implementation = Implementation.TORCH,
+        *,
+        takes_pieces: bool = False,
     ) -> None:
         parts = []
         for buffer, group in zip(buffers, groups, strict=True):
@@ -48,9 +55,21 @@ class MainGradients(FlatGradients):
         self._buffers = list(buffers)
         self._views: dict[int, torch.Tensor] = {}  # by the parameter's id
         self._written: set[int] = set()
+        self._groups, self._is_counted = groups, is_counted
+        self._takes_pieces = takes_pieces and all(group.is_dense for group in groups)
+        self._is_only = False  # whether this step's gradients stay where its only backward pass leaves them
+        self._only: dict[int, torch.Tensor] = {}  # by the parameter's id
         for buffer, group in zip(buffers, groups, strict=True):
             for parameter, start in zip(group.parameters, group.starts, strict=True):
                 self._views[id(parameter)] = buffer.narrow(0, start, parameter.numel()).view_as(parameter)
+
+    def begin(self, passes: int) -> None:
+        """Decides whether the gradients stay where they are."""
+        self._is_only = self._takes_pieces and passes == 1 and self.watcher is None
+
+    def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Has all gradients copied to the buffers: these are changed there."""
+        self._takes_pieces = False
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -59,6 +78,13 @@ class MainGradients(FlatGradients):
             parameters = list(parameters)
             self.watcher(parameters)
         given = [parameter for parameter in parameters if parameter.grad is not None]
+        if self._is_only:
+            self._only.update(
+                (id(parameter), gradient) for parameter, gradient in zip(given, _gradients_of(given), strict=True)
+            )
+            for parameter in given:
+                parameter.grad = None
+            return
         later = [parameter for parameter in given if id(parameter) in self._written] if self._written else []
         first = [parameter for parameter in given if id(parameter) not in self._written] if later else given
         if first:
@@ -74,6 +100,8 @@ class MainGradients(FlatGradients):
         return self._add_product if takes else None
 
     def _add_product(self, parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> bool:
+        if self._is_only:
+            return False
         add_product_(self._views[id(parameter)], a, b, replaces=id(parameter) not in self._written)
         self._written.add(id(parameter))
         return True
@@ -83,6 +111,7 @@ class MainGradients(FlatGradients):
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """Its view into a buffer."""
+        self._copy_only()
         view = self._views[id(parameter)]
         if id(parameter) not in self._written:
             self._written.add(id(parameter))
@@ -90,22 +119,72 @@ class MainGradients(FlatGradients):
         return view
 
     def _average(self) -> None:
+        if self._is_only:
+            return
+        self._zero_missing()
+        for buffer, averaging in zip(self._buffers, self._averagings, strict=True):
+            averaging.average_own_part(buffer)
+
+    def _zero_missing(self) -> None:
         if not self._written:
             torch._foreach_zero_(self._buffers)
         elif missing := [view for key, view in self._views.items() if key not in self._written]:
             torch._foreach_zero_(missing)
         self._written.update(self._views)
-        for buffer, averaging in zip(self._buffers, self._averagings, strict=True):
-            averaging.average_own_part(buffer)
+
+    @torch.no_grad()
+    def _copy_only(self) -> None:
+        """Copies gradients that stayed where they were to the buffers, for one who reads these."""
+        if self._is_only:
+            self._is_only = False
+            if self._only:
+                torch._foreach_copy_([self._views[key] for key in self._only], list(self._only.values()))
+            self._written.update(self._only)
+            self._only.clear()
+            self._zero_missing()
+
+    @property
+    def pieces(self) -> Sequence[Sequence[torch.Tensor]]:
+        """The gradients of a step's only backward pass, zero where it left none."""
+        if not self._is_only:
+            return ()
+        return [
+            [
+                torch.zeros_like(each) if id(each) not in self._only else self._only[id(each)]
+                for each in group.parameters
+            ]
+            for group in self._groups
+        ]
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """This rank's part of each buffer."""
+        self._copy_only()
+        return super().parts
+
+    @property
+    def counted(self) -> Sequence[torch.Tensor]:
+        """What it counts of its parts, or of the gradients of a step's only backward pass."""
+        if not self._is_only:
+            return super().counted
+        parameters = (each for group in self._groups for each in group.parameters if id(each) in self._only)
+        return [self._only[id(each)] for each in parameters if self._is_counted(each)]
+
+    def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """What it counts of each parameter, in the buffers, to which all gradients are copied from now on."""
+        self._copy_only()
+        self._takes_pieces = False
+        return super().by_parameter()
 
     def clear(self) -> None:
         """The first gradient of each parameter will replace what is there."""
         self._written.clear()
+        self._only.clear()
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """The flat buffers."""
-        return self._buffers
+        """The flat buffers, and what stays outside them."""
+        return [*self._buffers, *self._only.values()]
 
 
 def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

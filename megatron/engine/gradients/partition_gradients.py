@@ -64,7 +64,7 @@ class PartitionGradients(FlatGradients):
         bucket_elements: int,
     ) -> None:
         super().__init__(parts, groups, is_counted, averaging)
-        self._bucket_elements = bucket_elements
+        self._bucket_elements, self._members = bucket_elements, ()
         self._places = {
             id(parameter): (number, start, parameter)
             for number, group in enumerate(groups)
@@ -78,6 +78,7 @@ class PartitionGradients(FlatGradients):
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keeps the sums of parameters whole until `reduce`, so that `of` has them; before the first `add`."""
         self._kept.update(dict.fromkeys(map(id, parameters)))
+        self._members = [[self._places[key][2] for key in self._kept]]
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -197,6 +198,8 @@ class PartitionGradients(FlatGradients):
         if self.watcher is not None:
             self.watcher(run.parameters)
         flat = run.bucket.fill([each.grad for each in run.parameters])  # type: ignore[misc]
+        if self.look is not None:
+            self.look(run.parameters, run.bucket.views)
         for each in run.parameters:
             each.grad = None
         averaging, part = self._averagings[run.group], self._parts[run.group]

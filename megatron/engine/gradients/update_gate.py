@@ -21,7 +21,6 @@ import torch
 
 from megatron.device import HostCopy
 from megatron.engine.gradients.loss_scale import LossScale
-from megatron.kernels.optimizer import update
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 
@@ -192,17 +191,12 @@ class UpdateGate:
         self._decide(is_before_update=True)
         return self.verdict.decision is UpdateDecision.APPLIED
 
-    def update(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_factor: torch.Tensor | None,
-        copies: Sequence[Sequence[torch.Tensor]] = (),
-        loss_scale: LossScale | None = None,
-    ) -> bool:
-        """Has an optimizer update if all ranks may, see `megatron.kernels.optimizer.update`; once a step, collective
-        over all ranks. Returns whether it was done, or left to the device.
+    def update(self, update: Callable[..., None], loss_scale: LossScale | None = None) -> bool:
+        """Updates if all ranks may; once a step, collective over all ranks. Returns whether it was done, or left to the
+        device.
 
         Args:
+            update: `megatron.kernels.optimizer.update` of an optimizer. Where the device decides it is given `skip`.
             loss_scale: learns whether the gradients overflowed.
         """
         if self._is_on_device or loss_scale is not None:
@@ -213,14 +207,14 @@ class UpdateGate:
                 self._pending.append((self.verdict, HostCopy(agreed)))
                 wrong, *_, tokens = agreed.unbind()
                 self._skip = torch.where(tokens == 0, self._one, wrong).to(torch.float32)
-                update(optimizer, gradient_factor=gradient_factor, skip=self._skip, copies=copies)
+                update(skip=self._skip)
                 return True
             self._judge(self.verdict, agreed.tolist())
         else:
             self._judge(self.verdict, self._agreed_on_host(is_before_update=True))
         if self.verdict.is_dropped:
             return False
-        update(optimizer, gradient_factor=gradient_factor, copies=copies)
+        update()
         return True
 
     def is_applied(self) -> torch.Tensor:

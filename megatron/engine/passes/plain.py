@@ -62,6 +62,7 @@ class PlainPasses:
         if self._gradients is None:
             self._train_by_deepspeed(batches, losses)
             return
+        self._gradients.begin(len(batches))
         for batch in batches:
             self._enter("forward")
             if self._graphs is None or not self._run_graph(batch, self._graphs, len(batches)):

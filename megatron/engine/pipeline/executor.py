@@ -8,6 +8,7 @@ and nothing is asked for before.
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,8 @@ class Executor:
     Args:
         runner: runs the chunks of this rank.
         axis: the ranks of the pipeline.
+        world: all ranks. With two stages gradients travel in its group: NCCL has a communicator for each group and
+            pair, in which messages in both directions take turns.
         take_gradients: called after each backward pass, and each half of one, with the parameters of its chunk.
         enter: called with each phase that begins.
     """
@@ -42,11 +45,17 @@ class Executor:
         self,
         runner: ChunkRunner,
         axis: Axis,
+        world: Axis,
         take_gradients: Callable[[Sequence[nn.Parameter]], None],
         enter: Callable[[str], None],
     ) -> None:
         self.runner, self.axis = runner, axis
+        self._gradient_axis = dataclasses.replace(axis, group=world.group) if axis.size == 2 else axis
         self.take_gradients, self.enter = take_gradients, enter
+
+    def axis_of(self, kind: Kind) -> Axis:
+        """The ranks of the pipeline, in the group in which messages of a kind travel."""
+        return self._gradient_axis if kind.is_of_backward else self.axis
 
     def run(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss, *, trains: bool) -> int:
         """Executes a program of this rank.
@@ -167,7 +176,7 @@ class _Execution:
         self._executor.enter("p2p")
         while self._sending and self._sending[0].has_arrived:
             self._sending.popleft().wait()  # raises if it failed
-        self._sending.append(start_send(tensor, self._executor.axis, _peer(action)))
+        self._sending.append(start_send(tensor, self._executor.axis_of(action.kind), _peer(action)))
         if tensor.device.type == "cpu" and len(self._sending) > 2 * self._executor.axis.size:
             self._sending.popleft().wait()  # gloo says only then that it has sent, and the tensor is kept until then
 
@@ -178,8 +187,8 @@ class _Execution:
         rooms = [torch.empty(settings.hidden_shape(*batch.shape), dtype=settings.dtype, device=like.device)]
         if self._companion is not None and action.kind is Kind.RECEIVE_FORWARD:
             rooms.append(self._companion.hidden_like(*batch.shape, like))
-        place, peer = (action.chunk, action.micro_batch), _peer(action)
-        self._arriving[action.kind, place] = [start_receive(room, executor.axis, peer) for room in rooms]
+        place, peer, axis = (action.chunk, action.micro_batch), _peer(action), executor.axis_of(action.kind)
+        self._arriving[action.kind, place] = [start_receive(room, axis, peer) for room in rooms]
 
     def _wait(self, messages: Sequence[PendingMessage]) -> Hidden:
         self._executor.enter("p2p")

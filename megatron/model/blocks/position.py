@@ -41,7 +41,7 @@ def whole_rotation(config: ModelConfig, layer: int, context: StepContext, length
 
     Shapes: both `[b or 1, 1, s, d]` float32.
     """
-    if config.rotary_interleaved or rotary_width(config) != config.kv_channels:
+    if config.rotary_interleaved or config.rotary_width != config.kv_channels:
         return None
     key = ("whole rotation", _is_windowed(config, layer), length)
     return context.once(key, lambda: doubled(*rotation(config, layer, context, length)))
@@ -91,7 +91,7 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
 
     Source: Su et al., "RoFormer", 2021, equation 15; the scalings: transformers `modeling_rope_utils.py`.
     """
-    width = rotary_width(config)
+    width = config.rotary_width
     base = config.rotary_base
     if windowed and config.rotary_base_windowed is not None:
         return _plain_frequencies(config.rotary_base_windowed, width), 1.0
@@ -109,13 +109,6 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
     if kind == "longrope":
         return _longrope_frequencies(config, width, length), _longrope_factor(config)
     return _plain_frequencies(base, width), 1.0
-
-
-def rotary_width(config: ModelConfig) -> int:
-    """The number of channels of a head that are rotated; even."""
-    if config.multi_latent_attention:
-        return config.qk_pos_emb_head_dim
-    return int(config.kv_channels * config.rotary_percent) // 2 * 2
 
 
 def alibi_slopes(heads: int) -> list[float]:

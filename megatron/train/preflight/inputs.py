@@ -12,7 +12,7 @@ from megatron import log
 from megatron.config.flags.paths import is_address
 from megatron.config.run_config import RunRequest
 from megatron.config.sections.checkpoints import LoadingConfig
-from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig
+from megatron.config.sections.data import NULL_TOKENIZER, SENTENCEPIECE_TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig
 from megatron.data.build import check_sources, data_prefixes
 from megatron.data.datasets.examples.example_files import names_example_files
 from megatron.data.datasets.examples.example_options import ExampleOptions
@@ -51,7 +51,7 @@ def _needed(request: RunRequest, wrong: Collection[str]) -> Iterator[tuple[str, 
         yield "--use-bnb-optimizer", "bitsandbytes"
     if report.wandb_project:
         yield f"--wandb-project {report.wandb_project}", "wandb"
-    if "tokenizer_type" not in wrong:
+    if "tokenizer_type" not in wrong and data.tokenizer_type != NULL_TOKENIZER:
         package = "sentencepiece" if data.tokenizer_type in SENTENCEPIECE_TOKENIZERS else "tokenizers"
         yield f"--tokenizer-type {data.tokenizer_type}", package
 
@@ -124,6 +124,7 @@ def _files(data: DataConfig) -> Iterator[tuple[str | Path, str, bytes]]:
         wanted = [(named or data.vocab_file, "--tokenizer-model", b"")]
     else:
         wanted = []
+        named = None if kind == NULL_TOKENIZER else named
         source = named or (data.vocab_file if kind == "HFTokenizer" else None)
         local = None if source is None else local_files(source)
         if local is not None and "tokenizer.json" in local:

@@ -2,9 +2,9 @@
 
 A run draws an identity at its first start and keeps it through all restarts and layouts: it is in the record of
 each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from
-another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions have
-none, and belong to any run. A run that leaves another one at a checkpoint of it is a run of its own: else the
-checkpoints of both, which share their steps, could not be told apart.
+another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions and
+imported models have none: any run continues from them, and none deletes them. A run that leaves another one at a
+checkpoint of it is a run of its own: else the checkpoints of both, which share their steps, could not be told apart.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import find
+from megatron.checkpoint import find, read_record
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.record import Record, base_in, run_id_of
 from megatron.checkpoint.recovery import Candidate
 from megatron.checkpoint.storage import DISK, read_head, write_file
 from megatron.config.flags.paths import is_address
-from megatron.errors import CheckpointError, DamagedError, StorageError
+from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.files.replacing import replace_file
 
 IDENTITY_NAME = "run.json"
@@ -42,7 +43,7 @@ class RunIdentity:
     Attributes:
         run_id: 16 hexadecimal digits, drawn at the first start; empty if unknown.
         finetuned_from: the checkpoint whose weights a fine-tuning began with, as `base_of` describes it; else empty.
-        forked_from: the checkpoint at which it left another run, described in the same way; else empty.
+        forked_from: the checkpoint at which it left another run, described in the same way, or `nothing`; else empty.
     """
 
     run_id: str = ""
@@ -70,6 +71,8 @@ class RunIdentity:
 
     def __str__(self) -> str:
         name = f"run {self.run_id}" if self.run_id else "a run of an older version, without identity"
+        if "flag" in self.forked_from:
+            return f"{name}, begun with {printable(self.forked_from['flag'], quoted=False)}"
         if self.forked_from:
             return f"{name}, forked from {base_text(self.forked_from)}"
         return f"{name}, a fine-tuning of {base_text(self.finetuned_from)}" if self.finetuned_from else name
@@ -90,6 +93,11 @@ def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def nothing(flag: str) -> dict[str, Any]:
+    """The base of a run that began at iteration 0 because of a flag, so that the same command continues it."""
+    return {"run_id": "", "step": 0, "fingerprint": hashlib.sha256(flag.encode()).hexdigest(), "flag": flag}
+
+
 def is_same_base(one: Mapping[str, Any], other: Mapping[str, Any], *, at_any_step: bool = False) -> bool:
     """Whether two descriptions of `base_of` mean the same checkpoint, or with `at_any_step` the same run."""
     if not one or not other:
@@ -97,6 +105,11 @@ def is_same_base(one: Mapping[str, Any], other: Mapping[str, Any], *, at_any_ste
     if one.get("run_id") and other.get("run_id"):
         return one["run_id"] == other["run_id"] and (at_any_step or one.get("step") == other.get("step"))
     return bool(one.get("fingerprint")) and one.get("fingerprint") == other.get("fingerprint")
+
+
+def is_same_folder(one: str | Path | None, other: str | Path | None) -> bool:
+    """Whether two paths lead to one folder; not if one is not given."""
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
 def base_text(base: Mapping[str, Any]) -> str:
@@ -152,6 +165,31 @@ def checkpoints_in(directory: Path) -> list[Candidate]:
         return find(directory)
     except CheckpointError:
         return []
+
+
+def holds_checkpoint_of(run_id: str, candidates: Sequence[Candidate]) -> bool:
+    """Whether a checkpoint is of a run, or is damaged and may be, which is reported where it is loaded."""
+    for candidate in candidates:
+        try:
+            if run_id_of(read_record(candidate.path)) == run_id:
+                return True
+        except DamagedError:
+            return True
+    return False
+
+
+def reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
+    """Refuses to begin at iteration 0 in a folder that holds checkpoints.
+
+    Raises:
+        CheckpointError: it does, or something like another program's.
+    """
+    candidates = find(Path(directory))
+    if candidates:
+        raise CheckpointError(
+            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and {reason}. Add "
+            f"--load {directory} to continue from there, --from-scratch to overwrite them, or choose another folder."
+        )
 
 
 def write_identity(directory: Path, identity: RunIdentity) -> None:

@@ -6,7 +6,6 @@ Which run that is, and whether --save is its folder, is settled before anything 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +34,20 @@ from megatron.train.restarts.identity import (
     base_of,
     base_text,
     checkpoints_in,
+    holds_checkpoint_of,
     identity_of,
     is_same_base,
+    is_same_folder,
+    nothing,
     only_of_run,
     read_identity,
+    reject_foreign_save,
     write_identity,
+)
+
+_NO_NEWER = (
+    "no checkpoint that is newer. If later ones were deleted there to go back, the copies undo that: stop the run, and "
+    "delete the later copies too, or give --ckpt-step, another --save and another --save-secondary."
 )
 
 
@@ -87,7 +95,7 @@ def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
     saved = find_saved_run(config, mesh, None if config.loading.finetune else secondary)
     base = saved
     # One rank resolves the paths for all: where a link leads may differ between nodes, and collectives follow.
-    if base is not None and (config.loading.finetune or run_on_first(mesh, lambda: _is_fork(config, base))):
+    if run_on_first(mesh, lambda: _is_own_branch(config, base)):
         own = run_on_first(mesh, lambda: _own_branch(config, base, secondary))
         if own["continues"]:
             config = _resuming_itself(config)
@@ -98,6 +106,8 @@ def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
             config = _resuming_itself(config)
             saved = find_saved_run(config, mesh, secondary)
         identity = run_on_first(mesh, lambda: _identity(config, saved).to_json())
+    if saved is None and config.loading.load is not None and not config.loading.from_scratch and mesh.world.rank == 0:
+        _say_what_is_missing(config, Path(config.loading.load).absolute())
     settled = RunIdentity.from_json(identity) or RunIdentity()
     if secondary is not None and not config.evaluation.eval_only:
         settles = Nodes.of(mesh).is_first if config.saving.save_secondary_per_node else mesh.control.rank == 0
@@ -129,7 +139,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
         return None
     if loading.load is None:
         if saving.save is not None:
-            run_on_first(mesh, lambda: _reject_foreign_save(str(saving.save)))
+            run_on_first(mesh, lambda: reject_foreign_save(str(saving.save)))
         return None
     source = _source(config, mesh)
     if loading.load_step is not None or run_on_first(mesh, lambda: _is_checkpoint(source)):
@@ -143,9 +153,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
         newest = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
     if newest is not None:
         if newest.path.parent == secondary and mesh.world.rank == 0:
-            log.warning(
-                f"continuing from the copy {newest.path}: --load {loading.load} holds no checkpoint that is newer"
-            )
+            log.warning(f"continuing from the copy {newest.path}: --load {loading.load} holds {_NO_NEWER}")
         return SavedRun(Record.from_json(newest.record, newest.path), newest, folder_run_id, secondary)
     for flag, is_set in (("--eval-only", config.evaluation.eval_only), ("--finetune", loading.finetune)):
         if is_set:
@@ -158,8 +166,6 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
             f"--load {loading.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an "
             "earlier run."
         )
-    if mesh.world.rank == 0:
-        _say_what_is_missing(config, Path(loading.load).absolute())
     return None
 
 
@@ -173,6 +179,8 @@ def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: Paral
         damage = failure
     after_step = -1 if newest is None else folder_step(newest.path.name) or 0
     if collect(copies, source, mesh, after_step=after_step, check=check) is not None:
+        if mesh.world.rank == 0:
+            log.warning(f"--load {source} held {_NO_NEWER}")
         return newest_record(source, mesh, check=check)
     if damage is not None:
         raise damage
@@ -304,8 +312,7 @@ def _source(config: RunConfig, mesh: ParallelMesh) -> Path:
 
     def chosen() -> str:
         folder = folder_of_step(directory, step)
-        saves_there = saving.save is not None and os.path.realpath(saving.save) == os.path.realpath(directory)
-        later = [candidate.step for candidate in find(directory)] if saves_there else []
+        later = [each.step for each in find(directory)] if is_same_folder(saving.save, directory) else []
         if later and later[0] > step:
             raise CheckpointError(
                 f"--ckpt-step {step} is older than the checkpoint of step {later[0]} in --save {saving.save}, which "
@@ -339,7 +346,7 @@ def _settle_secondary(folder: Path, own: RunIdentity, config: RunConfig, saved: 
         CheckpointError: it holds checkpoints of another run, or later ones than the one that --load names.
     """
     saving = config.saving
-    if saving.save is not None and os.path.realpath(folder) == os.path.realpath(saving.save):
+    if is_same_folder(saving.save, folder):
         raise ConfigError(
             f"--save-secondary {folder} is the folder of --save {saving.save}, so there would be no second copy. Give "
             "another folder, best on another disk."
@@ -350,14 +357,10 @@ def _settle_secondary(folder: Path, own: RunIdentity, config: RunConfig, saved: 
             f"--save-secondary {folder} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and this "
             f"is {own}: their steps would be mixed in one folder. Give --save-secondary another folder."
         )
-    if (
-        candidates
-        and saved is not None
-        and _names_one(config, saved)
-        and candidates[0].step > saved.record.progress.step
-    ):
+    newest = candidates[0].step if candidates else -1
+    if saved is not None and _names_one(config, saved) and newest > saved.record.progress.step:
         raise CheckpointError(
-            f"--save-secondary {folder} holds a copy of iteration {candidates[0].step}, which the next run would "
+            f"--save-secondary {folder} holds a copy of iteration {newest}, which the next run would "
             f"continue from, and this one goes back to iteration {saved.record.progress.step}. Give --save-secondary "
             "another folder."
         )
@@ -375,9 +378,7 @@ def _identity(config: RunConfig, saved: SavedRun | None) -> RunIdentity:
     save = None if saving.save is None else Path(saving.save)
     if saved is None:
         # A run that has not saved yet is still the same run: its earlier starts count.
-        held = None if save is None or loading.from_scratch else read_identity(save)
-        if save is not None and loading.load is not None and not loading.from_scratch:
-            _reject_foreign_save(str(save), f"--load {loading.load} holds none")
+        held = None if save is None else read_identity(save)
         return RunIdentity.new() if held is None or held.finetuned_from or held.forked_from else held
     record = saved.record
     if save is None or config.evaluation.eval_only:
@@ -397,12 +398,18 @@ def _names_one(config: RunConfig, saved: SavedRun) -> bool:
     return config.loading.load_step is not None or saved.found.path == Path(str(config.loading.load))
 
 
-def _is_fork(config: RunConfig, saved: SavedRun) -> bool:
-    """Whether the run leaves another one: it begins with a checkpoint that is named, and saves elsewhere."""
-    save = config.saving.save
-    if save is None or config.evaluation.eval_only or not _names_one(config, saved):
+def _is_own_branch(config: RunConfig, base: SavedRun | None) -> bool:
+    """Whether the run is not the one whose checkpoints --load holds: a fine-tuning; a fork, which begins with a named
+    checkpoint and saves elsewhere; or one that begins at iteration 0 while --save may hold checkpoints.
+    """
+    loading, save = config.loading, config.saving.save
+    if loading.finetune or loading.from_scratch:
+        return True
+    if save is None or config.evaluation.eval_only or loading.load is None:
         return False
-    return os.path.realpath(save) != os.path.realpath(saved.found.path.parent)
+    if base is not None and not _names_one(config, base):
+        return False
+    return not is_same_folder(save, loading.load if base is None else base.found.path.parent)
 
 
 def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
@@ -413,11 +420,7 @@ def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
         CheckpointError: --load names one of the checkpoints in --save, and there are later ones.
     """
     save = config.saving.save
-    if (
-        save is None
-        or config.evaluation.eval_only
-        or os.path.realpath(save) == os.path.realpath(str(config.loading.load))
-    ):
+    if save is None or config.evaluation.eval_only or is_same_folder(save, config.loading.load):
         return False
     later = [each for each in checkpoints_in(Path(save)) if each.step > saved.record.progress.step]
     held = identity_of(Path(save)) if later else None
@@ -431,33 +434,40 @@ def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
     return is_same
 
 
-def _own_branch(config: RunConfig, base: SavedRun, secondary: Path | None) -> dict[str, Any]:
-    """The identity of a fine-tuning or fork of `base`, and whether --save or else --save-secondary holds its own
-    progress, as JSON.
+def _own_branch(config: RunConfig, base: SavedRun | None, secondary: Path | None) -> dict[str, Any]:
+    """The identity of a fine-tuning or fork of `base`, or of nothing, and whether --save or else --save-secondary holds
+    its own progress, as JSON.
 
     Raises:
         CheckpointError: --save is the folder of the base, or holds checkpoints of something else.
     """
     loading, saving = config.loading, config.saving
-    taken = base_of(base.record, base.found.manifest or read_manifest(base.found.path))
-    new = RunIdentity.new(taken) if loading.finetune else RunIdentity.new(base.record.finetuned_from, taken)
+    if base is None:
+        taken = nothing("--from-scratch" if loading.from_scratch else f"--load {loading.load}")
+    else:
+        taken = base_of(base.record, base.found.manifest or read_manifest(base.found.path))
+    earlier = {} if base is None else base.record.finetuned_from
+    new = RunIdentity.new(taken) if loading.finetune else RunIdentity.new(earlier, taken)
     if saving.save is None or config.evaluation.eval_only:
         return {"identity": new.to_json(), "continues": False}
     save = Path(saving.save)
-    if any(os.path.realpath(save) == os.path.realpath(place) for place in (str(loading.load), base.found.path.parent)):
+    places = () if base is None else (str(loading.load), base.found.path.parent)
+    if any(is_same_folder(save, place) for place in places):
         raise CheckpointError(
             f"--finetune with --load {loading.load} and --save {save}: the steps of the fine-tuning would be mixed "
             "with the steps of the run it begins with. Give --save another folder; to continue the run itself, drop "
             "--finetune."
         )
-    of_any_step = loading.load_step is None and base.found.path != Path(str(loading.load))
+    of_any_step = base is not None and loading.load_step is None and base.found.path != Path(str(loading.load))
 
     def is_own(held: RunIdentity | None) -> bool:
         began_with = {} if held is None else held.finetuned_from if loading.finetune else held.forked_from
         return is_same_base(began_with, taken, at_any_step=of_any_step)
 
     candidates, held = checkpoints_in(save), identity_of(save)
-    if candidates and not is_own(held):
+    if base is None and not loading.from_scratch and not is_own(held):
+        reject_foreign_save(str(save), f"--load {loading.load} holds none")
+    if candidates and base is not None and not is_own(held):
         branch, flag = ("fine-tuning", "--finetune") if loading.finetune else ("fork", "--ckpt-step")
         raise CheckpointError(
             f"--save {save} holds checkpoints of {held or RunIdentity()} (newest: iteration {candidates[0].step}), and "
@@ -469,23 +479,18 @@ def _own_branch(config: RunConfig, base: SavedRun, secondary: Path | None) -> di
         if is_own(copied):
             candidates, held = checkpoints_in(secondary), copied
     if held is None or not is_own(held):
-        held = new
-    return {"identity": held.to_json(), "continues": bool(candidates)}
+        return {"identity": new.to_json(), "continues": False}
+    # What a run that began from scratch found in its folder is not its own.
+    return {"identity": held.to_json(), "continues": holds_checkpoint_of(held.run_id, candidates)}
 
 
 def _resuming_itself(config: RunConfig) -> RunConfig:
     """The flags with which a run that has saved before resumes; flags that named what it began with do not apply."""
-    save = config.saving.save
-    log.info(f"this run has saved before and continues from --save {save}, not from --load {config.loading.load}")
-    switches = dict.fromkeys(("finetune", "reset_iteration", "no_load_optim"), False)
+    loading, save = config.loading, config.saving.save
+    left = "at iteration 0 (--from-scratch)" if loading.from_scratch else f"from --load {loading.load}"
+    log.info(
+        f"this run has saved before and continues from --save {save}, not {left}. To begin anew, give another --save."
+    )
+    switches = dict.fromkeys(("finetune", "reset_iteration", "no_load_optim", "from_scratch"), False)
     changes: Mapping[str, Any] = {**switches, "ckpt_step": None, "load_tag": None}
-    return dataclasses.replace(config, loading=dataclasses.replace(config.loading, load=save, **changes))
-
-
-def _reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
-    candidates = find(Path(directory))
-    if candidates:
-        raise CheckpointError(
-            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and {reason}. Add "
-            f"--load {directory} to continue from there, --from-scratch to overwrite them, or choose another folder."
-        )
+    return dataclasses.replace(config, loading=dataclasses.replace(loading, load=save, **changes))

@@ -69,6 +69,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         freezing,
         pipeline_settings(config),
         measured_of_gradients(config.report),
+        config.safety.check_for_nan_in_loss_and_grad,
     )
     choose_products(config, engine)
     if config.kernels.compile:

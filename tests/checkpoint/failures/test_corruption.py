@@ -186,12 +186,6 @@ def put(*places: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
-def shift(values: dict[str, Any], amount: int) -> None:
-    """Moves all pieces in their files."""
-    for piece in values["pieces"]:
-        piece[8] += amount
-
-
 def shrink(values: dict[str, Any], size_bytes: int) -> None:
     """The only file is said to be smaller."""
     values["files"][0][1] = size_bytes
@@ -201,17 +195,6 @@ def shrink(values: dict[str, Any], size_bytes: int) -> None:
 def spare_file(values: dict[str, Any]) -> list[Any]:
     """Another file."""
     return ["pieces_00001.safetensors", 64, "0" * 64, ["0" * 64]]
-
-
-def last_first(values: dict[str, Any]) -> list[Any]:
-    """The only piece that is left, which begins where the manifest says and ends with the file."""
-    piece = values["pieces"][0]
-    size = {"F32": 4}[values["types"][piece[2]]] * (piece[6] - piece[5])
-    values["pieces"][:] = [piece]
-    values["files"][0][1], values["files"][0][3] = size + 2, ["0" * 64] * -(-(size + 2) // values["chunk_bytes"])
-    values["tensors"] = [values["tensors"][piece[0]]]
-    piece[0] = 0
-    return list.__getitem__(values["pieces"], 0)  # type: ignore[no-any-return]
 
 
 def first_of_two(values: dict[str, Any]) -> None:
@@ -231,7 +214,7 @@ def first_of_two(values: dict[str, Any]) -> None:
 
 HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("format", "pickle"), "has format 'pickle'"),
-    (put("format_version", 3), "has format_version 3; this program reads 1 to 2. Read it with the program version"),
+    (put("format_version", 3), "has format_version 3; this program reads 2. Read it with the program version"),
     (put("step", 7), "is of step 7, not of its folder's step 2"),
     (put("step", -1), "step is -1"),
     (put("step", 2**70), "not an integer in range"),
@@ -255,14 +238,14 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("tensors", 0, 1, [1] * 17), "shape of .* is not a list of numbers"),
     (put("pieces", 0, 0, 99), "index 99 points beyond its table"),
     (put("pieces", 0, 1, 1.5), "an index is 1.5"),
-    (put("pieces", 0, 2, 0), "have different element types|ends at byte|take more than that|overlaps the one before"),
+    (put("pieces", 0, 2, 0), "have different element types|take more than that"),
     (put("kinds", ["x"] * 4), "unknown kind"),
     (put("types", ["x"] * 9), "unknown kind or element type 'x'"),
     (put("pieces", 0, 4, [100, 100]), r"box \[.*\] does not lie in shape"),
     (put("pieces", 0, 6, 10**6), "range .* does not lie in a box"),
     (put("run", 5), "run is 5, not a name"),
     (put("run", "x" * 501), "run is 'x+\\.\\.\\., not a name"),
-    (put("format_version", True), "has format_version True; this program reads 1 to 2"),
+    (put("format_version", True), "has format_version True; this program reads 2"),
     (
         put("tensors", 0, 0, "a\x1b]0;b\x07"),
         r"tensor name 'a\\x1b\]0;b\\x07' is not a text of up to 500 printable letters",
@@ -277,17 +260,6 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("record", {"a": [0] * 2**20}), "is not a manifest: it holds more than 1048576 values"),
     (put("pieces", 0, 7, 1), "index 1 points beyond its table"),
     (lambda values: values["files"].clear(), "index 0 points beyond its table"),
-]
-VERSION_1: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (put("pieces", 0, 8, 10**6), "ends at byte .*, beyond its end"),
-    (lambda values: values["pieces"].pop(), r"leaves a hole before it|has \d+ bytes, but its pieces end at byte \d+"),
-    (
-        lambda values: values["pieces"].append(values["pieces"][-1]),
-        r"at byte \d+ of pieces_\S+ overlaps the one before",
-    ),
-    (lambda values: shift(values, -4), r"lies in the header|overlaps|pieces end at byte \d+"),
-    (lambda values: shift(values, -(10**9)), r"a piece is -\d+, not an integer in range"),
-    (lambda values: last_first(values).__setitem__(8, 2), r"at byte 2 lies in the header of pieces_00000"),
 ]
 VERSION_2: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda values: values["pieces"].pop(), "is not whole: tensor .* are in no piece|no piece of tensor"),
@@ -319,7 +291,6 @@ INDEXED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 ]
 CASES = [
     *(("version 2", *case) for case in [*HOSTILE, *VERSION_2]),
-    *(("version 1", *case) for case in [*HOSTILE, *VERSION_1]),
     *(("indexed", *case) for case in INDEXED),
 ]
 

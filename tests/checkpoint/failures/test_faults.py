@@ -194,9 +194,17 @@ def test_insufficient_disk_space_is_reported_before_writing(tmp_path: Path) -> N
     assert "write" not in storage.operations
 
 
-def test_a_directory_that_is_not_shared_between_nodes_is_reported(tmp_path: Path) -> None:
-    storage = FaultyStorage(0, number=errno.ENOENT, only="create")
-    with pytest.raises(StorageError, match=r"All nodes must see the same --save directory"):
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOENT, r"All nodes must see the same --save directory"),
+        (errno.EROFS, r"Read-only file system \(EROFS\).* Make it writable for this user, or give --save another dir"),
+        (errno.ENOSPC, r"\(ENOSPC\).* Free space there or give --save another directory"),
+    ],
+)
+def test_what_refuses_a_file_is_told_with_the_way_out(tmp_path: Path, number: int, advice: str) -> None:
+    storage = FaultyStorage(0, number=number, only="create")
+    with pytest.raises(StorageError, match=advice):
         save_seed(tmp_path, 1, 1, storage)
 
 

@@ -119,10 +119,10 @@ def test_a_folder_without_validation_losses_is_reported_once(
 
 
 def test_only_certain_checkpoints_of_this_run_are_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in range(1, 10):
+    for step in (*range(1, 10), 19):
         save_step(tmp_path, step)
     save_step(tmp_path, 10, run_id=OTHER_RUN)
-    save_step(tmp_path, 11, run_id="")  # of an older version: belongs to any run
+    save_step(tmp_path, 11, run_id="")  # an imported model
     elsewhere = save_step(tmp_path / "elsewhere", 12)
     (tmp_path / "iter_0000012").symlink_to(elsewhere)
     (tmp_path / "iter_0000008" / "manifest.json").write_text("{}")
@@ -138,11 +138,12 @@ def test_only_certain_checkpoints_of_this_run_are_deleted(tmp_path: Path, capsys
     gone = retention.apply(newest)
     assert [int(path.name[5:]) for path in gone] == [9, 5, 4, 3, 2, 1]
     assert later.is_dir() and elsewhere.is_dir() and (tmp_path / "best").is_dir()
-    assert steps(tmp_path) == [0, 6, 7, 8, 10, 11, 12, 13, 20, 30]
+    assert steps(tmp_path) == [0, 6, 7, 8, 10, 11, 12, 13, 19, 20, 30]
     retention.apply(newest)
     told = capsys.readouterr().err
     for text in (
         f"iter_0000010 is of another run ({OTHER_RUN}) and is not deleted",
+        "iter_0000011 is of another run (it names none) and is not deleted",
         "iter_0000013 does not count as a checkpoint to keep and is not deleted",
         "iter_0000008 does not count as a checkpoint to keep and is not deleted",
         "iter_0000007 does not count as a checkpoint to keep and is not deleted",
@@ -198,6 +199,23 @@ def test_a_failure_is_a_warning_and_the_next_save_tries_again(
     assert len(retention.apply(save_step(tmp_path, 3))) == 2
     assert retention.apply(tmp_path / "iter_0000009") == []
     assert "is deleted now, because it cannot be examined: " in capsys.readouterr().err
+
+
+def test_the_work_of_deleting_does_not_grow_with_the_square_of_the_checkpoints(tmp_path: Path) -> None:
+    class Counting(Storage):
+        asked = 0
+
+        def names(self, path: Path) -> list[str]:
+            self.asked += path == tmp_path
+            return super().names(path)
+
+    for step in range(1, 9):
+        newest = save_step(tmp_path, step)
+    (tmp_path / "best").symlink_to("iter_0000003")
+    storage = Counting()
+    assert len(Retention(KeepRules(1), storage).apply(newest)) == 7
+    assert storage.asked == 2, "once to find them, once for their second names"
+    assert steps(tmp_path) == [8] and not (tmp_path / "best").is_symlink()
 
 
 def test_the_newest_whole_checkpoint_is_found_by_its_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

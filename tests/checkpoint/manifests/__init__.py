@@ -1,1 +1,1 @@
-"""Both versions of the manifest, and how descriptions become rows."""
+"""The manifest, and how descriptions become rows."""

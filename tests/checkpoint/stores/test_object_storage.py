@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import newest_record
+from megatron.checkpoint.keeping import copying
 from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.object_storage import ObjectStorage
+from megatron.checkpoint.publish import remove_checkpoint
 from megatron.checkpoint.recovery import find
 from megatron.checkpoint.storage import DISK, read_head, write_file
 from megatron.config.flags.paths import is_address
-from megatron.errors import ConfigError, StorageError
+from megatron.errors import CheckpointError, ConfigError, StorageError
 from tests.checkpoint.keeping.checkpoints import MESH, loaded_seed, save_step
 from tests.helpers.tiny_run import losses, train, write_tiny_corpus
 
@@ -70,46 +73,54 @@ def test_a_checkpoint_is_copied_to_a_store_and_loaded_from_it(place: Path, tmp_p
     assert copied(other, place, replaces=True) == place / "iter_0000004" and loaded_seed(place) == 9
 
 
-def test_a_copy_that_dies_leaves_the_one_before(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied(save_step(tmp_path / "source", 3, seed=3), place)
-    source = save_step(tmp_path / "source", 4, seed=4)
+def test_nothing_is_copied_within_a_store_and_a_replacement_that_fails_is_taken_back(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = fsspec.filesystem(str(place).partition(":")[0])
-    real, calls = store.cp_file, itertools.count()
+    owner = store if "cp_file" in vars(store) else type(store)  # undoing would leave the name of a class on its object
+    copies, real = [], owner.cp_file
+    monkeypatch.setattr(owner, "cp_file", lambda *words, **named: (copies.append(words), real(*words, **named)))
+    for step in (3, 4):
+        copied(save_step(tmp_path / "source", step), place)
+    remove_checkpoint(place / "iter_0000003", DISK)
+    assert copies == [] and DISK.names(place) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
 
-    def dying(*words: object, **named: object) -> object:
-        if next(calls) == 1:
-            raise OSError("the connection is gone")
-        return real(*words, **named)
+    def failing(directory: Path, *_: object) -> None:
+        raise OSError("the connection is gone")
 
-    monkeypatch.setattr(store, "cp_file", dying)
-    with pytest.raises(StorageError, match="cannot write .*manifest.json: the connection is gone"):
-        copied(source, place)
-    monkeypatch.undo()
-    assert "iter_0000004" in DISK.names(place) and not DISK.exists(place / "iter_0000004" / "manifest.json")
-    assert loaded_seed(place) == 3, "a folder without a manifest is no checkpoint"
-    assert copied(source, place) == place / "iter_0000004" and loaded_seed(place) == 4
-
-
-def test_a_replacement_that_fails_is_taken_back(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied(save_step(tmp_path / "source", 4, seed=4), place)
-    other = save_step(tmp_path / "other", 4, seed=9)
-    store = fsspec.filesystem(str(place).partition(":")[0])
-    real = store.cp_file
-
-    def failing(old: str, new: str, **named: object) -> object:
-        if ".tmp-" in old and old.endswith("manifest.json"):
-            raise OSError("the connection is gone")
-        return real(old, new, **named)
-
-    monkeypatch.setattr(store, "cp_file", failing)
-    with pytest.raises(StorageError, match="the connection is gone"):
-        copied(other, place, replaces=True)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(copying, "read_index", failing)
+        patch.setattr(copying.CopyInProgress, "_manifest_text", failing)
+        with pytest.raises(StorageError, match="cannot write .*manifest.json: the connection is gone"):
+            copied(save_step(tmp_path / "other", 4, seed=9), place, replaces=True)
+    assert DISK.names(place) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
     assert loaded_seed(place) == 4, "it is back in its place"
-    assert [name for name in DISK.names(place) if name.startswith(".")] == []
-    copied(other, place / "more")
+    copied(tmp_path / "other" / "iter_0000004", place / "more")
     with pytest.raises(FileExistsError):
         DISK.rename(place / "more" / "iter_0000004", place / "iter_0000004")
+
+
+def test_a_store_that_refuses_is_never_an_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = type(fsspec.filesystem("memory"))
+
+    def refused(*_: object, **named: object) -> None:
+        raise PermissionError(errno.EACCES, "refused")
+
+    for name in ("ls", "info"):
+        monkeypatch.setattr(store, name, refused)
+    folder, other = Path("memory://models/refused/iter_0000001"), Path("memory://models/refused/iter_0000002")
+    for work in (DISK.remove_tree, DISK.remove_file, lambda path: DISK.rename(path, other), find):
+        with pytest.raises((PermissionError, StorageError), match="refused"):
+            work(folder)
+
+
+def test_a_folder_of_another_program_is_not_taken_for_a_dead_copy(tmp_path: Path) -> None:
+    place = Path(f"memory://models/run{next(NUMBERS)}")
+    write_file(DISK, place / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", b"1")
+    copied(save_step(tmp_path / "source", 3), place)
+    assert DISK.exists(place / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match="iter_0000004 is another checkpoint of step 4"):
+        copied(save_step(tmp_path / "source", 4), place)
 
 
 def test_objects(place: Path) -> None:

@@ -16,12 +16,13 @@ def test_a_split_is_normalized() -> None:
 def test_a_blend_is_pairs_of_weight_and_prefix() -> None:
     assert read_blend((), "--data-path") == () and read_blend(("a",), "--data-path") == ((1.0, "a"),)
     assert read_blend(("2", "a", ".5", "b"), "--data-path") == ((2.0, "a"), (0.5, "b"))
+    assert read_blend(("a", "b", "c"), "--data-path") == ((0.0, "a"), (0.0, "b"), (0.0, "c"))  # by size
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("1", "a", "2"), r"--data-path 1 a 2 has 3 words\. Give one prefix, or pairs of weight and prefix\."),
+        (("1", "a", "2"), r"--data-path 1 a 2 has 3 words\. Give prefixes, or pairs of weight and prefix\."),
         (("0", "a"), r'--data-path 0 a: "0" must be a positive weight'),
         (("inf", "a"), r'"inf" must be a positive weight'),
         (("w.0.parquet", "w.1.parquet"), "a pattern of Parquet files must be quoted, so that the shell does not"),

@@ -122,7 +122,8 @@ DONE_IN_CONFIG = {
 
 def test_a_supported_flag_is_read_somewhere() -> None:
     root = FOLDER.parents[2]
-    files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py"), *root.glob("finetune_*.py")]
+    patterns = ("megatron/**/*.py", "trident/**/*.py", "pretrain_*.py", "finetune_*.py")
+    files = [file for pattern in patterns for file in root.glob(pattern)]
     config = root / "megatron" / "config"
     files = [file for file in files if config not in file.parents]
     files += [

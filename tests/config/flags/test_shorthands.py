@@ -128,6 +128,7 @@ def test_a_factor_without_a_scaling_is_announced(text: str) -> None:
         ),
         ("--num-experts 4 4 4", "--num-experts 4 4 4 has 3 numbers, and 4 of the 4 layers have experts"),
         ("--num-experts 4 8 4", "--num-experts 4 8 4 has 3 numbers, and 4 of the 4 layers have experts"),
+        ("--mock-data --data-path d", "--mock-data and --data-path d contradict .* means --data-path mock:"),
         ("--num-experts 4 --mlp-type wide", "--mlp-type wide is unknown. Use one of: standard, residual"),
     ],
 )

@@ -191,9 +191,9 @@ def test_a_published_schedule_in_tokens() -> None:
 
 def test_what_published_commands_cannot_have_yet() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(shlex.split(LLAMA_3 + "--fp8-format hybrid --decoupled-lr 5e-4 --mock-data"))
+        parse(shlex.split(LLAMA_3 + "--fp8-format hybrid --decoupled-lr 5e-4 --spec local"))
     assert [problem.split()[0] for problem in caught.value.problems] == [
-        "--decoupled-lr", "--mock-data",
+        "--decoupled-lr", "--spec",
     ]  # fmt: skip
 
 

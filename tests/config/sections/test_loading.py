@@ -8,6 +8,7 @@ import pytest
 
 from megatron.config import LoadingConfig
 from megatron.errors import ConfigError
+from tests.config.command_lines import small
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,11 @@ from megatron.errors import ConfigError
 )
 def test_the_step_to_load(flags: dict[str, Any], step: int | None) -> None:
     assert LoadingConfig(load="x", **flags).load_step == step
+
+
+def test_a_fork_has_another_name_for_a_reset_of_the_iteration() -> None:
+    loading = small("--load x --reset-progress").loading
+    assert loading.finetune and loading.takes_optimizer_state
 
 
 def test_what_contradicts_is_rejected() -> None:

@@ -10,10 +10,6 @@ import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint import read_record
-from megatron.convert.deepspeed_format.engine_files import read_shards, shapes_of
-from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.foreign_model import ForeignPieces
-from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
 from tests.convert.deepspeed_format.upstream_network import train_with_deepspeed
 from tests.convert.foreign.foreign_files import (
@@ -28,6 +24,10 @@ from tests.convert.foreign.foreign_files import (
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus
 from tools.convert.import_megatron import main
+from trident.convert.deepspeed_format.engine_files import read_shards, shapes_of
+from trident.convert.foreign import open_foreign
+from trident.convert.megatron_format.foreign_model import ForeignPieces
+from trident.convert.megatron_format.torch_files import Choices
 
 # The pipelines come last: DeepSpeed keeps their groups for every later engine of the process.
 CASES = [("plain", 1, "fp32"), ("plain", 3, "fp32"), ("pipeline", 1, "fp32"), ("pipeline", 1, "bf16")]

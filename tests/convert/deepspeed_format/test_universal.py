@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
 from tests.convert.foreign.foreign_files import VOCABULARY, foreign, gpt2_arguments, save, write_universal
+from trident.convert.foreign import open_foreign
+from trident.convert.megatron_format.torch_files import Choices
 
 
 def test_incomplete_folders_are_refused(tmp_path: Path) -> None:

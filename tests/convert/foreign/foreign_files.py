@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.convert.megatron_format.arguments import model_config
-from megatron.convert.megatron_format.foreign_model import ForeignModel, ForeignPieces
-from megatron.convert.megatron_format.sharding_rules import tensor_rules
+from trident.convert.megatron_format.arguments import model_config
+from trident.convert.megatron_format.foreign_model import ForeignModel, ForeignPieces
+from trident.convert.megatron_format.sharding_rules import tensor_rules
 
 VOCABULARY = 600
 ROWS = 640  # of the padded word embedding

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.convert.foreign import newest_folder, open_foreign
-from megatron.convert.megatron_format.foreign_model import ForeignPieces
-from megatron.convert.megatron_format.sharding_rules import tensor_rules
-from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
 from tests.convert.foreign.foreign_files import (
     VOCABULARY,
@@ -25,6 +21,10 @@ from tests.convert.foreign.foreign_files import (
     write_torch_layout,
     write_universal,
 )
+from trident.convert.foreign import newest_folder, open_foreign
+from trident.convert.megatron_format.foreign_model import ForeignPieces
+from trident.convert.megatron_format.sharding_rules import tensor_rules
+from trident.convert.megatron_format.torch_files import Choices
 
 CHOICES = Choices(VOCABULARY)
 NVIDIA = {

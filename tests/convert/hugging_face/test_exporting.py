@@ -18,11 +18,6 @@ from megatron.checkpoint import newest_record
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.record import Record
 from megatron.config import RunConfig
-from megatron.convert.hugging_face import streaming
-from megatron.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-from megatron.convert.hugging_face.model_tokenizer import check_same_ids, write_chat_template, write_tokenizer
-from megatron.convert.hugging_face.registry import family_for
 from megatron.errors import CheckpointError, ConversionError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import ChatTemplate, load_chat_template
@@ -38,6 +33,11 @@ from tests.tokenizers.chat.tokenizers_with_tokens import (
     LLAMA_TOKENS,
     hugging_face_with,
 )
+from trident.convert.hugging_face import exporting, streaming
+from trident.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+from trident.convert.hugging_face.model_tokenizer import check_same_ids, write_chat_template, write_tokenizer
+from trident.convert.hugging_face.registry import family_for
 
 TinyModel = Callable[[str], Path]
 NAME = "llama-multi-query-linear"
@@ -139,6 +139,21 @@ def test_small_slices_write_the_same_file(imported: Path, tmp_path: Path, monkey
     monkeypatch.setattr(streaming, "SLICE_BYTES", 700)
     cut = export_model(request(imported, tmp_path / "2"))
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
+
+
+def test_a_padding_token_that_is_none_is_noticed(
+    imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planted(*given: Any) -> dict[str, Any]:
+        return {**surroundings(*given), "pad_token_id": END}
+
+    surroundings = exporting._surroundings
+    monkeypatch.setattr(exporting, "_surroundings", planted)
+    with pytest.raises(
+        ConversionError, match=f"gradient of the embedding of token {END} differs .*Nothing was written"
+    ):
+        export_model(request(imported, tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_family_can_be_chosen(imported: Path, tmp_path: Path) -> None:

@@ -19,10 +19,6 @@ from transformers import AutoModelForCausalLM
 from megatron.checkpoint import newest_record, read_tensors
 from megatron.checkpoint.record import Record
 from megatron.config import RunConfig
-from megatron.convert.hugging_face import importing
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model, unfinished_folder
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.table.tensors import gate_and_up
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import ConfigError, ConversionError, StorageError
 from megatron.parallel.mesh import ParallelMesh
@@ -32,6 +28,10 @@ from tests.convert.comparison import export
 from tests.convert.tiny_models import END, TOKENS, write_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import losses, train_here
+from trident.convert.hugging_face import importing
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model, unfinished_folder
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.table.tensors import gate_and_up
 
 TinyModel = Callable[[str], Path]
 NAME = "llama-grouped-llama3"
@@ -59,6 +59,8 @@ def test_the_proof_says_what_was_compared(imported: Path) -> None:
     assert (proof["model_type"], proof["layers"], proof["dtype"]) == ("llama", 3, "float32")
     assert proof["versions"].keys() == {"trident-megatron", "transformers", "torch", "python"}
     kinds = [(sequence["kind"], len(sequence["tokens"])) for sequence in proof["sequences"]]
+    assert proof["gradient"]["largest_difference"] <= 1e-5 * proof["gradient"]["largest"]
+    assert proof["gradient"]["left_out"] is None
     assert kinds == [("random", 16), ("real", 16), ("random", 64), ("real", 64)], "within the context, and beyond it"
 
 
@@ -112,6 +114,15 @@ def test_layers_that_predict_further_tokens_are_not_imported(
     assert {name for name, kind in kinds.items() if kind == torch.float32} == {
         f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)
     }
+
+
+def test_a_padding_token_of_the_model_is_left_out_and_said_so(
+    tiny_model: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = copied(tiny_model(NAME), tmp_path / "model", pad_token_id=END)
+    made = import_model(ModelImportRequest(source, tmp_path / "imported"))
+    assert json.loads((made / "proof.json").read_text())["gradient"]["left_out"] == END
+    assert f"the padding token {END} is left out: its embedding is trained here" in "".join(capfd.readouterr())
 
 
 def test_a_wrong_table_leaves_nothing(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

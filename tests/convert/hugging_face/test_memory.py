@@ -11,26 +11,26 @@ import pytest
 from megatron.checkpoint import write_snapshot
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.snapshot import TORCH_TYPES
-from megatron.convert.hugging_face import streaming
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.streaming import (
+from megatron.parallel.mesh import ParallelMesh
+from tests.convert.sparse_model import write_sparse_model
+from tests.helpers.ranks import run_ranks
+from trident.convert.hugging_face import streaming
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.streaming import (
     CheckpointSource,
     ImportedPieces,
     check_weights,
     exported_values,
     network_shapes,
 )
-from megatron.convert.hugging_face.table.tensors import bind, parts_by_tensor, their_shapes
-from megatron.convert.hugging_face.weight_files import (
+from trident.convert.hugging_face.table.tensors import bind, parts_by_tensor, their_shapes
+from trident.convert.hugging_face.weight_files import (
     PlannedTensor,
     plan_files,
     read_json_file,
     read_weight_files,
     write_files,
 )
-from megatron.parallel.mesh import ParallelMesh
-from tests.convert.sparse_model import write_sparse_model
-from tests.helpers.ranks import run_ranks
 
 SLICE_BYTES = 4 * 2**20
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ModelConfig, parse
-from megatron.convert.hugging_face.model_file import imported_record, model_file_text
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.table.family import essential_fields
 from megatron.errors import ConfigError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.convert.hugging_face.families.published import PUBLISHED
 from tests.convert.tiny_models import TOKENS, write_tokenizer
+from trident.convert.hugging_face.model_file import imported_record, model_file_text
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.table.family import essential_fields
 
 RUN = (
     *("--data-path", "none", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--seq-length", "64"),

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatron.convert.hugging_face.model_tokenizer import (
+from megatron.errors import ConversionError, DataError, StorageError
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.convert.tiny_encoders import write_roberta_tokenizer, write_wordpiece_tokenizer
+from tests.convert.tiny_models import END
+from tests.convert.tiny_models import write_tokenizer as write_tiny_tokenizer
+from tests.helpers import sentencepiece_models
+from tests.helpers.vocabulary import write_vocabulary
+from trident.convert.hugging_face.model_tokenizer import (
     added_tokens,
     adds_special_tokens,
     check_padding,
@@ -20,14 +27,7 @@ from megatron.convert.hugging_face.model_tokenizer import (
     special_ids,
     write_tokenizer,
 )
-from megatron.convert.hugging_face.registry import family_of
-from megatron.errors import ConversionError, DataError, StorageError
-from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.convert.tiny_encoders import write_roberta_tokenizer, write_wordpiece_tokenizer
-from tests.convert.tiny_models import END
-from tests.convert.tiny_models import write_tokenizer as write_tiny_tokenizer
-from tests.helpers import sentencepiece_models
-from tests.helpers.vocabulary import write_vocabulary
+from trident.convert.hugging_face.registry import family_of
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-from megatron.convert.hugging_face.mxfp4 import with_decoded_blocks
-from megatron.convert.hugging_face.table.tensors import BoundPart
-from megatron.convert.hugging_face.weight_files import SINGLE_FILE, read_weight_files
 from megatron.errors import ConversionError
 from tests.convert.tiny_models import build_tiny_model, write_tokenizer
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+from trident.convert.hugging_face.mxfp4 import with_decoded_blocks
+from trident.convert.hugging_face.table.tensors import BoundPart
+from trident.convert.hugging_face.weight_files import SINGLE_FILE, read_weight_files
 
 MATRICES, OUTPUTS, GROUPS = 3, 10, 2
 STORED = "model.layers.0.mlp.experts.down_proj"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +12,13 @@ import pytest
 import torch
 
 from megatron.checkpoint.manifest import Manifest, read_manifest
-from megatron.convert.hugging_face import proof
-from megatron.convert.hugging_face.importing import ModelImportRequest, import_model
-from megatron.convert.hugging_face.proof import Expected, Side, expected_logits, proof_text, prove
-from megatron.convert.hugging_face.reference import ReferenceLogits
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.weight_files import read_json_file
 from megatron.errors import ConversionError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from trident.convert.hugging_face import proof, reference
+from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+from trident.convert.hugging_face.proof import Expected, Side, expected_logits, proof_text, prove
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.weight_files import read_json_file
 
 
 def test_a_proof_has_one_entry_a_line() -> None:
@@ -37,7 +37,7 @@ def compared(
     config = read_json_file(source / "config.json", "")
     family = family_of(config)
     tokenizer = build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(source)))
-    expected = expected_logits(Side(family, source, family.read_config(config), tokenizer))
+    expected = expected_logits(Side(family, source, family.read_config(config), tokenizer, ()))
     return expected, checkpoint, read_manifest(checkpoint)
 
 
@@ -45,7 +45,7 @@ def shifted(expected: Expected, share: float) -> Expected:
     """The same with one logit off by a share of the largest."""
     values = [logits.clone() for logits in expected.logits.values]
     values[0][0, -1, 0] += share * expected.largest
-    return dataclasses.replace(expected, logits=ReferenceLogits(tuple(values), "sdpa"))
+    return dataclasses.replace(expected, logits=dataclasses.replace(expected.logits, values=tuple(values)))
 
 
 def test_positions_and_tokens_of_both_kinds(compared: tuple[Expected, Path, Manifest]) -> None:
@@ -82,3 +82,46 @@ def test_what_is_no_number_is_not_equal(compared: tuple[Expected, Path, Manifest
     expected, checkpoint, manifest = compared
     with pytest.raises(ConversionError, match="differ from transformers' by inf"):
         prove(shifted(expected, float("nan")), checkpoint, manifest)
+
+
+def test_another_gradient_is_refused_by_its_token(compared: tuple[Expected, Path, Manifest]) -> None:
+    expected, checkpoint, manifest = compared
+    gradient = expected.logits.gradient
+    assert gradient is not None
+    for value in (0.0, float("nan")):
+        other = gradient.clone()
+        row = int(gradient.abs().amax(1).argmax())
+        other[row] *= value
+        token = int(expected.logits.learned.tokens.unique()[row])
+        with pytest.raises(ConversionError, match=f"gradient of the embedding of token {token} differs from transfor"):
+            prove(
+                dataclasses.replace(expected, logits=dataclasses.replace(expected.logits, gradient=other)),
+                checkpoint,
+                manifest,
+            )
+
+
+def test_a_padding_token_is_compared_unless_it_is_declared(
+    compared: tuple[Expected, Path, Manifest], tmp_path: Path
+) -> None:
+    """`transformers` gives the embedding of a padding token no gradient from the tokens that have it."""
+    expected, checkpoint, manifest = compared
+    folder = shutil.copytree(expected.side.folder, tmp_path / "padded")
+    config = read_json_file(folder / "config.json", "")
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 5}))
+    declared, undeclared = (
+        expected_logits(dataclasses.replace(expected.side, folder=folder, paddings=paddings)) for paddings in ((5,), ())
+    )
+    assert 5 not in declared.logits.learned.tokens
+    assert prove(declared, checkpoint, manifest)["gradient"]["left_out"] == 5
+    with pytest.raises(ConversionError, match="the gradient of the embedding of token 5 differs"):
+        prove(undeclared, checkpoint, manifest)
+
+
+def test_a_gradient_that_does_not_fit_into_memory_is_left_out(
+    compared: tuple[Expected, Path, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, checkpoint, manifest = compared
+    monkeypatch.setattr(reference, "available_memory_bytes", lambda: 4 * 280 * 48 * 4 - 1)
+    report = prove(expected_logits(expected.side), checkpoint, manifest)
+    assert report["gradient"] == "not compared: the gradient of the embedding does not fit into memory"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.convert.hugging_face.proof_batches import described, proof_batches, proof_lengths
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.convert.tiny_encoders import write_wordpiece_tokenizer
 from tests.convert.tiny_models import TOKENS
 from tests.helpers.networks import tiny_config
+from trident.convert.hugging_face.proof_batches import described, proof_batches, proof_lengths
 
 ENCODER = {"bidirectional": True, "masked_lm_head": True, "max_position_embeddings": 48}
 ROPE = {"position_embedding_type": "rope", "max_position_embeddings": 4096}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.convert.hugging_face.registry import FAMILIES, family_for, family_of, known_types
 from megatron.errors import ConversionError
 from tests.helpers.networks import tiny_config
+from trident.convert.hugging_face.registry import FAMILIES, family_for, family_of, known_types
 
 
 def test_every_model_type_is_one_family_s() -> None:

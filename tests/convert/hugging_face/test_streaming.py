@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.manifest import read_manifest
-from megatron.convert.hugging_face import streaming
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.streaming import (
+from megatron.errors import CheckpointError, ConversionError
+from tests.helpers.networks import tiny_config
+from tests.inference.checkpoints import make_checkpoint
+from trident.convert.hugging_face import streaming
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.streaming import (
     CheckpointSource,
     ImportedPieces,
     check_weights,
@@ -23,11 +26,8 @@ from megatron.convert.hugging_face.streaming import (
     with_table_names,
     without_copies,
 )
-from megatron.convert.hugging_face.table.tensors import BoundTensor, bind
-from megatron.convert.hugging_face.weight_files import SINGLE_FILE, FileTensor, read_json_file, read_weight_files
-from megatron.errors import CheckpointError, ConversionError
-from tests.helpers.networks import tiny_config
-from tests.inference.checkpoints import make_checkpoint
+from trident.convert.hugging_face.table.tensors import BoundTensor, bind
+from trident.convert.hugging_face.weight_files import SINGLE_FILE, FileTensor, read_json_file, read_weight_files
 
 TinyModel = Callable[[str], Path]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.convert.hugging_face.table.tensors import BoundPart
-from megatron.convert.hugging_face.weight_files import INDEX_FILE, SINGLE_FILE, read_json_file, read_weight_files
 from megatron.errors import ConversionError
+from trident.convert.hugging_face.table.tensors import BoundPart
+from trident.convert.hugging_face.weight_files import INDEX_FILE, SINGLE_FILE, read_json_file, read_weight_files
 
 VALUES = torch.arange(60, dtype=torch.float32).view(6, 10)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 from megatron.errors import StorageError
+from trident.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 
 VALUES = {
     "a": torch.arange(12, dtype=torch.bfloat16).view(3, 4),

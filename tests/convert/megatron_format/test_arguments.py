@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron.convert.megatron_format.arguments import fork_of, gate_is_last, model_config
 from megatron.errors import ConversionError
 from tests.convert.foreign.foreign_files import gpt2_arguments
+from trident.convert.megatron_format.arguments import fork_of, gate_is_last, model_config
 
 
 def stored(**changes: Any) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.foreign_model import ForeignPieces
-from megatron.convert.megatron_format.sharding_rules import tensor_rules
-from megatron.convert.megatron_format.torch_files import Choices
 from tests.convert.foreign.foreign_files import VOCABULARY
 from tests.helpers.networks import build_gpt, forward
 from tests.helpers.projects.megatron_core import python_with_core
+from trident.convert.foreign import open_foreign
+from trident.convert.megatron_format.foreign_model import ForeignPieces
+from trident.convert.megatron_format.sharding_rules import tensor_rules
+from trident.convert.megatron_format.torch_files import Choices
 
 WRITER = Path(__file__).with_name("core_writer.py")
 GPT2: dict[str, Any] = {

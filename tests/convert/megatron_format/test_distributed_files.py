@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 
-from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.arguments import model_config
-from megatron.convert.megatron_format.foreign_model import ForeignPieces
-from megatron.convert.megatron_format.sharding_rules import tensor_rules
-from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import CheckpointError, ConversionError
 from tests.convert.foreign.foreign_files import VOCABULARY, Foreign, gpt2_arguments, save
+from trident.convert.foreign import open_foreign
+from trident.convert.megatron_format.arguments import model_config
+from trident.convert.megatron_format.foreign_model import ForeignPieces
+from trident.convert.megatron_format.sharding_rules import tensor_rules
+from trident.convert.megatron_format.torch_files import Choices
 
 ARGUMENTS: dict[str, Any] = {
     "num_layers": 3, "transformer_impl": "transformer_engine", "swiglu": True, "ffn_hidden_size": 64,

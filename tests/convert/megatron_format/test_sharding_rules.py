@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.convert.hugging_face.streaming import network_shapes
-from megatron.convert.megatron_format.sharding_rules import StoredRowOrder, tensor_rules
 from megatron.errors import ConversionError
 from tests.helpers.networks import tiny_config
+from trident.convert.hugging_face.streaming import network_shapes
+from trident.convert.megatron_format.sharding_rules import StoredRowOrder, tensor_rules
 
 LLAMA: dict[str, Any] = {
     "normalization": "RMSNorm", "num_query_groups": 2, "add_bias_linear": False, "gated_linear_unit": True,

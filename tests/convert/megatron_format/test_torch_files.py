@@ -8,11 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.foreign_model import ForeignPieces
-from megatron.convert.megatron_format.sharding_rules import tensor_rules
-from megatron.convert.megatron_format.torch_files import Choices, StoredMoments, moments_of
-from megatron.convert.pickles.reader import ForeignTensor
 from tests.convert.foreign.foreign_files import (
     VOCABULARY,
     Foreign,
@@ -22,6 +17,11 @@ from tests.convert.foreign.foreign_files import (
     save,
     write_torch_layout,
 )
+from trident.convert.foreign import open_foreign
+from trident.convert.megatron_format.foreign_model import ForeignPieces
+from trident.convert.megatron_format.sharding_rules import tensor_rules
+from trident.convert.megatron_format.torch_files import Choices, StoredMoments, moments_of
+from trident.convert.pickles.reader import ForeignTensor
 
 
 def tensor(*shape: int) -> ForeignTensor:

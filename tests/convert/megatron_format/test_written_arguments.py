@@ -9,9 +9,9 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
-from megatron.convert.megatron_format.arguments import model_config, scheduler_state, stored_arguments
 from megatron.errors import ConversionError
 from tests.helpers.networks import tiny_config
+from trident.convert.megatron_format.arguments import model_config, scheduler_state, stored_arguments
 
 PROGRESS = Progress(4, 32, 512)
 RUN: dict[str, Any] = {

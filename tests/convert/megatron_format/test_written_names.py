@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.convert.megatron_format.names import our_names, parameter_name, stage_tensors
-from megatron.convert.megatron_format.sharding_rules import tensor_rules
 from tests.helpers.networks import tiny_config
+from trident.convert.megatron_format.names import our_names, parameter_name, stage_tensors
+from trident.convert.megatron_format.sharding_rules import tensor_rules
 
 UNTIED = tiny_config(untie_embeddings_and_output_weights=True)
 

@@ -11,16 +11,16 @@ from megatron.checkpoint import read_tensors
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.config.resolve import padded_vocab_size
-from megatron.convert.foreign import open_foreign
-from megatron.convert.megatron_format.foreign_model import ForeignPieces
-from megatron.convert.megatron_format.sharding_rules import tensor_rules
-from megatron.convert.megatron_format.torch_files import Choices
-from megatron.convert.megatron_output.output_tensors import OutputRequest
 from megatron.parallel.pieces import Kind
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.helpers.vocabulary import write_vocabulary
+from trident.convert.foreign import open_foreign
+from trident.convert.megatron_format.foreign_model import ForeignPieces
+from trident.convert.megatron_format.sharding_rules import tensor_rules
+from trident.convert.megatron_format.torch_files import Choices
+from trident.convert.megatron_output.output_tensors import OutputRequest
 
 GPT2 = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 LLAMA = (

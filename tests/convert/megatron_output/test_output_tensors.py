@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.checkpoint import read_tensors
-from megatron.convert.megatron_output.output_tensors import OurTensors
 from megatron.errors import ConversionError
 from tests.convert.megatron_output.networks import GPT2, write_network
+from trident.convert.megatron_output.output_tensors import OurTensors
 
 
 def test_ranks_of_padding_only(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 from megatron.checkpoint import read_tensors
 from megatron.checkpoint.analysis.differences import compare
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
-from megatron.convert.megatron_output.torch_output import write_torch_layout
 from megatron.errors import ConfigError, ConversionError
 from tests.convert.megatron_output.networks import BLOOM, GPT2, LLAMA, check_comes_back, write_network
 from tools.convert import export_megatron, import_megatron
+from trident.convert.megatron_output.torch_output import write_torch_layout
 
 
 def read(path: Path) -> dict[str, Any]:

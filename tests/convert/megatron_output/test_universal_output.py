@@ -12,9 +12,6 @@ from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint import read_tensors
-from megatron.convert.megatron_format.names import parameter_name
-from megatron.convert.megatron_output.output_tensors import OurTensors
-from megatron.convert.megatron_output.universal_output import write_universal
 from megatron.errors import ConversionError
 from tests.convert.megatron_output.loaded_by_deepspeed import STEPS, Case, load_with_deepspeed
 from tests.convert.megatron_output.networks import BLOOM, GPT2, LLAMA, ROTARY, check_comes_back, write_network
@@ -22,6 +19,9 @@ from tests.helpers.networks import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import losses, train, write_tiny_corpus
 from tools.convert import export_megatron
+from trident.convert.megatron_format.names import parameter_name
+from trident.convert.megatron_output.output_tensors import OurTensors
+from trident.convert.megatron_output.universal_output import write_universal
 
 # The pipeline comes last: DeepSpeed keeps its groups for every later engine of the process.
 CASES: list[Case] = [("plain", 1, "fp32"), ("plain", 3, "fp32"), ("pipeline", 1, "bf16")]

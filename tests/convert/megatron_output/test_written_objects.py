@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.convert.megatron_output.output_tensors import namespace, write_object
 from megatron.errors import StorageError
+from trident.convert.megatron_output.output_tensors import namespace, write_object
 
 
 def test_a_value_comes_back(tmp_path: Path) -> None:

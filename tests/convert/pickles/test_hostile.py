@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.pickles.reader import PickleLimits, outcomes, read_pickle, read_pickles
 from megatron.errors import CheckpointError
 from tests.convert.pickles.hostile import CALLS, CANARY, CONTAINERS, ENDLESS, MISUSES, archive, value, whole
+from trident.convert.pickles.reader import PickleLimits, outcomes, read_pickle, read_pickles
 
 FILES = {
     **CALLS,

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.convert.pickles.reader import (
+from megatron.errors import CheckpointError
+from trident.convert.pickles.reader import (
     ForeignArray,
     ForeignObject,
     ForeignTable,
@@ -23,7 +24,6 @@ from megatron.convert.pickles.reader import (
     read_ranges,
     tensors_in,
 )
-from megatron.errors import CheckpointError
 
 BASE = torch.arange(24.0).reshape(4, 6)
 TENSORS: dict[str, torch.Tensor] = {

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.cleaning_report import CleaningReport
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions
-from megatron.corpus.workers.progress_line import ProgressLine
+from trident.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
+from trident.corpus.cleaning.cleaning_report import CleaningReport
+from trident.corpus.cleaning.documents.clean_options import CleanOptions
+from trident.corpus.workers.progress_line import ProgressLine
 
 
 def quiet() -> ProgressLine:

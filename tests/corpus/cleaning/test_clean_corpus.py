@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.clean_corpus import CleanOutputs, check_output, clean_corpus, write_lines
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, LengthLimits, NearChoice
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.corpus.cleaning.runs import clean_texts, quiet, read_jsonl, write_jsonl
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from trident.corpus.cleaning.clean_corpus import CleanOutputs, check_output, clean_corpus, write_lines
+from trident.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, LengthLimits, NearChoice
 
 EVERYTHING = CleanOptions(
     normalize_space=True,

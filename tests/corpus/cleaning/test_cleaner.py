@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.cleaner import Cleaner, CleanWork
-from megatron.corpus.cleaning.contamination import EvaluationSets
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, LengthLimits
-from megatron.corpus.inputs.block import InputBlock
-from megatron.corpus.inputs.input_blocks import blocks
-from megatron.corpus.workers.pool import WorkerPool
-from megatron.corpus.workers.processes import WorkerError
 from megatron.errors import DataError
 from tests.corpus.cleaning.runs import write_jsonl
+from trident.corpus.cleaning.cleaner import Cleaner, CleanWork
+from trident.corpus.cleaning.contamination import EvaluationSets
+from trident.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, LengthLimits
+from trident.corpus.inputs.block import InputBlock
+from trident.corpus.inputs.input_blocks import blocks
+from trident.corpus.workers.pool import WorkerPool
+from trident.corpus.workers.processes import WorkerError
 
 LINES = b'{"text": "a  b", "n": 1}\n{"text": " "}\nno json\n{"text": "long enough text"}\n'
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from megatron.corpus.cleaning.cleaning_report import CleaningReport
+from trident.corpus.cleaning.cleaning_report import CleaningReport
 
 
 def filled() -> CleaningReport:

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, NearChoice
-from megatron.corpus.cleaning.documents.words import WordSplitter
 from megatron.errors import ConfigError, DataError
 from tests.corpus.cleaning.runs import clean_texts, quiet, read_jsonl, write_jsonl
 from tests.corpus.cleaning.texts import random_text, vocabulary
+from trident.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
+from trident.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
+from trident.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, NearChoice
+from trident.corpus.cleaning.documents.words import WordSplitter
 
 WORDS = vocabulary(500, seed=3)
 QUESTION = "Which of the rivers that cross the old town has the most bridges, and who built the first of them?"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.cleaning.cleaner import Cleaner
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions, NearChoice
-from megatron.corpus.cleaning.duplicates import DuplicateFilter, ExactDuplicates
-from megatron.corpus.inputs.input_blocks import blocks
 from tests.corpus.cleaning.runs import write_jsonl
+from trident.corpus.cleaning.cleaner import Cleaner
+from trident.corpus.cleaning.documents.clean_options import CleanOptions, NearChoice
+from trident.corpus.cleaning.duplicates import DuplicateFilter, ExactDuplicates
+from trident.corpus.inputs.input_blocks import blocks
 
 
 def test_a_text_is_a_duplicate_inside_a_block_and_across_blocks(tmp_path: Path) -> None:

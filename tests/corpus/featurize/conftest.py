@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.featurize.featurize_corpus import featurize_tokens
 from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.corpus.featurize.small_windows import RECORD, small
+from trident.corpus.featurize.featurize_corpus import featurize_tokens
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.corpus.featurize.featurize_corpus import WindowOptions
 from megatron.tokenizers.record import TokenizerRecord
+from trident.corpus.featurize.featurize_corpus import WindowOptions
 
 RECORD = TokenizerRecord("tiny", "abc", 600, 599)
 

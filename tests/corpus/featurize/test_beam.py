@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus.featurize import beam as featurize_beam
-from megatron.corpus.featurize.beam import featurize_with_beam, make_shard
-from megatron.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions, featurize
-from megatron.corpus.featurize.windows_to_tokens import windows_to_tokens
-from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.data.formats.parquet_windows import COLUMNS, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import quiet, write_lines
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.featurize import beam as featurize_beam
+from trident.corpus.featurize.beam import featurize_with_beam, make_shard
+from trident.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions, featurize
+from trident.corpus.featurize.windows_to_tokens import windows_to_tokens
+from trident.corpus.preprocess.encode import EncodeOptions
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 pytest.importorskip("apache_beam", reason="the Beam pipeline needs apache-beam")

@@ -10,10 +10,6 @@ import pytest
 import tokenizers
 import tokenizers.processors
 
-from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize, featurize_tokens
-from megatron.corpus.featurize.windows_to_tokens import windows_to_tokens
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.data.formats.index_layout import CODE_OF_DTYPE
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
@@ -25,6 +21,10 @@ from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.corpus.featurize.small_windows import RECORD, small
 from tests.corpus.preprocess_runs import quiet, write_lines
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.featurize.featurize_corpus import WindowOptions, featurize, featurize_tokens
+from trident.corpus.featurize.windows_to_tokens import windows_to_tokens
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import preprocess
 
 pytest.importorskip("pyarrow.parquet")
 

@@ -12,12 +12,12 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.corpus.featurize import shards as featurize_shards
-from megatron.corpus.featurize.featurize_corpus import featurize_tokens
-from megatron.corpus.workers.processes import WorkerError
 from megatron.errors import StorageError
 from megatron.files.replacing import temporary_name
 from tests.corpus.featurize.small_windows import RECORD, small
+from trident.corpus.featurize import shards as featurize_shards
+from trident.corpus.featurize.featurize_corpus import featurize_tokens
+from trident.corpus.workers.processes import WorkerError
 
 
 def test_older_shards_and_leftovers_of_killed_runs_are_removed(

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.featurize.window_cutting import Cutting, Documents, cut, tally, window_counts
 from megatron.data.formats.parquet_windows import WindowFacts
+from trident.corpus.featurize.window_cutting import Cutting, Documents, cut, tally, window_counts
 
 
 @st.composite

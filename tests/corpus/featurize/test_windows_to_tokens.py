@@ -13,11 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.featurize import shards as featurize_shards
-from megatron.corpus.featurize import windows_to_tokens as featurize_back
-from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
-from megatron.corpus.featurize.window_cutting import Cutting
-from megatron.corpus.featurize.windows_to_tokens import windows_to_tokens
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.parquet_windows import WindowFile
@@ -25,6 +20,11 @@ from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.corpus.featurize.small_windows import RECORD, small
+from trident.corpus.featurize import shards as featurize_shards
+from trident.corpus.featurize import windows_to_tokens as featurize_back
+from trident.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
+from trident.corpus.featurize.window_cutting import Cutting
+from trident.corpus.featurize.windows_to_tokens import windows_to_tokens
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.corpus.generated import turkish_words as words
-from megatron.corpus.generated.turkish_grammar import Word
+from trident.corpus.generated import turkish_words as words
+from trident.corpus.generated.turkish_grammar import Word
 
 LISTS = [name for name in vars(words) if name.isupper()]
 LETTERS = set("abcçdefgğhıijklmnoöprsştuüvyzâ")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs import block
-from megatron.corpus.inputs.block import InputBlock, as_block_data, parse_block, shown_path
-from megatron.corpus.inputs.input_blocks import blocks
-from megatron.corpus.inputs.lines import BadLines
-from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
 from megatron.errors import DataError
 from megatron.tokenizers.encoders.long_text import LongText
+from trident.corpus.inputs import block
+from trident.corpus.inputs.block import InputBlock, as_block_data, parse_block, shown_path
+from trident.corpus.inputs.input_blocks import blocks
+from trident.corpus.inputs.lines import BadLines
+from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
 
 
 def test_a_block_gives_its_bytes_from_memory_or_from_the_file(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs import input_blocks
-from megatron.corpus.inputs.compressed import zstandard_library, zstandard_stream
-from megatron.corpus.inputs.input_blocks import blocks
 from megatron.errors import ConfigError, DataError
+from trident.corpus.inputs import input_blocks
+from trident.corpus.inputs.compressed import zstandard_library, zstandard_stream
+from trident.corpus.inputs.input_blocks import blocks
 
 MAKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs import demo
 from megatron.errors import DataError, StorageError
+from trident.corpus.inputs import demo
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus.inputs.block import parse_block
-from megatron.corpus.inputs.hub_rows import (
+from megatron.errors import ConfigError, DataError
+from trident.corpus.inputs.block import parse_block
+from trident.corpus.inputs.hub_rows import (
     datasets_library,
     drawn_rows,
     is_hub_name,
@@ -20,8 +21,7 @@ from megatron.corpus.inputs.hub_rows import (
     open_rows,
     row_blocks,
 )
-from megatron.corpus.inputs.input_paths import expand_inputs
-from megatron.errors import ConfigError, DataError
+from trident.corpus.inputs.input_paths import expand_inputs
 
 datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
 TEXTS = [f"text {number}" for number in range(3000)]

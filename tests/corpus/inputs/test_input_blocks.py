@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron.corpus.inputs.compressed import zstandard_stream
-from megatron.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
 from megatron.errors import ConfigError, DataError
+from trident.corpus.inputs.compressed import zstandard_stream
+from trident.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
 
 COMPRESSORS = {".jsonl": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs import block as block_module
-from megatron.corpus.inputs import input_blocks
-from megatron.corpus.inputs.block import InputBlock, parse_block
-from megatron.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
-from megatron.corpus.inputs.input_paths import Shard, expand_inputs, layout_of, read_separator, share_of
-from megatron.corpus.inputs.lines import parse_lines
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.encoders.long_text import LongText
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.corpus.preprocess_runs import quiet
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.inputs import block as block_module
+from trident.corpus.inputs import input_blocks
+from trident.corpus.inputs.block import InputBlock, parse_block
+from trident.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
+from trident.corpus.inputs.input_paths import Shard, expand_inputs, layout_of, read_separator, share_of
+from trident.corpus.inputs.lines import parse_lines
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import preprocess
 
 
 def texts_in(prefix: Path, choice: TokenizerChoice) -> list[str]:
@@ -127,7 +127,7 @@ def test_plain_text_is_split_alike_for_any_block_size(tmp_path: Path, separator:
 
 
 def test_separators_across_reads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.corpus.inputs.input_blocks._READ_BYTES", 3)
+    monkeypatch.setattr("trident.corpus.inputs.input_blocks._READ_BYTES", 3)
     (tmp_path / "in.txt").write_text("one<sep>two<sep><sep>three")
     found = list(blocks([str(tmp_path / "in.txt")], 1, "<sep>"))
     parsed = [parse_block(block, ["text"], False, "<sep>").texts[0] for block in found]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megatron.corpus.inputs.lines import BadLine, BadLines, parse_lines
 from megatron.errors import DataError
 from tests.corpus.inputs.bad_lines import BAD, GOOD
+from trident.corpus.inputs.lines import BadLine, BadLines, parse_lines
 
 
 @pytest.mark.usefixtures("json_parser")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.inputs import lines as lines_module
-from megatron.corpus.inputs import long_lines
-from megatron.corpus.inputs.lines import parse_lines
 from megatron.tokenizers.encoders.long_text import LongText
 from tests.corpus.inputs.bad_lines import BAD, GOOD
+from trident.corpus.inputs import lines as lines_module
+from trident.corpus.inputs import long_lines
+from trident.corpus.inputs.lines import parse_lines
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.cleaning.documents.entries import read_entries
-from megatron.corpus.inputs import parquet as parquet_module
-from megatron.corpus.inputs.block import parse_block
-from megatron.corpus.inputs.input_blocks import blocks
 from megatron.errors import DataError
+from trident.corpus.cleaning.documents.entries import read_entries
+from trident.corpus.inputs import parquet as parquet_module
+from trident.corpus.inputs.block import parse_block
+from trident.corpus.inputs.input_blocks import blocks
 
 pyarrow = pytest.importorskip("pyarrow", reason="the pyarrow package is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="the pyarrow package is not installed")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs import prose
 from megatron.errors import DataError
+from trident.corpus.inputs import prose
 
 SENTENCE = "This is a sentence of the kind that documentation is made of, and it ends here."
 

@@ -13,15 +13,6 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.inputs import tables
-from megatron.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
-from megatron.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, share_of
-from megatron.corpus.inputs.lines import parse_lines
-from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.vocabulary.learning import texts_of
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.stores import sqlite as sqlite_store
 from megatron.data.stores.document_store import open_store
@@ -29,6 +20,15 @@ from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import quiet
 from tests.data.databases import Database, new_database, numbered
+from trident.corpus.inputs import tables
+from trident.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
+from trident.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, share_of
+from trident.corpus.inputs.lines import parse_lines
+from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.partitions import divide, preprocess_in_parts
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.vocabulary.learning import texts_of
 
 TEXTS = [f'text {number} ğüşİ 🙂 "quoted"\n' * (number % 7) for number in range(50)]
 

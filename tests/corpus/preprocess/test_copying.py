@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.preprocess import copying
-from megatron.corpus.preprocess.copying import copy_into
 from megatron.files.exact import write_at
+from trident.corpus.preprocess import copying
+from trident.corpus.preprocess.copying import copy_into
 
 
 def copied(tmp_path: Path, data: bytes, size: int, offset: int) -> tuple[int, bytes]:

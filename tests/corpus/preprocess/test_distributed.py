@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus.preprocess import distributed
-from megatron.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
-from megatron.corpus.preprocess.sentences import SentenceSplitter
-from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import quiet, write_lines
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.preprocess import distributed
+from trident.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
+from trident.corpus.preprocess.sentences import SentenceSplitter
+from trident.corpus.workers.ranks import JobRanks
 
 TEXTS = hard_documents(300)
 EVERYTHING = DocumentDraw()

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.inputs.block import InputBlock
-from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions, EncodeWork
-from megatron.corpus.workers.pool import WorkerPool
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import START_METHODS, endless, run, write_numbered_lines
 from tests.helpers.vocabulary import write_vocabulary
+from trident.corpus.inputs.block import InputBlock
+from trident.corpus.preprocess.encode import BlockEncoder, EncodeOptions, EncodeWork
+from trident.corpus.workers.pool import WorkerPool
 
 LINES = b'{"text": "some text"}\n{"text": ""}\n{"text": "more"}\n'
 

@@ -11,10 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus.preprocess import copying
-from megatron.corpus.preprocess import merge as merge_module
-from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.index_layout import MMAP_HEADER, MMAP_MAGIC
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
@@ -23,6 +19,10 @@ from megatron.errors import ConfigError, DataError, StorageError
 from megatron.parallel.messages import all_gather_json
 from megatron.tokenizers.record import TokenizerRecord
 from tests.helpers.ranks import run_ranks
+from trident.corpus.preprocess import copying
+from trident.corpus.preprocess import merge as merge_module
+from trident.corpus.preprocess.merge import merge
+from trident.corpus.workers.ranks import JobRanks
 
 Documents = list[list[np.ndarray]]
 

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.inputs.input_paths import Shard, expand_inputs
-from megatron.corpus.preprocess import partitions as resume_module
-from megatron.corpus.preprocess import preprocess_corpus as preprocess_module
-from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
-from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
-from megatron.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import quiet
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from trident.corpus.inputs.input_paths import Shard, expand_inputs
+from trident.corpus.preprocess import partitions as resume_module
+from trident.corpus.preprocess import preprocess_corpus as preprocess_module
+from trident.corpus.preprocess.encode import BlockEncoder, EncodeOptions
+from trident.corpus.preprocess.partitions import divide, preprocess_in_parts
+from trident.corpus.preprocess.preprocess_corpus import PreprocessResult, preprocess
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="the run to kill is forked")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.corpus.preprocess_runs import pair_bytes, run, write_numbered_lines
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.preprocess.encode import EncodeOptions
 
 
 @pytest.mark.parametrize("append_eod", [False, True])

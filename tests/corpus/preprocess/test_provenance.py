@@ -8,11 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.block import InputBlock
-from megatron.corpus.preprocess import provenance
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.preprocess.provenance import SourceLog
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import SourceRecord, read_sidecar
@@ -20,6 +15,11 @@ from megatron.errors import DataError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.corpus.preprocess_runs import quiet
+from trident.corpus.inputs.block import InputBlock
+from trident.corpus.preprocess import provenance
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.preprocess.provenance import SourceLog
 
 xxhash = pytest.importorskip("xxhash")
 

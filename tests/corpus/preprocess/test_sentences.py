@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess import sentences as sentences_module
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.preprocess.sentences import SentenceSplitter
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.corpus.preprocess_runs import quiet, write_lines
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.preprocess import encode as encode_module
+from trident.corpus.preprocess import sentences as sentences_module
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.merge import merge
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.preprocess.sentences import SentenceSplitter
 
 TEXT = "Mr. Smith pays $3.50.  He says \u201cFine. I go.\u201d and goes!\nNext line.\n\nNew paragraph?\n"
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.preprocess.encode import EncodedBlock, EncodeOptions, EncodeWork
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers import pipes
-from megatron.corpus.workers import pool as pool_module
-from megatron.corpus.workers.pool import WorkerPool
-from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import quiet
+from trident.corpus.preprocess.encode import EncodedBlock, EncodeOptions, EncodeWork
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.workers import pipes
+from trident.corpus.workers import pool as pool_module
+from trident.corpus.workers.pool import WorkerPool
+from trident.corpus.workers.processes import WorkerError
+from trident.corpus.workers.progress_line import ProgressLine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
 

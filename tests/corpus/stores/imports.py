@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.stores.importing import ImportOptions, ImportResult, import_files
-from megatron.corpus.stores.inspection import audit
-from megatron.corpus.stores.writers import open_writer
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store
 from tests.corpus.preprocess_runs import quiet
 from tests.data.databases import Database
+from trident.corpus.stores.importing import ImportOptions, ImportResult, import_files
+from trident.corpus.stores.inspection import audit
+from trident.corpus.stores.writers import open_writer
 
 
 def jsonl(path: Path, texts: list[Any], key: str = "text", **others: str) -> str:

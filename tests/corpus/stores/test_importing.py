@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.stores import importing as store
 from megatron.data.sources.store_rows import store_fingerprint
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError, DataError
 from tests.corpus.stores.imports import jsonl, problems_of, put, texts_of
 from tests.data.databases import Database, numbered
+from trident.corpus.stores import importing as store
 
 
 def test_files_are_imported_in_order_and_once(database: Database, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.stores import inspection as store
-from megatron.corpus.stores.inspection import audit, fetch_samples, length_histogram, stream_samples, time_fetches
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store
 from megatron.errors import ConfigError, DataError, StorageError
@@ -21,6 +19,8 @@ from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.corpus.stores.imports import jsonl, problems_of, put
 from tests.data.databases import Database, numbered
 from tests.helpers.vocabulary import write_vocabulary
+from trident.corpus.stores import inspection as store
+from trident.corpus.stores.inspection import audit, fetch_samples, length_histogram, stream_samples, time_fetches
 
 
 def test_gaps_and_duplicates_are_reported_by_number(database: Database) -> None:

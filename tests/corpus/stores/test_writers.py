@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.stores import writers as store_writers
-from megatron.corpus.stores.importing import ImportOptions, import_files
-from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_store
 from megatron.data.stores.mongodb import explained
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.corpus.stores.imports import jsonl, problems_of, put, texts_of
 from tests.data.databases import Database
+from trident.corpus.stores import writers as store_writers
+from trident.corpus.stores.importing import ImportOptions, import_files
+from trident.corpus.stores.writers import open_writer
+from trident.corpus.workers.progress_line import ProgressLine
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,9 +46,9 @@ def test_a_foreign_table_is_not_a_collection(sqlite_database: Database, tmp_path
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from megatron.corpus.stores import importing as store
-from megatron.corpus.stores import writers as store_writers
-from megatron.corpus.workers.progress_line import ProgressLine
+from trident.corpus.stores import importing as store
+from trident.corpus.stores import writers as store_writers
+from trident.corpus.workers.progress_line import ProgressLine
 from megatron.data.stores.address import StoreAddress
 writer = store_writers.open_writer(StoreAddress.of({address!r}), "web")
 add = writer.append

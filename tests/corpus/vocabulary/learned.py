@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from megatron.corpus.vocabulary.learning import byte_level_files, save_vocabulary, train_byte_level
-from megatron.corpus.vocabulary.unigram import train_unigram
-from megatron.corpus.vocabulary.wordpiece import train_wordpiece
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.vocabulary.learning import byte_level_files, save_vocabulary, train_byte_level
+from trident.corpus.vocabulary.unigram import train_unigram
+from trident.corpus.vocabulary.wordpiece import train_wordpiece
 
 SOURCE = [Path(random.__file__).read_text(encoding="utf-8"), *hard_documents(100, seed=1)]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from megatron.corpus.vocabulary.learning import (
+from megatron.errors import ConfigError, DataError
+from tests.corpus.vocabulary.learned import SOURCE, learned, load
+from trident.corpus.vocabulary.learning import (
     byte_level_files,
     drawn_texts,
     special_tokens,
     texts_of,
     train_byte_level,
 )
-from megatron.corpus.vocabulary.unigram import train_unigram
-from megatron.corpus.vocabulary.wordpiece import train_wordpiece
-from megatron.errors import ConfigError, DataError
-from tests.corpus.vocabulary.learned import SOURCE, learned, load
+from trident.corpus.vocabulary.unigram import train_unigram
+from trident.corpus.vocabulary.wordpiece import train_wordpiece
 
 SEED_ORDER = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
 

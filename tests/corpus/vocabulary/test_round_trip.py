@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.vocabulary.round_trip import round_trip
 from tests.corpus.vocabulary.learned import learned, load
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.vocabulary.round_trip import round_trip
 
 WORLD = [
     "Pijamalı hasta yağız şoföre çabucak güvendi.",

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron.corpus.vocabulary.unigram import train_unigram
 from megatron.errors import ConfigError, DataError
+from trident.corpus.vocabulary.unigram import train_unigram
 
 pytest.importorskip("sentencepiece")
 TEXTS = ["the quick brown fox jumps over the lazy dog. " * 20, "pack my box with five dozen liquor jugs\n" * 20]

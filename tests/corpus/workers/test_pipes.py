@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.corpus.workers import pipes
+from trident.corpus.workers import pipes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
 

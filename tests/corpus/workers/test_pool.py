@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.block import InputBlock
-from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions, EncodeWork
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers import pool as pool_module
-from megatron.corpus.workers import processes
-from megatron.corpus.workers.pool import WorkerPool
-from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import START_METHODS, endless, pair_bytes, run, write_numbered_lines
+from trident.corpus.inputs.block import InputBlock
+from trident.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions, EncodeWork
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.workers import pool as pool_module
+from trident.corpus.workers import processes
+from trident.corpus.workers.pool import WorkerPool
+from trident.corpus.workers.processes import WorkerError
+from trident.corpus.workers.progress_line import ProgressLine
 
 
 def test_a_killed_worker_is_named_at_once(tmp_path: Path, choice: TokenizerChoice) -> None:

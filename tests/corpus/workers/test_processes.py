@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from megatron.corpus.workers.processes import (
+from megatron.errors import CheckpointError, DataError, MegatronError
+from trident.corpus.workers.processes import (
     WorkerError,
     death_of,
     failure_message,
@@ -19,7 +20,6 @@ from megatron.corpus.workers.processes import (
     stop_processes,
     usable_cores,
 )
-from megatron.errors import CheckpointError, DataError, MegatronError
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_end_of_a_process_is_described() -> None:
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes are not forked here")
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.corpus.workers.processes.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("trident.corpus.workers.processes.STOP_SECONDS", 0.1)
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def ignore() -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.corpus.workers.progress_line import ProgressLine
+from trident.corpus.workers.progress_line import ProgressLine
 
 
 def test_progress_on_a_terminal_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.corpus.workers.ranks import JobError, JobRanks
 from megatron.errors import DataError
+from trident.corpus.workers.ranks import JobError, JobRanks
 
 
 def with_peers(*answers: Any) -> JobRanks:

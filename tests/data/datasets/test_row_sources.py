@@ -186,7 +186,7 @@ def test_a_pattern_that_the_shell_expanded() -> None:
         with pytest.raises(ConfigError, match="a pattern of Parquet files must be quoted"):
             DataConfig(seq_length=LENGTH, data_path=paths)
     with pytest.raises(ConfigError, match=r"followed by its prefix\."):
-        DataConfig(seq_length=LENGTH, data_path=("a", "b"))
+        DataConfig(seq_length=LENGTH, data_path=("a", "1"))
 
 
 def test_a_group_of_rows_is_decoded_once_for_a_chunk(windows: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron"):
+    for name in ("tools", "megatron", "trident"):
         (tmp_path / name).symlink_to(ROOT / name)
     for step in (50, 100, 150):
         write_network(tmp_path / "run", GPT2, step=step)

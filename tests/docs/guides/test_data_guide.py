@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs.demo import corpus_documents
 from megatron.data.formats.indexed import IndexedDataset
 from tests.helpers.programs import forking_python
+from trident.corpus.inputs.demo import corpus_documents
 
 ROOT = Path(__file__).resolve().parents[3]
 _CORPUS_BYTES = 600_000
@@ -37,7 +37,7 @@ def shell_blocks(text: str) -> str:
 def test_every_data_command_of_the_documents_works(tmp_path: Path) -> None:
     for package in ("sentencex", "sentencepiece", "ftfy", "py3langid", "datasketch", "pyarrow"):
         pytest.importorskip(package, reason=f"the guide needs {package}")
-    for name in ("tools", "megatron", "tests", "pretrain_gpt.py"):
+    for name in ("tools", "megatron", "trident", "tests", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     write_corpus(tmp_path / "corpus.jsonl")
     training = (ROOT / "docs" / "training.md").read_text()

@@ -25,7 +25,7 @@ EXAMPLES = ROOT / "examples" / "evaluation"
 
 @pytest.mark.slow
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("tools", "tasks", "megatron", "examples"):
+    for name in ("tools", "tasks", "megatron", "trident", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("data", "checkpoints", "made"):
         (tmp_path / name).mkdir()

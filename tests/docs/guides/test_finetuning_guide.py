@@ -23,7 +23,7 @@ GUIDE = (ROOT / "docs" / "finetuning.md").read_text()
 
 @pytest.mark.slow
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("pretrain_gpt.py", "megatron"):
+    for name in ("pretrain_gpt.py", "megatron", "trident"):
         (tmp_path / name).symlink_to(ROOT / name)
     questions = tmp_path / "examples" / "data" / "questions.jsonl"
     questions.parent.mkdir(parents=True)

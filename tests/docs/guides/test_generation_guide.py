@@ -24,7 +24,7 @@ def _records(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_everything_in_the_guide_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron"):
+    for name in ("tools", "megatron", "trident"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "made").mkdir()

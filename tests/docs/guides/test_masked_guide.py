@@ -11,9 +11,9 @@ import pytest
 
 import pretrain_bert
 from megatron.config import parse
-from megatron.corpus.inputs.demo import corpus_documents
 from tests.examples.test_example_scripts import printed
 from tests.helpers.programs import forking_python
+from trident.corpus.inputs.demo import corpus_documents
 
 ROOT = Path(__file__).resolve().parents[3]
 _CORPUS_BYTES = 60_000
@@ -27,7 +27,7 @@ _SHORTER = {
 @pytest.mark.slow
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     pytest.importorskip("sentencex", reason="sentences are split by it")
-    for name in ("tools", "megatron", "pretrain_bert.py", "pretrain_gpt.py"):
+    for name in ("tools", "megatron", "trident", "pretrain_bert.py", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data").mkdir()
     write_corpus(tmp_path / "corpus.jsonl")

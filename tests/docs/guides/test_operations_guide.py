@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron", "examples", "pretrain_gpt.py"):
+    for name in ("tools", "megatron", "trident", "examples", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     corpus = write_tiny_corpus(tmp_path, documents=300)
     (tmp_path / "data").mkdir()

@@ -19,7 +19,7 @@ PROGRAMS = ("pretrain_gpt.py", "pretrain_prefix_lm.py", "finetune_t0_non_causal_
 
 
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron", *PROGRAMS):
+    for name in ("tools", "megatron", "trident", *PROGRAMS):
         (tmp_path / name).symlink_to(ROOT / name)
     corpus = write_tiny_corpus(tmp_path)
     (tmp_path / "data").mkdir()

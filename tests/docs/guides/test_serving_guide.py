@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron"):
+    for name in ("tools", "megatron", "trident"):
         (tmp_path / name).symlink_to(ROOT / name)
     made = make_checkpoint(tmp_path, "--chat-template", "dsgpt2", more_tokens=DSGPT2_TOKENS, positions=128)
     (tmp_path / "chat").mkdir()

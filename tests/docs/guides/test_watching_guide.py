@@ -21,7 +21,7 @@ GUIDE = ROOT / "docs" / "watching_a_run.md"
 
 
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron", "pretrain_gpt.py"):
+    for name in ("tools", "megatron", "trident", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     corpus = write_tiny_corpus(tmp_path, documents=100)
     (tmp_path / "data").mkdir()

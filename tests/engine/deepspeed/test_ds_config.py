@@ -159,11 +159,6 @@ def test_the_effective_zero_stage_overrides_the_requested_one(tmp_path: Path) ->
             r"trains in bf16\. It must be fp32 or bf16, or be omitted",
         ),
         (
-            "--zero-stage 2",
-            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-            r"offload_param\" is set there, but ZeRO stage 2 .* Use --zero-stage 3 or remove it",
-        ),
-        (
             "--zero-stage 0",
             {"zero_optimization": {"cpu_offload": True}},
             r"offload_optimizer\" is set .* --zero-stage 1",
@@ -179,6 +174,26 @@ def test_what_does_not_fit_the_run_is_refused(
     config = run(f"{text} {written(tmp_path, content)}")
     with pytest.raises(ConfigError, match=sentence):
         deepspeed_config(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "zero", "stage"),
+    [
+        ("--zero-stage 2", {"offload_param": {"device": "cpu"}}, 2),
+        ("", {"stage": 0, "cpu_offload_param": True}, 0),
+        ("", {"offload_param": {"device": "cpu"}}, 1),
+        ("", {"offload_param": {"device": "none", "pin_memory": True}}, None),
+        ("--zero-stage 3", {"offload_param": {"device": "cpu"}}, None),
+    ],
+)
+def test_weights_are_offloaded_at_stage_3_only(tmp_path: Path, text: str, zero: Any, stage: int | None) -> None:
+    """DeepSpeed reads the entry at stage 3 only and ignores it below."""
+    config = run(f"{text} {written(tmp_path, {'zero_optimization': zero})}")
+    said = [notice for notice in config.notices if "offload_param" in notice]
+    assert len(said) == (stage is not None)
+    assert stage is None or f'offload_param" has no effect with ZeRO stage {stage}, as in DeepSpeed' in said[0]
+    kept = deepspeed_config(config).get("zero_optimization", {})
+    assert ("offload_param" in kept) == ("3" in text) and "cpu_offload_param" not in kept
 
 
 def test_the_optimizer_moves_to_the_host_where_there_is_a_device_to_leave(tmp_path: Path) -> None:

@@ -33,7 +33,14 @@ class Made(NamedTuple):
         return [self.main.of(parameter) for parameter in self.parameters]
 
 
-def made(counted: tuple[bool, ...], dtype: torch.dtype = torch.bfloat16, rank: int = 0, ranks: int = 1) -> Made:
+def made(
+    counted: tuple[bool, ...],
+    dtype: torch.dtype = torch.bfloat16,
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    takes_pieces: bool = False,
+) -> Made:
     """The gradients of one of several ranks."""
     groups, buffers = [], []
     for shapes in GROUPS:
@@ -45,7 +52,8 @@ def made(counted: tuple[bool, ...], dtype: torch.dtype = torch.bfloat16, rank: i
     parameters = [parameter for group in groups for parameter in group.parameters]
     flags = dict(zip(map(id, parameters), counted, strict=True))
     averaging = Averaging(Axis("gradient", rank, ranks, tuple(range(ranks))), torch.float32)
-    return Made(MainGradients(buffers, groups, lambda each: flags[id(each)], averaging), buffers, parameters)
+    main = MainGradients(buffers, groups, lambda each: flags[id(each)], averaging, takes_pieces=takes_pieces)
+    return Made(main, buffers, parameters)
 
 
 def give(made: Made, seed: int, missing: int | None = None) -> list[torch.Tensor]:
@@ -164,3 +172,35 @@ def test_no_products_are_added_where_gradients_are_watched_or_the_device_cannot(
         assert own.main.product_adder(torch.bfloat16) is not None
     own.main.watcher = list
     assert own.main.product_adder(torch.float32) is None
+
+
+def test_gradients_of_the_only_pass_stay_where_they_are() -> None:
+    own = made((True, False, True, True, True), takes_pieces=True)
+    add, rubbish = own.main.product_adder(torch.float32), [buffer.clone() for buffer in own.buffers]
+    own.main.begin(1)
+    assert add is not None and not add(own.parameters[0], torch.ones(3, 1), torch.ones(1, 4))
+    gradients = give(own, 1, missing=2)
+    own.main.reduce()
+    assert all(torch.equal(*pair) for pair in zip(own.buffers, rubbish, strict=True))  # nothing is copied
+    pieces = [piece for group in own.main.pieces for piece in group]
+    gradients[2].zero_()
+    assert all(torch.equal(*pair) for pair in zip(pieces, gradients, strict=True))
+    assert [part.shape for part in own.main.counted] == [SHAPES[0], SHAPES[3], SHAPES[4]]
+    assert all(torch.equal(total, gradient.float()) for total, gradient in zip(own.sums, gradients, strict=True))
+    assert not own.main.pieces and [part.numel() for part in own.main.counted] == [12, 8, 7]  # copied for a reader
+
+
+@pytest.mark.parametrize("reason", ["two passes", "a watcher", "sums over ranks", "figures of parameters"])
+def test_gradients_are_copied_where_one_reads_their_sums(reason: str) -> None:
+    own = made((True,) * 5, takes_pieces=True)
+    if reason == "a watcher":
+        own.main.watcher = list
+    elif reason == "sums over ranks":
+        own.main.keep_whole(own.parameters[:1])
+    elif reason == "figures of parameters":
+        own.main.by_parameter()
+    own.main.begin(2 if reason == "two passes" else 1)
+    gradients = give(own, 1)
+    own.main.reduce()
+    assert not own.main.pieces
+    assert torch.equal(own.main.parts[1][:7], torch.cat([each.flatten() for each in gradients[3:]]).float())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from megatron.engine.gradients.update_gate import (
 )
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.state import owned_pieces
-from megatron.kernels.optimizer import build_adamw
+from megatron.kernels.optimizer import build_adamw, update
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
@@ -176,7 +177,7 @@ def test_verdicts_of_the_device_come_in_order_when_they_are_asked_for() -> None:
         before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
         values = step_figures(loss, norm, tokens)
         verdicts.append(gate.expect(lambda values=values: values))
-        assert gate.update(optimizer, torch.tensor(norm)) is True
+        assert gate.update(partial(update, optimizer, gradient_factor=torch.tensor(norm))) is True
         after = [weight.detach(), *optimizer.state[weight].values()]
         changed.append(len(before) != len(after) or not all(map(torch.equal, before, after)))
     assert changed == [True, False, False, False]
@@ -196,7 +197,7 @@ def test_the_host_decides_before_the_update() -> None:
         before = weight.detach().clone()
         values = step_figures(loss, 1.0)
         gate.expect(lambda values=values: values)
-        assert gate.update(optimizer, None) is may is not torch.equal(weight, before)
+        assert gate.update(partial(update, optimizer)) is may is not torch.equal(weight, before)
 
 
 def filled(count: int) -> RecentSteps:

@@ -18,7 +18,8 @@ from megatron.model.blocks.transformer import TransformerBlock
 from megatron.model.interface.network import LayerKind, parameter_names
 from megatron.model.networks import network_layers
 from megatron.parallel.joining import open_mesh
-from megatron.parallel.schedule.actions import Placement
+from megatron.parallel.mesh import ParallelMesh, standard_axes
+from megatron.parallel.schedule.actions import Kind, Placement
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
@@ -50,6 +51,20 @@ def batches_that_stay(rank: int) -> int:
 
 def test_the_batches_of_a_step_are_freed_with_it() -> None:
     assert run_ranks(batches_that_stay, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_gradients_of_two_stages_do_not_take_turns_with_hidden_states(stages: int) -> None:
+    """They travel in the group of all ranks; among more stages, each rank sends and receives to and from others."""
+    world: Any
+    pipeline: Any
+    mesh, world, pipeline = ParallelMesh.at(standard_axes(4, pp=stages), 0), object(), object()
+    pp = dataclasses.replace(mesh.pp, group=pipeline)
+    runner: Any = None
+    one = executor.Executor(runner, pp, dataclasses.replace(mesh.world, group=world), print, print)
+    assert one.axis_of(Kind.SEND_FORWARD) is one.axis_of(Kind.RECEIVE_FORWARD) is pp
+    for kind in (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD):
+        assert one.axis_of(kind) == dataclasses.replace(pp, group=world if stages == 2 else pipeline)
 
 
 def block_runs(rank: int) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from tests.helpers.architecture.syntax import (
 )
 from tests.helpers.architecture.tables import (
     BANNED_WORDS,
+    COMPANIONS,
     DEEPSPEED_DOOR,
     DEEPSPEED_PUBLIC,
     DESCRIBED_BY_INTERFACE,
@@ -36,7 +37,6 @@ from tests.helpers.architecture.tables import (
     MAXIMUM_FOLDER_FILES,
     MAXIMUM_FUNCTION_LINES,
     NAMES_FORMATS,
-    NEVER_BY_TRAINING,
     OPTIONAL_PACKAGES,
     PACKAGE_PLACES,
     PROGRAM_FOLDERS,
@@ -71,9 +71,9 @@ class Source:
 
     @property
     def package(self) -> str | None:
-        """The package of a file under megatron/; None for `megatron/__init__.py` and for files outside."""
+        """The package of a file under megatron/ or trident/; None for their `__init__.py` and for files outside."""
         parts = PurePosixPath(self.path).with_suffix("").parts
-        return parts[1] if parts[0] == "megatron" and parts[1] != "__init__" else None
+        return parts[1] if self.is_library and parts[1] != "__init__" else None
 
     @property
     def module(self) -> str:
@@ -82,8 +82,13 @@ class Source:
 
     @property
     def is_library(self) -> bool:
-        """Whether the file belongs to the package."""
-        return self.path.startswith("megatron/")
+        """Whether the file belongs to the trainer or to a companion."""
+        return self.path.startswith(("megatron/", "trident/"))
+
+    @property
+    def is_companion(self) -> bool:
+        """Whether the file belongs to a companion of the trainer."""
+        return self.path.startswith("trident/")
 
     @property
     def is_program(self) -> bool:
@@ -100,7 +105,7 @@ Rule = Callable[[Source], Iterator[Finding]]
 
 
 def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
-    """A package only imports packages before it in the order; corpus only from tools; never relatively."""
+    """A package only imports packages before it in the order, and no companion of the trainer; never relatively."""
     own = source.package
     for node, module in imports(source.nodes):
         if module.startswith("."):
@@ -111,10 +116,17 @@ def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
             yield node.lineno, "the product imports its tests"
         if source.is_library and (parts[0] in PROGRAMS or parts[0] in PROGRAM_FOLDERS):
             yield node.lineno, f"the package imports the program {module}"
-        if parts[0] != "megatron" or len(parts) < 2 or own is None:
+        if parts[0] not in ("megatron", "trident") or len(parts) < 2 or own is None:
             continue
         other = parts[1]
         if other == own or other.startswith("__"):
+            continue
+        if parts[0] == "trident":
+            yield node.lineno, f"{own} imports {other}, a companion of the trainer, which only programs may"
+            continue
+        if source.is_companion:
+            if own not in COMPANIONS:
+                yield node.lineno, f"{own} is an unknown companion; name it in COMPANIONS"
             continue
         if other not in PACKAGE_PLACES or own not in PACKAGE_PLACES:
             yield (
@@ -123,8 +135,6 @@ def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
             )
         elif PACKAGE_PLACES[other] >= PACKAGE_PLACES[own]:
             yield node.lineno, f"{own} imports {other}, which does not come before it"
-        elif other == NEVER_BY_TRAINING:
-            yield node.lineno, f"{own} imports {other}, which only tools may"
 
 
 def subpackage_imports_follow_the_order(source: Source) -> Iterator[Finding]:

@@ -21,9 +21,9 @@ def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.stmt, str]]:
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 yield node, "." * node.level + (node.module or "")
-            elif node.module == "megatron":
+            elif node.module in ("megatron", "trident"):
                 for alias in node.names:
-                    yield node, f"megatron.{alias.name}"
+                    yield node, f"{node.module}.{alias.name}"
             elif node.module:
                 yield node, node.module
 

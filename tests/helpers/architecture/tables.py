@@ -17,21 +17,18 @@ PACKAGE_PLACES = {
     "launch": 5,
     "tokenizers": 6,
     "data": 7,
-    "corpus": 8,
     "parallel": 9,
     "model": 10,
     "objective": 11,
     "engine": 12,
     "checkpoint": 13,
-    "convert": 14,
     "observe": 15,
-    "planning": 16,
     "evaluation": 17,
     "train": 18,
     "inference": 18,
-    "rehearsal": 19,
 }
-PROGRAM_PLACE = 20
+# The packages of `trident/`, each of which imports `megatron` and no other of them; the trainer imports none.
+COMPANIONS = frozenset({"convert", "corpus", "dashboard", "plan", "serve"})
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -49,7 +46,7 @@ PROJECTS = r"all.?in.?one|gpt2.?all.?in|hello.?deepspeed|jax.?lm|dsgpt2"
 # But for formats of texts that are chosen by the name of the project they come from.
 NAMES_FORMATS = (
     "megatron/config/objective/finetuning.py",
-    "megatron/corpus/vocabulary/learning.py",
+    "trident/corpus/vocabulary/learning.py",
     "megatron/tokenizers/chat/named.py",
 )
 # Files of the root that every project has, and that a reader need not look at; those with a leading dot as well.
@@ -65,7 +62,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.tokenizers": ("encoders", ".", "chat"),
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
     "megatron.data": ("formats", "stores", "order", "datasets", "sources", "."),
-    "megatron.corpus": (
+    "trident.corpus": (
         "generated",
         "inputs",
         "workers",
@@ -87,11 +84,9 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "destinations",
         ".",
         "curves",
-        "dashboard",
         "styles",
     ),
     "megatron.parallel": ("schedule", ".", "expert", "sequence", "tensor", "watch"),
-    "megatron.launch": ("bundles", "."),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (
         "object_storage",
@@ -111,22 +106,22 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
         *("passes", "pipeline", "engine", "state", "weight_norms", "replicas", "memory"),
     ),
-    "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
-    "megatron.inference.serve": ("requests", "execution", "."),
-    "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
+    "megatron.inference": ("sampling", ".", "beams", "generation", "harness"),
+    "trident.serve": ("requests", "execution", "."),
+    "trident.plan": (".", "rehearsal"),
+    "trident.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
-    "megatron.convert.hugging_face": ("table", "families", "."),
-    "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
+    "trident.convert.hugging_face": ("table", "families", "."),
+    "trident.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
-NEVER_BY_TRAINING = "corpus"  # imported by tools only
 
 # What is foreign, and the files that may touch it. A name covers its attributes.
 HOMES = {
     # The second writes what Megatron-LM stores its arguments in.
-    "argparse": ("megatron/config/flags/command_line.py", "megatron/convert/megatron_output/output_tensors.py"),
+    "argparse": ("megatron/config/flags/command_line.py", "trident/convert/megatron_output/output_tensors.py"),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
-    "torch.distributed": ("megatron/parallel/", "megatron/rehearsal/recording.py"),
+    "torch.distributed": ("megatron/parallel/", "trident/plan/rehearsal/recording.py"),
     "os.environ": (
         "megatron/device.py",
         "megatron/cuda_driver.py",
@@ -137,25 +132,22 @@ HOMES = {
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),
-    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/workers/pool.py"),
-    "pickle": ("megatron/convert/pickles/unpickler.py",),  # with every name replaced, in a child process with limits
+    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "trident/corpus/workers/pool.py"),
+    "pickle": ("trident/convert/pickles/unpickler.py",),  # with every name replaced, in a child process with limits
     "cPickle": (),
     "dill": (),
     "cloudpickle": (),
     "joblib": (),
     "shelve": (),
-    "marshal": ("megatron/launch/bundles/running.py",),  # code that stands beside the sources it was made from
+    "marshal": (),
     "torch.load": (),
-    "torch.save": ("megatron/convert/megatron_output/output_tensors.py",),  # other programs' formats are pickles
+    "torch.save": ("trident/convert/megatron_output/output_tensors.py",),  # other programs' formats are pickles
     "torch.serialization": (),
     "os.system": (),
     "os.popen": (),
     "subprocess.getoutput": (),
     "subprocess.getstatusoutput": (),
-    "runpy": (
-        "examples/jax_lm_training/jax_lm/preprocess.py",  # Beam pickles what is in __main__ by value
-        "megatron/launch/bundles/running.py",
-    ),
+    "runpy": ("examples/jax_lm_training/jax_lm/preprocess.py",),  # Beam pickles what is in __main__ by value
 }
 
 # Who renames and syncs files, or parses what is in one.
@@ -177,39 +169,39 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "bitsandbytes": ("megatron/kernels/optimizer.py",),
     "torch.nn.attention.varlen": ("megatron/kernels/attention/gpu.py",),  # since torch 2.10; takes seconds
     "yaml": ("megatron/files/settings.py",),
-    "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
+    "fcntl": ("trident/corpus/workers/pool.py", "trident/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
         "megatron/tokenizers/declared.py",
         "megatron/tokenizers/gpt2.py",
         "megatron/tokenizers/hugging_face.py",
         "megatron/tokenizers/tokenizer_files.py",
         "megatron/tokenizers/wordpiece.py",
-        "megatron/corpus/vocabulary/learning.py",
-        "megatron/corpus/vocabulary/wordpiece.py",
+        "trident/corpus/vocabulary/learning.py",
+        "trident/corpus/vocabulary/wordpiece.py",
     ),
-    "sentencepiece": ("megatron/tokenizers/sentencepiece.py", "megatron/corpus/vocabulary/unigram.py"),
+    "sentencepiece": ("megatron/tokenizers/sentencepiece.py", "trident/corpus/vocabulary/unigram.py"),
     "huggingface_hub": ("megatron/tokenizers/hugging_face.py",),
-    "transformers": ("megatron/tokenizers/hugging_face.py", "megatron/convert/hugging_face/reference.py"),
+    "transformers": ("megatron/tokenizers/hugging_face.py", "trident/convert/hugging_face/reference.py"),
     "gigatoken": ("megatron/tokenizers/encoders/fast_encoder.py",),
-    "sentencex": ("megatron/corpus/preprocess/sentences.py",),
-    "orjson": ("megatron/corpus/inputs/lines.py", "megatron/corpus/inputs/tables.py"),
-    "zstandard": ("megatron/corpus/inputs/compressed.py",),
-    "ftfy": ("megatron/corpus/cleaning/documents/repair.py",),
-    "py3langid": ("megatron/corpus/cleaning/filters/language.py",),
-    "datasketch": ("megatron/corpus/cleaning/near_duplicates/signatures.py",),
+    "sentencex": ("trident/corpus/preprocess/sentences.py",),
+    "orjson": ("trident/corpus/inputs/lines.py", "trident/corpus/inputs/tables.py"),
+    "zstandard": ("trident/corpus/inputs/compressed.py",),
+    "ftfy": ("trident/corpus/cleaning/documents/repair.py",),
+    "py3langid": ("trident/corpus/cleaning/filters/language.py",),
+    "datasketch": ("trident/corpus/cleaning/near_duplicates/signatures.py",),
     "pymongo": ("megatron/data/stores/mongodb.py",),
     "bson": ("megatron/data/stores/mongodb.py",),  # comes with it
-    "xxhash": ("megatron/corpus/preprocess/provenance.py",),
-    "datasets": ("megatron/corpus/inputs/hub_rows.py",),
+    "xxhash": ("trident/corpus/preprocess/provenance.py",),
+    "datasets": ("trident/corpus/inputs/hub_rows.py",),
     "pyarrow": (
         "megatron/data/formats/parquet_windows.py",
-        "megatron/corpus/inputs/hub_rows.py",
-        "megatron/corpus/inputs/parquet.py",
+        "trident/corpus/inputs/hub_rows.py",
+        "trident/corpus/inputs/parquet.py",
     ),
-    "apache_beam": ("megatron/corpus/featurize/beam.py",),
-    "starlette": ("megatron/inference/serve/web.py",),
-    "uvicorn": ("megatron/inference/serve/network.py",),
-    "prometheus_client": ("megatron/inference/serve/metrics.py",),
+    "apache_beam": ("trident/corpus/featurize/beam.py",),
+    "starlette": ("trident/serve/web.py",),
+    "uvicorn": ("trident/serve/network.py",),
+    "prometheus_client": ("trident/serve/metrics.py",),
     "matplotlib": ("megatron/observe/curves/image.py",),
     "lm_eval": ("megatron/inference/harness.py",),
     "wandb": ("megatron/observe/destinations/weights_and_biases.py",),
@@ -225,8 +217,8 @@ STATEFUL_FILES = ("megatron/log.py",)
 USES_RUN_CONFIG = (
     "megatron/config/",
     *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "part", "run", "run_data")),
-    "megatron/planning/requests.py",
-    "megatron/rehearsal/",
+    *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
+    "trident/plan/rehearsal/",
     "megatron/train/preflight/",
     "megatron/train/restarts/restore.py",
     "megatron/train/start_up/",

@@ -11,7 +11,7 @@ from tests.helpers.programs import forking_python
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "seeds" / "jax_lm_training.md"
-_NEEDED = ("benchmarks", "examples", "megatron", "tools", "pretrain_gpt.py")
+_NEEDED = ("benchmarks", "examples", "megatron", "trident", "tools", "pretrain_gpt.py")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from megatron.checkpoint import newest_record
 from megatron.checkpoint.record import Record
 from megatron.config import RunConfig
-from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.beams import Beam, BeamSettings, beam_search
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
@@ -26,6 +25,7 @@ from tests.helpers.networks import forward
 from tests.helpers.ranks import run_ranks
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tests.inference.networks import load
+from trident.convert.hugging_face.exporting import ExportRequest, export_model
 
 PROMPTS = ([5, 80, 7, 300, 2], [17], [400, 401, 402, 403, 404, 405, 406])
 PADDING = 599

@@ -18,12 +18,12 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import exchange_parts
 from megatron.parallel.pieces import Kind
-from megatron.rehearsal.walking import walk
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
+from trident.plan.rehearsal.walking import walk
 
 pytestmark = pytest.mark.slow
 RECIPE = dataclasses.replace(Recipe(), num_layers=2, hidden_size=16, steps=4, learning_rate=1.0e-2)

@@ -182,16 +182,13 @@ def with_header(change: Callable[[dict[str, Any]], object]) -> Payload:
 
 
 def with_header_text(make: Callable[[bytes], bytes]) -> Payload:
-    """A payload whose header is any text; the manifest's offsets move with its length."""
+    """A payload whose header is any text."""
 
     def write(place: Place) -> None:
         content = place.file.read_bytes()
         size = int.from_bytes(content[:8], "little")
         text = make(content[8 : 8 + size])
         values = read_values(place)
-        if values["format_version"] == 1:
-            for piece in values["pieces"]:
-                piece[8] += len(text) - size
         _write_values(place, values)
         with_file(lambda _: len(text).to_bytes(8, "little") + text + content[8 + size :])(place)
 
@@ -291,8 +288,7 @@ def with_index_text(text: bytes) -> Payload:
 def overlapping_boxes(values: dict[str, Any]) -> None:
     """A hundred thousand boxes of one tensor that all meet each other."""
     values["tensors"] = [["t", [4, 200000]]]
-    offsets = [[500 + 4 * at] if values["format_version"] == 1 else [] for at in range(100000)]
-    values["pieces"] = [[0, 0, 1, [0, at], [4, 100000 + at], 0, 1, 0, *offsets[at]] for at in range(100000)]
+    values["pieces"] = [[0, 0, 1, [0, at], [4, 100000 + at], 0, 1, 0] for at in range(100000)]
     values["files"][0][1] = 500 + 400000
     values["files"][0][3] = ["0" * 64] * -(-400500 // values["chunk_bytes"])
 
@@ -475,20 +471,3 @@ PAYLOADS: dict[str, Payload] = {
     "name with escapes": replaced("x\x1b]0;owned\x07.pt", lambda path, place: path.touch()),
     "crowd": crowd,
 }  # fmt: skip
-
-
-VERSION_1: dict[str, Payload] = {
-    "overlapping pieces": changing(lambda values: values["pieces"][1].__setitem__(8, values["pieces"][0][8])),
-    "piece in the header": changing(lambda values: values["pieces"][0].__setitem__(8, 8)),
-    "negative offset": changing(lambda values: values["pieces"][0].__setitem__(8, -8)),
-    "offset beyond": changing(lambda values: values["pieces"][0].__setitem__(8, 2**62)),
-    **{
-        name: PAYLOADS[name]
-        for name in (
-            "header depth bomb", "header of lists", "header million tensors", "million tensors", "million pieces",
-            "million chunks", "shape overflow", "sixteen dimensions", "boxes that meet", "missing piece", "names twice",
-            "depth bomb", "record of objects", "sparse manifest",
-        )
-    },
-}  # fmt: skip
-PAYLOADS |= {f"version 1: {name}": rewritten("version 1", payload) for name, payload in VERSION_1.items()}

@@ -16,18 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions
-from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
-from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.examination import examine
-from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.vocabulary.learning import save_vocabulary
-from megatron.corpus.workers import pool as pool_module
-from megatron.corpus.workers.progress_line import ProgressLine
-from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import write_sidecar
 from megatron.data.order.index_cache import IndexCache
@@ -36,6 +24,18 @@ from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.data.formats.test_sidecar import SIDECAR
 from tests.helpers.machines.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from trident.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
+from trident.corpus.cleaning.documents.clean_options import CleanOptions
+from trident.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
+from trident.corpus.preprocess import encode as encode_module
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.examination import examine
+from trident.corpus.preprocess.merge import merge
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.vocabulary.learning import save_vocabulary
+from trident.corpus.workers import pool as pool_module
+from trident.corpus.workers.progress_line import ProgressLine
+from trident.corpus.workers.ranks import JobRanks
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are followed through /proc"),

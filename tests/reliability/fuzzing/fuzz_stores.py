@@ -1,4 +1,4 @@
-"""Windows in Parquet files, document stores and upstream's index files: undamaged ones, and what reads damaged ones."""
+"""Windows in Parquet files and document stores: undamaged ones, and what reads damaged ones."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from random import Random
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
-from megatron.corpus.stores.importing import ImportOptions, import_files
-from megatron.corpus.stores.inspection import audit
-from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.build import build_split_datasets
-from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.loader import BatchOptions, MicroBatches
-from megatron.data.order.index_map import build_indices
 from megatron.data.sources.source import DataRequest
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store
 from tests.reliability.fuzzing.fuzz_files import VOCAB_SIZE
+from trident.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
+from trident.corpus.stores.importing import ImportOptions, import_files
+from trident.corpus.stores.inspection import audit
+from trident.corpus.stores.writers import open_writer
+from trident.corpus.workers.progress_line import ProgressLine
 
 SEQUENCE_LENGTH = 8
 SAMPLES = 6
@@ -110,21 +108,3 @@ def read_store(folder: Path, undamaged: Path, draw: Random) -> None:
                 backend.close()
     finally:
         store.close()
-
-
-def write_old_index(undamaged: Path) -> None:
-    """The pair of `undamaged` in a folder of its own, and upstream's three index files next to it."""
-    folder = undamaged / "old"
-    folder.mkdir()
-    for suffix in ("bin", "idx"):
-        (folder / f"pair.{suffix}").write_bytes((undamaged / f"pair.{suffix}").read_bytes())
-    indexed = IndexedDataset(folder / "pair")
-    built = build_indices(indexed.lengths, np.arange(len(indexed)), SEQUENCE_LENGTH, SAMPLES, SEED)
-    for name, array in zip(("doc", "sample", "shuffle"), built, strict=True):
-        path = folder / f"pair_train_indexmap_{SAMPLES}ns_{SEQUENCE_LENGTH}sl_{SEED}s_{name}_idx.npy"
-        np.save(path, np.asarray(array), allow_pickle=False)
-
-
-def read_old_index(folder: Path, undamaged: Path, draw: Random) -> None:
-    """Trains next to upstream's index files: they are used when they fit, else the index is built."""
-    train(str(folder / "pair"), folder / "cache", SEQUENCE_LENGTH)

@@ -20,12 +20,6 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.files.flag_files import read_group_files
-from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.examination import examine, report, sample_documents
-from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar
@@ -39,15 +33,19 @@ from tests.reliability.fuzzing.fuzz_stores import (
     Broken,
     check,
     check_ids,
-    read_old_index,
     read_store,
     read_windows,
     train,
-    write_old_index,
     write_store,
     write_windows,
 )
 from tests.reliability.fuzzing.mutations import ANY_FILE, INDEX, JSON, Files, Mutation
+from trident.corpus.preprocess import encode as encode_module
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.examination import examine, report, sample_documents
+from trident.corpus.preprocess.merge import merge
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.workers.progress_line import ProgressLine
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,6 @@ def write_derived(undamaged: Path) -> None:
     """What is made from the undamaged files: windows, a store, index caches (one small, one of a training run)."""
     write_windows(undamaged)
     write_store(undamaged)
-    write_old_index(undamaged)
     IndexCache(undamaged / "cache").arrays("gpt", {"seed": 1, "weights": [0.5, 1.0]}, _cache_truth)
     train(str(undamaged / "pair"), undamaged / "training-cache")
 
@@ -403,6 +400,5 @@ TARGETS: tuple[Target, ...] = (
     Target("SentencePiece model", (("spiece.model",),), _ONE_FILE, _read_sentencepiece, share=0.3),
     Target("windows", (("windows.parquet",),), _ONE_FILE, read_windows),
     Target("SQLite store", (("store.db",),), ANY_FILE, read_store),
-    Target("upstream's index", (("old",),), ANY_FILE, read_old_index),
     Target("blend file", (("groups.txt",),), {**ANY_FILE, "words": hostile_words}, _read_blend, "", 1.5, 300_000),
 )

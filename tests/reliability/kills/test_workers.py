@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.recovery import find
-from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data import loader as loader_module
 from megatron.observe.metrics_file import read_steps
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train_here, write_tiny_corpus
 from tests.helpers.vocabulary import write_vocabulary
+from trident.corpus.preprocess import encode as encode_module
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.workers.progress_line import ProgressLine
 
 SAMPLES_BEFORE = 10  # of 4 a step: the fault comes while step 3 or 4 is read
 Damage = Callable[[TinyCorpus], None]
@@ -144,7 +144,7 @@ def starve_a_worker(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode_module.BlockEncoder, "encode", starved)
-        patch.setattr("megatron.corpus.workers.pool.usable_cores", lambda: 2)
+        patch.setattr("trident.corpus.workers.pool.usable_cores", lambda: 2)
         progress = ProgressLine(None, 1, lambda text: None)
         options = EncodeOptions(choice)
         preprocess((str(folder / "in.jsonl"),), str(folder / "out"), options, 2, progress, 1 << 16)

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.stores.writers import open_writer
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.backend import ImportRecord
 from tests.seeds.dsgpt2.example import ROOT
+from trident.corpus.stores.writers import open_writer
 
 LEAST, MOST = 1_000, 100_000
 MOST_DIFFERENCE_MB = 20

@@ -34,7 +34,7 @@ def blocks(document: str) -> str:
 
 @pytest.mark.slow
 def test_003_5_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
-    for name in ("tools", "megatron", "examples", "pretrain_gpt.py"):
+    for name in ("tools", "megatron", "trident", "examples", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "numactl").write_text(NUMACTL)

@@ -80,7 +80,7 @@ class Guide:
 
 def follow_the_page(folder: Path) -> Guide:
     """Runs all blocks of the page in a folder, in their order and in one shell."""
-    for name in ("tools", "tasks", "examples", "megatron", "pretrain_gpt.py"):
+    for name in ("tools", "tasks", "examples", "megatron", "trident", "pretrain_gpt.py"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
     for name, text in _PROGRAMS.items():

@@ -36,7 +36,7 @@ def section() -> list[str]:
 
 @pytest.mark.slow
 def test_the_guide_brings_a_model_trains_it_and_takes_it_away(tmp_path: Path) -> None:
-    for name in ("tools", "pretrain_gpt.py", "megatron"):
+    for name in ("tools", "pretrain_gpt.py", "megatron", "trident"):
         (tmp_path / name).symlink_to(ROOT / name)
     source = tmp_path / "models" / "llama"
     source.mkdir(parents=True)

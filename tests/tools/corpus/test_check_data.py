@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.preprocess_corpus import preprocess
-from megatron.corpus.workers.progress_line import ProgressLine
 from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.helpers.vocabulary import write_vocabulary
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.workers.progress_line import ProgressLine
 
 TOOL = str(Path(__file__).resolve().parents[3] / "tools" / "corpus" / "check_data.py")
 TOKENIZER = [

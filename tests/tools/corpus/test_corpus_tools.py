@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.inputs import demo as demo_module
-from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, texts_of, train_byte_level
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
+from trident.corpus.inputs import demo as demo_module
+from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, texts_of, train_byte_level
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
-from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.indexed import IndexedDataset
 from tests.corpus.preprocess_runs import quiet
 from tests.helpers.vocabulary import write_vocabulary
 from tools import preprocess_data, preprocess_data_many_cores, train_tokenizer
 from tools.corpus import check_tokenizer, clean_corpus, corpus_store, featurize
+from trident.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
+from trident.corpus.preprocess.encode import EncodeOptions
+from trident.corpus.workers.ranks import JobRanks
 
 TOOLS = Path(corpus_store.__file__).parents[1]
 LINES = [f"line {number} of a plain text" for number in range(20)]

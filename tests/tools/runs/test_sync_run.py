@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, StorageError
+from tests.checkpoint.keeping.checkpoints import save_step
 from tests.helpers.machines.fake_ssh import FakeSsh
 from tools.runs import sync_run
 
@@ -40,6 +41,25 @@ def test_a_turn_that_fails_is_followed_by_another(
     assert pauses == [60, 60] and "The next round tries again." in printed.err
     assert printed.out == "host:there: sent 0 checkpoints and 1 other files, 2 bytes\n"
     assert (ssh.home / "there" / "run" / "config.json").read_text() == "{}"
+
+
+def test_a_damaged_checkpoint_does_not_end_the_turns(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = save_step(run, 2) / "pieces_00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"?")
+
+    def pause(seconds: float) -> None:
+        if file.read_bytes() == content:
+            raise KeyboardInterrupt
+        file.write_bytes(content)
+
+    monkeypatch.setattr(time, "sleep", pause)
+    with pytest.raises(KeyboardInterrupt):
+        sync_run.main([str(run), "--to", str(tmp_path / "there"), "--every-seconds", "60"])
+    assert "does not match its manifest" in capfd.readouterr().err
+    assert (tmp_path / "there" / "run" / "iter_0000002" / "pieces_00000.safetensors").read_bytes() == content
 
 
 def test_a_single_turn_that_fails_is_an_error(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,22 +85,22 @@ def test_a_missing_checkpoint_starts_a_new_run_with_a_warning(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "absent" / "checkpoints"
     for load, more in (("absent/checkpoints", {}), (str(folder), {"save": "elsewhere", "save_interval": 1})):
-        assert find_saved_run(run_config(load=load, **more), MESH) is None
+        assert find_start(run_config(load=load, **more), MESH).saved is None
         said = capsys.readouterr().err
         assert said.startswith(f"warning: --load {load}: the folder {folder} does not exist; the nearest that does is ")
         assert f"is {tmp_path}. The run starts at iteration 0 (Unable to find latest file at {folder}/latest)" in said
         assert "--exit-on-missing-checkpoint makes this an error" in said
     folder.mkdir(parents=True)
-    assert find_saved_run(run_config(load=str(folder)), MESH) is None
+    assert find_start(run_config(load=str(folder)), MESH).saved is None
     assert f"{folder} exists but holds no checkpoint" in capsys.readouterr().err
-    assert find_saved_run(run_config(load=str(folder), save="absent/checkpoints", save_interval=1), MESH) is None
+    assert find_start(run_config(load=str(folder), save="absent/checkpoints", save_interval=1), MESH).saved is None
     said = capsys.readouterr().err  # the first start of a run that is to be resumed by the same command
     assert said.startswith(f"no checkpoint in {folder} yet: starting at iteration 0") and "warning" not in said
 
 
 def test_an_address_without_a_checkpoint_is_warned_of_as_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("fsspec")
-    assert find_saved_run(run_config(load="memory://nothing/here"), MESH) is None
+    assert find_start(run_config(load="memory://nothing/here"), MESH).saved is None
     said = capsys.readouterr().err
     assert said.startswith("warning: --load memory://nothing/here holds no checkpoint. The run starts at iteration 0.")
     assert "correct the address" in said and str(Path.cwd()) not in said
@@ -441,7 +441,13 @@ def test_the_newest_good_checkpoint_of_both_folders_is_taken(
     saved(copies, 6, run_id=ONE)
     capsys.readouterr()
     assert taken() == copies / "iter_0000006"
-    assert str(copies / "iter_0000006") in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (
+        f"continuing from the copy {copies / 'iter_0000006'}: --load {here} holds no checkpoint that is newer" in told
+    )
+    assert (
+        "If later ones were deleted there to go back, the copies undo that: stop the run, and delete the later" in told
+    )
     saved(copies, 8, run_id=ONE)
     (copies / "iter_0000008" / "manifest.json").write_text("{}")
     assert taken() == copies / "iter_0000006"

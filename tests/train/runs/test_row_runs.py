@@ -20,7 +20,7 @@ from megatron.train.start_up.engine_opening import build_engine
 from tests.data.databases import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
+from tests.helpers.tiny_run import TinyCorpus, losses, saved_config, steps, train, write_tiny_corpus
 from tests.parity.layouts import layout_config
 from tests.parity.reference import Recipe
 
@@ -57,6 +57,22 @@ def test_a_run_on_windows_and_a_store_resumes_in_another_layout(corpus: TinyCorp
     for step in whole:
         assert cut[step] == pytest.approx(whole[step], rel=1e-4)
     assert whole[8][0] < whole[1][0]
+
+
+def test_mock_data_needs_no_files_and_resumes_in_another_layout(corpus: TinyCorpus, tmp_path: Path) -> None:
+    fields = {"data_path": None, "vocab_file": None, "merge_file": None, "data_cache_path": None, "train_iters": 4}
+    fields |= {"tokenizer_type": "NullTokenizer", "vocab_size": 512, "hidden_dropout": 0, "attention_dropout": 0}
+    assert train(corpus.flags("--mock-data", folder=tmp_path / "whole", **fields)) == (0, "")
+    cut = {"folder": tmp_path / "cut", **fields}
+    assert train(corpus.flags("--mock-data", "--tensor-model-parallel-size", "2", exit_interval=2, **cut), 2) == (0, "")
+    assert train(corpus.flags("--mock-data", **cut), 2) == (0, "")
+    whole, cut = (steps(tmp_path / name, "lm_loss", "consumed_samples") for name in ("whole", "cut"))
+    assert sorted(whole) == sorted(cut) == [1, 2, 3, 4]
+    for step in whole:
+        assert cut[step] == pytest.approx(whole[step], rel=1e-4)
+    config = saved_config(tmp_path / "cut")
+    assert (config.model.vocab_size, config.data.data_path) == (512, ("mock:",))
+    assert "test" in (tmp_path / "whole" / "run" / "log.txt").read_text()
 
 
 def unigram_losses(rank: int, paths: list[str], probabilities: list[float]) -> list[tuple[float, int]]:

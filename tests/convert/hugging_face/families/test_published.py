@@ -12,16 +12,16 @@ import yaml
 from megatron.config import ModelConfig
 from megatron.config.files.flag_files import preset_names, preset_path
 from megatron.config.run_config import frozen
-from megatron.convert.hugging_face.families.bert import BERT, ROBERTA
-from megatron.convert.hugging_face.registry import FAMILIES, family_for, family_of
-from megatron.convert.hugging_face.table.family import essential_fields
-from megatron.convert.hugging_face.table.tensors import bind, their_shapes
 from megatron.errors import ConversionError
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.convert.hugging_face.families.published import PARAMETERS, PRESETS, PUBLISHED
+from trident.convert.hugging_face.families.bert import BERT, ROBERTA
+from trident.convert.hugging_face.registry import FAMILIES, family_for, family_of
+from trident.convert.hugging_face.table.family import essential_fields
+from trident.convert.hugging_face.table.tensors import bind, their_shapes
 
 EACH = pytest.mark.parametrize("name", PUBLISHED)
 TEXT_ONLY = pytest.mark.parametrize("name", [name for name in PUBLISHED if "text_config" not in PUBLISHED[name]])
@@ -178,8 +178,8 @@ def test_what_cannot_be_expressed_is_refused_by_field_and_value(name: str, field
         ("Gemma 3 1B", "rope_scaling", {"factor": 8.0, "rope_type": "linear"},
          {"rope_scaling_type": "linear", "rope_scaling_factor": 8.0, "rotary_base_windowed": 10000.0}),
         ("Phi-3 mini", "rope_scaling", None, {"rope_scaling_type": "none"}),
-        ("Phi-3 mini", "rope_scaling", {"type": "yarn", "short_factor": [1.0], "long_factor": [2.0]},
-         {"rope_scaling_type": "longrope", "rope_long_factors": (2.0,), "rope_original_max_positions": 4096}),
+        ("Phi-3 mini", "rope_scaling", {"type": "yarn", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+         {"rope_scaling_type": "longrope", "rope_long_factors": (2.0,) * 48, "rope_original_max_positions": 4096}),
         ("Qwen 3 30B-A3B", "decoder_sparse_step", 2, {"moe_layer_pattern": (0, 1)}),
         ("Qwen 3 30B-A3B", "norm_topk_prob", False, {"moe_router_pre_softmax": True}),
         ("DeepSeek V2", "topk_method", "greedy", {"moe_router_num_groups": None}),

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron.convert.hugging_face.table.config_fields import (
+from megatron.errors import ConversionError
+from tests.helpers.networks import tiny_config
+from trident.convert.hugging_face.table.config_fields import (
     Entries,
     FieldRule,
     constant,
@@ -18,8 +20,6 @@ from megatron.convert.hugging_face.table.config_fields import (
     tied_head,
     write_fields,
 )
-from megatron.errors import ConversionError
-from tests.helpers.networks import tiny_config
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron.convert.hugging_face.registry import family_of
-from megatron.convert.hugging_face.table.family import essential_fields
 from megatron.errors import ConversionError
 from tests.helpers.networks import tiny_config
+from trident.convert.hugging_face.registry import family_of
+from trident.convert.hugging_face.table.family import essential_fields
 
 GPT2 = family_of({"model_type": "gpt2"})
 ROPE = {"position_embedding_type": "rope"}

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.table.config_fields import constant, read_fields, write_fields
-from megatron.convert.hugging_face.table.family import essential_fields
-from megatron.convert.hugging_face.table.rope import rope_fields
 from megatron.errors import ConversionError
+from trident.convert.hugging_face.table.config_fields import constant, read_fields, write_fields
+from trident.convert.hugging_face.table.family import essential_fields
+from trident.convert.hugging_face.table.rope import rope_fields
 
 SIZES = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
 LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 1024}
-LONG = {"short_factor": [1, 1.5], "long_factor": [2, 3], "original_max_position_embeddings": 1024}
+LONG = {"short_factor": [1, 1.5] * 4, "long_factor": [2, 3] * 4, "original_max_position_embeddings": 1024}
 
 
 def read(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def read(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
             {"rope_type": "longrope", **LONG},
             {
                 "rope_scaling_type": "longrope",
-                "rope_short_factors": (1.0, 1.5),
-                "rope_long_factors": (2.0, 3.0),
+                "rope_short_factors": (1.0, 1.5) * 4,
+                "rope_long_factors": (2.0, 3.0) * 4,
                 "rope_original_max_positions": 1024,
             },
         ),
@@ -69,8 +69,8 @@ def read(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
             {"rope_type": "longrope", **LONG, "factor": 8.0},
             {
                 "rope_scaling_type": "longrope",
-                "rope_short_factors": (1.0, 1.5),
-                "rope_long_factors": (2.0, 3.0),
+                "rope_short_factors": (1.0, 1.5) * 4,
+                "rope_long_factors": (2.0, 3.0) * 4,
                 "rope_original_max_positions": 1024,
                 "rope_attention_factor": math.sqrt(1 + math.log(8) / math.log(1024)),
             },

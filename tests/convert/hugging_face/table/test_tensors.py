@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.convert.hugging_face.registry import FAMILIES, family_of
-from megatron.convert.hugging_face.streaming import network_shapes
-from megatron.convert.hugging_face.table.family import Family
-from megatron.convert.hugging_face.table.tensors import (
+from megatron.errors import ConversionError
+from tests.convert.hugging_face.families.published import PUBLISHED
+from trident.convert.hugging_face.registry import FAMILIES, family_of
+from trident.convert.hugging_face.streaming import network_shapes
+from trident.convert.hugging_face.table.family import Family
+from trident.convert.hugging_face.table.tensors import (
     BoundTensor,
     MappedPart,
     TensorMapping,
@@ -25,8 +27,6 @@ from megatron.convert.hugging_face.table.tensors import (
     their_shapes,
     vector,
 )
-from megatron.errors import ConversionError
-from tests.convert.hugging_face.families.published import PUBLISHED
 
 GROUPED = torch.arange(2 * 5 * 3 * 4).view(2, 5, 3, 4)  # [groups, queries + 2, d, h]
 GATED = torch.arange(2 * 6 * 4).view(2, 6, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, NearChoice
+from trident.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, NearChoice
 
 
 def test_the_counting_pass_reads_the_same_documents_and_does_nothing_else() -> None:

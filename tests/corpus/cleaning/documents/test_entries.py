@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron.corpus.cleaning.documents.entries import document_of, line_of, read_entries
-from megatron.corpus.inputs.block import InputBlock
+from trident.corpus.cleaning.documents.entries import document_of, line_of, read_entries
+from trident.corpus.inputs.block import InputBlock
 
 
 def block_of(data: bytes, layout: str = "jsonl", start: int = 0) -> InputBlock:

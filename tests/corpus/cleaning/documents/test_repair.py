@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.documents.repair import TextRepair, with_plain_spaces
 from megatron.errors import ConfigError
+from trident.corpus.cleaning.documents.repair import TextRepair, with_plain_spaces
 
 ftfy = pytest.importorskip("ftfy", reason="the ftfy package is not installed")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.documents import words as words_module
-from megatron.corpus.cleaning.documents.words import Words, WordSplitter
+from trident.corpus.cleaning.documents import words as words_module
+from trident.corpus.cleaning.documents.words import Words, WordSplitter
 
 _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _MARKS = "\u0300-\u036f\u0900-\u0903\u093a-\u094f"

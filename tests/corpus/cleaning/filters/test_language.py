@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions, LanguageChoice
-from megatron.corpus.cleaning.filters.language import LanguageFilter, sample
-from megatron.corpus.cleaning.filters.rejections import Rejection
 from megatron.errors import ConfigError
 from tests.corpus.cleaning.runs import clean_texts
+from trident.corpus.cleaning.documents.clean_options import CleanOptions, LanguageChoice
+from trident.corpus.cleaning.filters.language import LanguageFilter, sample
+from trident.corpus.cleaning.filters.rejections import Rejection
 
 pytest.importorskip("py3langid", reason="the py3langid package is not installed")
 

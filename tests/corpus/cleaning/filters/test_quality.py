@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.corpus.cleaning.filters.quality import GopherQuality
 from tests.corpus.cleaning.texts import PROSE
+from trident.corpus.cleaning.filters.quality import GopherQuality
 
 
 @pytest.mark.parametrize(

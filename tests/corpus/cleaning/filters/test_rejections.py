@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.corpus.cleaning.documents.clean_options import LengthLimits
-from megatron.corpus.cleaning.filters.rejections import Rejection, length_filters
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
+from trident.corpus.cleaning.documents.clean_options import LengthLimits
+from trident.corpus.cleaning.filters.rejections import Rejection, length_filters
 
 TEXTS = ["", "a b", "a b c d e"]
 

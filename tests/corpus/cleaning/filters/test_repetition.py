@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.documents.words import WordSplitter
-from megatron.corpus.cleaning.filters.repetition import GopherRepetition, _shares_of_runs
 from tests.corpus.cleaning.texts import PROSE
+from trident.corpus.cleaning.documents.words import WordSplitter
+from trident.corpus.cleaning.filters.repetition import GopherRepetition, _shares_of_runs
 
 SPLITTER = WordSplitter()
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.near_duplicates.key_table import KeyTable
+from trident.corpus.cleaning.near_duplicates.key_table import KeyTable
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.documents.clean_options import CleanOptions, NearChoice
-from megatron.corpus.cleaning.near_duplicates import near_index as near_duplicates
-from megatron.corpus.cleaning.near_duplicates.near_index import NearIndex
 from tests.corpus.cleaning.runs import clean_texts
 from tests.corpus.cleaning.texts import jaccard, mutated, random_text, vocabulary
+from trident.corpus.cleaning.documents.clean_options import CleanOptions, NearChoice
+from trident.corpus.cleaning.near_duplicates import near_index as near_duplicates
+from trident.corpus.cleaning.near_duplicates.near_index import NearIndex
 
 WORDS = vocabulary()
 NEAR = CleanOptions(near=NearChoice())

@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from megatron.corpus.cleaning.documents.clean_options import NearChoice
-from megatron.corpus.cleaning.documents.words import WordSplitter
-from megatron.corpus.cleaning.near_duplicates.signatures import Signer, band_keys, band_shape
 from megatron.errors import ConfigError
 from tests.corpus.cleaning.texts import random_text, vocabulary
+from trident.corpus.cleaning.documents.clean_options import NearChoice
+from trident.corpus.cleaning.documents.words import WordSplitter
+from trident.corpus.cleaning.near_duplicates.signatures import Signer, band_keys, band_shape
 
 datasketch = pytest.importorskip("datasketch", reason="the datasketch package is not installed")
 

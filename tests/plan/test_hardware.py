@@ -1,0 +1,60 @@
+"""Devices and links by name, and devices whose constants are in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from trident.plan.hardware import DEVICES, device_of, links_of_device
+
+
+def test_a_device_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    device = dataclasses.replace(DEVICES["h100"], name="mine", product_share=0.5)
+    path.write_text(json.dumps(dataclasses.asdict(device)))
+    assert device_of(str(path)) == device
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"peak": 0}, r"mine\.json: peak is 0\. It must be a number above 0\."),
+        ({"traffic_share": 1.5}, r"traffic_share is 1\.5\. It must be a number above 0 and at most 1\."),
+        ({"attention_saturation": [1000]}, r"attention_saturation is \[1000\]\. It must be two numbers above 0\."),
+        ({"name": None}, r"name is None\. It must be a text\."),
+        ({"saturation": True}, r"saturation is True\. It must be a number above 0\."),
+        ({"peek": 1}, r"mine\.json: 'peek' is not a constant of a device\. Use name, .*peak"),
+        (None, r"peak is missing\. It must be a number above 0\."),
+    ],
+)
+def test_a_file_without_constants_is_refused(tmp_path: Path, change: dict[str, object] | None, sentence: str) -> None:
+    path = tmp_path / "mine.json"
+    constants = {} if change is None else {**dataclasses.asdict(DEVICES["h100"]), **change}
+    path.write_text(json.dumps(constants))
+    with pytest.raises(ConfigError, match=sentence):
+        device_of(str(path))
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"--device .*mine\.json holds a list\. It must hold a mapping"):
+        device_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "within", "between"),
+    [
+        ("A100", "nvlink3+ib200", 300e9, 25e9),
+        ("h200", "nvlink+ib400", 450e9, 50e9),
+        ("b200", "nvlink5+ib400", 900e9, 50e9),
+        ("mine.json", "nvlink+ib400", 450e9, 50e9),
+    ],
+)
+def test_a_device_has_links_of_its_own(device: str, name: str, within: float, between: float) -> None:
+    links = links_of_device(device)
+    assert (links.name, links.within, links.between) == (name, within, between)

@@ -1,0 +1,205 @@
+"""From a checkpoint of Megatron-LM, its forks or DeepSpeed, whichever format it has, to one that any layout loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint import write_snapshot
+from megatron.checkpoint.record import Record
+from megatron.checkpoint.storage import write_text
+from megatron.config import parse
+from megatron.errors import ConfigError, ConversionError
+from megatron.files.plain import read_plain
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
+from trident.convert.deepspeed_format.engine_files import is_engine_folder, open_engine_folder
+from trident.convert.deepspeed_format.universal import is_universal, open_universal
+from trident.convert.hugging_face.importing import unfinished_folder
+from trident.convert.hugging_face.model_file import MODEL_FILE, model_file_text, untrained_record
+from trident.convert.megatron_format.distributed_files import is_distributed, open_distributed
+from trident.convert.megatron_format.foreign_model import ForeignModel, ForeignPieces
+from trident.convert.megatron_format.torch_files import Choices, is_torch_layout, open_torch_layout
+
+# Files that name the newest checkpoint of a directory, and the folder that their text refers to.
+_POINTERS = ("latest_universal", "latest", "latest_checkpointed_iteration.txt")
+_LONGEST_NAME = 200
+_LONGEST_POINTER_BYTES = 4096
+# What a run needs and a stored run may not say; a run that continues the checkpoint gives its own.
+_REQUIRED: Mapping[str, Any] = {
+    "seq_length": None,
+    "micro_batch_size": 1,
+    "global_batch_size": None,
+    "train_iters": 1,
+    "lr": 1e-5,
+}
+
+
+def open_foreign(path: Path, choices: Choices) -> ForeignModel:
+    """Opens a checkpoint folder, or the newest one of a directory.
+
+    Raises:
+        ConversionError: it is none of the known formats, is incomplete, or of a network that is not one of ours.
+        CheckpointError: a file is damaged or holds what is not admitted.
+    """
+    folder = newest_folder(path)
+    if is_universal(folder):
+        return open_universal(folder, choices)
+    if is_distributed(folder):
+        return open_distributed(folder, choices)
+    if is_torch_layout(folder):
+        return open_torch_layout(folder, choices)
+    if is_engine_folder(folder):
+        return open_engine_folder(folder, choices)
+    names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
+    raise ConversionError(
+        f"{folder} is not a checkpoint of a known format; it holds {names}. Known are mp_rank_XX/model_optim_rng.pt "
+        "and torch_dist (Megatron-LM), layer_XX-model_YY-model_states.pt and mp_rank_XX_model_states.pt (DeepSpeed), "
+        "and zero/ (DeepSpeed universal). Hugging Face directories are imported by tools/convert/import_hf.py."
+    )
+
+
+def newest_folder(path: Path) -> Path:
+    """The folder that the files `latest`, `latest_universal` or `latest_checkpointed_iteration.txt` point at.
+
+    Raises:
+        ConversionError: there is no such directory, or the file points at nothing.
+    """
+    if not path.is_dir():
+        raise ConversionError(f"{path} is not a directory. Give the folder of a checkpoint.")
+    for name in _POINTERS:
+        pointer = path / name
+        if not pointer.exists():
+            continue
+        try:
+            text = read_plain(pointer, _LONGEST_POINTER_BYTES).decode(errors="replace")[:_LONGEST_NAME].strip()
+        except OSError as failure:
+            raise ConversionError(
+                f"{pointer} cannot be read: {failure.strerror}. Give the checkpoint's own folder."
+            ) from failure
+        folder = f"iter_{int(text):07d}" if text.isascii() and text.isdecimal() and name == _POINTERS[-1] else text
+        if not folder or folder in (".", "..") or "/" in folder or "\\" in folder or not (path / folder).is_dir():
+            raise ConversionError(
+                f"{pointer} says {text!r}, and {path} holds no such checkpoint. Give the checkpoint's own folder."
+            )
+        return path / folder
+    return path
+
+
+@dataclass(frozen=True)
+class MegatronImportRequest:
+    """What to make.
+
+    Args:
+        target: the folder of checkpoints to make.
+        choice: the tokenizer of the run.
+        average: take the mean of tensors that tensor-parallel ranks should hold alike and do not.
+    """
+
+    target: Path
+    choice: TokenizerChoice
+    average: bool = False
+
+
+def import_checkpoint(source: ForeignModel, request: MegatronImportRequest, tokenizer: Tokenizer) -> Path:
+    """Makes a folder with a checkpoint and `model.yaml`; returns it. Either all of it appears, or nothing.
+
+    With moments the checkpoint is at the step of its run, and training resumes from it with `--load`; with weights only
+    it is at step 0, for `--finetune`.
+
+    Raises:
+        ConversionError: tensors are missing, differ between ranks, or do not fit the tokenizer.
+        StorageError: the file system refused.
+    """
+    source.check()
+    if tokenizer.vocab_size > source.model.vocab_size:
+        raise ConversionError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, and {source.path} was trained with "
+            f"{source.model.vocab_size}. Give the tokenizer of that run (--tokenizer-type, --vocab-file, --merge-file, "
+            "--tokenizer-name-or-path)."
+        )
+    for note in source.notes:
+        log.warning(note)
+    with unfinished_folder(request.target) as folder:
+        choice = _absolute(request.choice)
+        text = model_file_text(source.model, choice, tokenizer, f"Imported from {source.path}: {source.format}.")
+        text += "".join(f"{name.replace('_', '-')}: {value}\n" for name, value in _run_flags(source))
+        write_text(folder / MODEL_FILE, text)
+        record = _record(source, folder / MODEL_FILE, request.target, tokenizer)
+        taken = ForeignPieces(source, request.average).snapshot()
+        step = source.state.progress.step
+        write_snapshot(folder, step, taken, record.to_json(), ParallelMesh.single())
+    return request.target
+
+
+def _run_flags(source: ForeignModel) -> Iterator[tuple[str, str]]:
+    """The flags of the run that a resume needs, as YAML; none for weights alone."""
+    for name, value in source.state.flags.items() if source.has_moments else ():
+        text = json.dumps(value)
+        is_exponent_only = isinstance(value, float) and "e" in text and "." not in text  # text to YAML
+        yield name, text.replace("e", ".0e") if is_exponent_only else text
+
+
+def _record(source: ForeignModel, model_file: Path, target: Path, tokenizer: Tokenizer) -> Record:
+    """The record of the checkpoint.
+
+    Args:
+        model_file: where `model.yaml` is while the import is not finished.
+        target: the folder that it will be in.
+
+    Raises:
+        ConversionError: the stored flags do not make up a run, or the vocabulary is another one.
+    """
+    words = _words(source, model_file)
+    try:
+        parse(words)
+    except ConfigError as failure:
+        raise ConversionError(
+            f"the arguments stored in {source.path} do not make up a run: {failure} Import the weights alone with "
+            "--weights-only."
+        ) from failure
+    record = untrained_record(words, TokenizerRecord.of(tokenizer), target)
+    vocabulary = record.config["model"]["vocab_size"]
+    if vocabulary != source.model.vocab_size:
+        raise ConversionError(
+            f"{source.path} has {source.model.vocab_size} rows for tokens, and a run with this tokenizer would have "
+            f"{vocabulary}. Give the tokenizer of that run."
+        )
+    return dataclasses.replace(
+        record,
+        progress=source.state.progress,
+        optimizer_updates=source.state.updates,
+        loss_scale=dict(source.state.loss_scale),
+    )
+
+
+def _words(source: ForeignModel, model_file: Path) -> list[str]:
+    """The command line of the run that the checkpoint belongs to, completed where nothing is stored."""
+    flags = source.state.flags if source.has_moments else {}
+    words = ["--config", str(model_file), "--data-path", "none", *([] if source.has_moments else ["--no-save-optim"])]
+    for name, value in _REQUIRED.items():
+        is_given = name in flags or (name == "train_iters" and "train_samples" in flags)
+        if name == "seq_length":
+            value = source.state.flags.get(name, source.model.max_position_embeddings)
+        elif name == "global_batch_size":
+            value = flags.get("micro_batch_size", 1)
+        if not is_given:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def _absolute(choice: TokenizerChoice) -> TokenizerChoice:
+    """The same files, whatever the current folder is."""
+    names = ("vocab_file", "merge_file", "tokenizer_name_or_path")
+    paths = {
+        name: str(Path(value).resolve())
+        for name in names
+        if (value := getattr(choice, name)) is not None and Path(value).exists()
+    }
+    return dataclasses.replace(choice, **paths)

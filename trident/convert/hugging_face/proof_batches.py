@@ -1,0 +1,142 @@
+"""The sequences over which a proof compares logits: random and real ones, longer than the window and the context.
+
+Encoders are given masked tokens, both token types, and padding after texts of different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.config import ModelConfig
+from megatron.tokenizers.tokenizer import Tokenizer
+
+REAL_TEXTS = (
+    'The treaty was signed in 1648, and both sides kept it. "Why?" she asked; nobody knew.\n\n',
+    "def area(radius: float) -> float:\n    return 3.14159 * radius**2  # square metres\n",
+    "Straße, naïve, 東京都, Привет мир, ½ — 12,345.67 €\t",
+)
+
+_SHORT_TOKENS = 64
+_BEYOND_TOKENS = 16
+_MOST_POSITIONS = 64
+_SEED = 20260101
+_MASK_EVERY = 7  # tokens; about as many as BERT masks
+_MASKS, _PADDINGS = ("[MASK]", "<mask>"), ("[PAD]", "<pad>")
+# Frequencies that change with the length or were stretched from an original context.
+_CONTEXT_SCALINGS = ("dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class ProofBatch:
+    """A random and a real sequence, or only a random one of a model without tokenizer.
+
+    Shapes: tokens `[b, s]` int64; positions `[n]` int64; token_types `[b, s]` int64; is_text `[b, s]` bool.
+
+    Attributes:
+        positions: where logits are compared, in both sequences.
+        token_types: None in networks without them.
+        is_text: which tokens are not padding; None if all are text.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    token_types: torch.Tensor | None = None
+    is_text: torch.Tensor | None = None
+
+
+def token_gradients(logits: torch.Tensor, batch: ProofBatch, embedding: torch.Tensor) -> torch.Tensor:
+    """The gradients of the embeddings of a batch's tokens; what is learned is to predict each one's successor.
+
+    Shapes: logits `[b, positions, v]`; embedding `[v, h]`; returns `[tokens, h]`, in the order of `tokens.unique()`.
+    """
+    successors = batch.tokens.roll(-1, 1)[:, batch.positions]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), successors.flatten())
+    return torch.autograd.grad(loss, embedding)[0][batch.tokens.unique()]
+
+
+def proof_batches(model: ModelConfig, tokenizer: Tokenizer | None, padding_id: int | None = None) -> list[ProofBatch]:
+    """The batches of a proof: a short one and, where the model has a window or another context, one that is longer than
+    either; for an encoder the short one, and the same with padding.
+
+    Args:
+        padding_id: a token that means padding wherever it is.
+    """
+    batches = []
+    for length in proof_lengths(model):
+        rows = [_random_row(model.vocab_size, length, padding_id)]
+        if tokenizer is not None:
+            rows.append(_real_row(model.vocab_size, length, tokenizer))
+        batches.append(ProofBatch(torch.tensor(rows), _positions(length)))
+    return _encoder_batches(batches[0].tokens, model, tokenizer, padding_id) if model.bidirectional else batches
+
+
+def proof_lengths(model: ModelConfig) -> list[int]:
+    """The lengths that are compared, in tokens: one within the original context, and one beyond it and the window."""
+    context = model.max_position_embeddings
+    is_scaled = model.uses_rope and model.rope_scaling_type in _CONTEXT_SCALINGS
+    if is_scaled:
+        context = model.rope_original_max_positions or context
+    short = min(_SHORT_TOKENS, context)
+    long = max(_SHORT_TOKENS, (model.attention_window or 0) + _BEYOND_TOKENS, is_scaled * (context + _BEYOND_TOKENS))
+    if model.position_embedding_type == "learned_absolute":
+        long = min(long, model.max_position_embeddings)
+    return [short] if long == short else [short, long]
+
+
+def described(batch: ProofBatch) -> list[dict[str, Any]]:
+    """The tokens of a batch, and where in them logits are compared, for `proof.json`."""
+    return [
+        {"kind": kind, "positions": batch.positions.tolist(), "tokens": row.tolist(), **_text_tokens(batch, number)}
+        for number, (kind, row) in enumerate(zip(("random", "real"), batch.tokens, strict=False))
+    ]
+
+
+def _text_tokens(batch: ProofBatch, number: int) -> dict[str, int]:
+    return {} if batch.is_text is None else {"text_tokens": int(batch.is_text[number].sum())}
+
+
+def _encoder_batches(
+    tokens: torch.Tensor, model: ModelConfig, tokenizer: Tokenizer | None, padding_id: int | None
+) -> list[ProofBatch]:
+    """Without padding, and with the second quarter or half of the sequences as padding."""
+    length = tokens.shape[1]
+    special = {} if tokenizer is None else tokenizer.special_ids
+    mask_id, known_padding = (_known_id(special, names) for names in (_MASKS, _PADDINGS))
+    if mask_id is not None and mask_id < model.vocab_size:
+        tokens = torch.where(torch.arange(length) % _MASK_EVERY == 1, mask_id, tokens)
+    types = None
+    if model.token_types:
+        types = (torch.arange(length) * model.token_types // length).expand_as(tokens)
+    lengths = torch.tensor([[length * 3 // 4], [length // 2]])[: len(tokens)]
+    is_text = torch.arange(length) < lengths
+    padding = padding_id if padding_id is not None else known_padding or 0
+    padded = torch.where(is_text, tokens, padding)
+    return [
+        ProofBatch(tokens, _positions(length), types),
+        ProofBatch(padded, _positions(length // 2), types, is_text),
+    ]
+
+
+def _known_id(special_ids: Mapping[str, int], names: tuple[str, ...]) -> int | None:
+    return next((special_ids[name] for name in names if name in special_ids), None)
+
+
+def _random_row(vocab_size: int, length: int, never: int | None) -> list[int]:
+    drawn = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(_SEED))
+    return (drawn if never is None else torch.where(drawn == never, (never + 1) % vocab_size, drawn)).tolist()
+
+
+def _real_row(vocab_size: int, length: int, tokenizer: Tokenizer) -> list[int]:
+    ids = [token for text in REAL_TEXTS for token in tokenizer.encode(text) if token < vocab_size]
+    return (ids * (length // max(1, len(ids)) + 1))[:length]
+
+
+def _positions(length: int) -> torch.Tensor:
+    """Where logits are compared: everywhere in a short sequence, at evenly spaced places in a long one."""
+    if length <= _MOST_POSITIONS:
+        return torch.arange(length)
+    return torch.linspace(0, length - 1, _MOST_POSITIONS).round().long()

@@ -1,0 +1,304 @@
+"""Moves values between the two sides slice by slice, so that memory stays constant however large the model is.
+
+Into ours: pieces for the checkpoint writer, read from the files of a model directory when they are written. Out of
+ours: the bytes of their tensors, read from a checkpoint of any layout. Of our network only the names and logical shapes
+of its tensors are known; it is not built.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron import log
+from megatron.checkpoint.catalogue import ITEM_BYTES, Catalogue
+from megatron.checkpoint.manifests.contents import Manifest
+from megatron.checkpoint.reader import read_pieces
+from megatron.checkpoint.snapshot import TORCH_TYPES, Snapshot
+from megatron.config import ModelConfig
+from megatron.errors import CheckpointError, ConversionError
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_state import states_of
+from megatron.model.networks import network_layers
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import Kind, PieceKey
+from megatron.parallel.shard_spec import shard_spec_of
+from trident.convert.hugging_face.table.family import Family
+from trident.convert.hugging_face.table.tensors import BoundPart, BoundTensor, their_shapes
+from trident.convert.hugging_face.weight_files import FLOATING, FileTensor
+
+SLICE_BYTES = 64 * 2**20  # of a tensor in memory at a time
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ImportedPieces:
+    """Our tensors as pieces whose values are read from their files when they are asked for; iterable many times."""
+
+    tensors: Sequence[BoundTensor]
+    stored: Mapping[str, FileTensor]
+
+    def snapshot(self) -> Snapshot:
+        """What the checkpoint writer needs: the list of pieces, and their values."""
+        listed = tuple((key, dtype) for tensor in self.tensors for key, dtype, _ in self._cut(tensor))
+        return Snapshot(listed, self)
+
+    def __iter__(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
+        for tensor in self.tensors:
+            for key, dtype, box in self._cut(tensor):
+                yield key, self._read(tensor, dtype, box).view(-1)
+
+    def _cut(self, tensor: BoundTensor) -> Iterator[tuple[PieceKey, str, Box]]:
+        dtype = self.stored[tensor.parts[0].theirs].dtype
+        done = 0
+        origin = (0,) * len(tensor.shape)
+        for start, stop in slices(tensor.shape, ITEM_BYTES[dtype], SLICE_BYTES):
+            numel = math.prod(high - low for low, high in zip(start, stop, strict=True))
+            key = PieceKey(tensor.ours, "weight", tensor.shape, origin, tensor.shape, done, done + numel)
+            yield key, dtype, (start, stop)
+            done += numel
+
+    def _read(self, tensor: BoundTensor, dtype: str, box: Box) -> torch.Tensor:
+        start, stop = box
+        shape = [high - low for low, high in zip(start, stop, strict=True)]
+        values = torch.empty(shape, dtype=TORCH_TYPES[dtype])
+        for part in tensor.parts:
+            low = tuple(max(a, b) for a, b in zip(start, part.start, strict=True))
+            high = tuple(min(a, b) for a, b in zip(stop, part.stop, strict=True))
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            theirs = self.stored[part.theirs].read_box(part, *_ordered(part, low, high))
+            place = tuple(slice(a - first, b - first) for a, b, first in zip(low, high, start, strict=True))
+            values[place] = theirs.permute(_inverse(part.order))
+        return values
+
+
+def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mapping[str, FileTensor]) -> None:
+    """Checks that a model directory holds what the network needs and nothing else.
+
+    Raises:
+        ConversionError: tensors are missing or unexpected, or one has another shape or element type; all are named.
+    """
+    shapes = their_shapes(tensors)
+    missing = [name for name in shapes if name not in stored]
+    unexpected = [name for name in stored if name not in shapes and not family.is_ignored(name)]
+    wrong = [
+        f"{name} has shape {list(stored[name].shape)}, not {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    kinds = [
+        f"{name} has element type {stored[name].dtype}, which is not a floating-point type"
+        for name in shapes
+        if name in stored and stored[name].dtype not in FLOATING
+    ]
+    mixed = [
+        f"{tensor.ours} would be made of {' and '.join(sorted(types))} ({tensor.parts[0].theirs}, ...)"
+        for tensor in tensors
+        if len(types := {stored[part.theirs].dtype for part in tensor.parts if part.theirs in stored}) > 1
+    ]
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", wrong),
+            ("of another type", [*kinds, *mixed]),
+        )
+        if names
+    ]
+    if problems:
+        raise ConversionError(
+            f"the weights are not those that config.json describes as {family.model_type}. Tensors "
+            f"{'; '.join(problems)}. Take config.json and weights from the same model."
+        )
+
+
+def with_table_names(family: Family, stored: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """The stored tensors with the names of the table, where the files have older names or leave out the family's
+    optional prefix.
+    """
+    renamed = {_newer(name, family.older_endings): tensor for name, tensor in stored.items()}
+    prefix = family.optional_prefix
+    if not prefix or any(name.startswith(prefix) for name in renamed):
+        return renamed
+    return {name if name == family.head else prefix + name: tensor for name, tensor in renamed.items()}
+
+
+def without_copies(family: Family, stored: Mapping[str, FileTensor], *, is_tied: bool) -> dict[str, FileTensor]:
+    """The stored tensors without those that some files hold twice: the head of a model with a tied one, and the
+    family's copies. A tied matrix that is stored as the head alone is the embedding.
+
+    Raises:
+        ConversionError: what is stored as a copy is not one.
+    """
+    if is_tied and family.head in stored and family.embedding not in stored:
+        stored = {family.embedding if name == family.head else name: tensor for name, tensor in stored.items()}
+    pairs = [*([(family.head, family.embedding)] if is_tied else []), *family.copies]
+    copies = {copy for copy, original in pairs if copy in stored and original in stored}
+    for copy, original in pairs:
+        if copy in copies and _are_different(stored[copy], stored[original]):
+            if copy == family.head:
+                raise ConversionError(
+                    f"config.json says tie_word_embeddings true, but {copy} is not {original}. Versions of "
+                    'transformers disagree about such a model; set "tie_word_embeddings": false if the head is its own.'
+                )
+            raise ConversionError(f"{copy} is not {original}, of which it must be a copy. Download the model again.")
+    return {name: tensor for name, tensor in stored.items() if name not in copies}
+
+
+def without_later_layers(family: Family, stored: Mapping[str, FileTensor], layers: int) -> dict[str, FileTensor]:
+    """The stored tensors without those of layers after the last one, which only predict further tokens."""
+    kept = {name: tensor for name, tensor in stored.items() if not family.is_later(name, layers)}
+    if len(kept) < len(stored):
+        first = next(name for name in stored if name not in kept)
+        log.warning(
+            f"{len(stored) - len(kept)} tensors are not imported ({first}, ...): they belong to layers after the "
+            f"{layers} of the network, which predict further tokens (multi-token prediction) and not the next one"
+        )
+    return kept
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The weights of one checkpoint, of whatever layout, by the slice; or the means of them, by `kind`."""
+
+    folder: Path
+    manifest: Manifest
+    kind: Kind = "weight"
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """Its pieces."""
+        return self.manifest.catalogue
+
+    def dtype_of(self, name: str) -> str:
+        """The element type that a tensor is stored in.
+
+        Raises:
+            CheckpointError: the checkpoint has no weights of it.
+        """
+        kind = self.catalogue.served_kind(name, self.kind)
+        if kind is None:
+            raise CheckpointError(
+                f"tensor {name} is not in {self.folder}, which holds {len(self.catalogue.names())} tensors. The "
+                "checkpoint does not fit its own configuration; use another one."
+            )
+        return self.catalogue.dtype(name, kind)
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+        """A box of a tensor, verified.
+
+        Raises:
+            DamagedError: the bytes are not those that were written.
+        """
+        start, stop = box
+        size = tuple(high - low for low, high in zip(start, stop, strict=True))
+        key = PieceKey(name, self.kind, shape, start, stop, 0, math.prod(size))
+        return read_pieces(self.folder, self.manifest, [key])[0].view(size)
+
+
+def exported_values(
+    source: CheckpointSource,
+    parts: Sequence[tuple[BoundTensor, BoundPart]],
+    dtype: torch.dtype,
+) -> Iterator[torch.Tensor]:
+    """The values of one of their tensors from its first to its last, as contiguous slices.
+
+    Args:
+        parts: the parts it holds, from top to bottom; rows before them are zeros.
+    """
+    _, first = parts[0]
+    if first.first_row:
+        yield torch.zeros((first.first_row, *first.row_shape), dtype=dtype)
+    for tensor, part in parts:
+        inverse = _inverse(part.order)
+        for start, stop in slices(part.ordered_shape, 4, SLICE_BYTES):
+            low = tuple(part.start[own] + start[inverse[own]] for own in range(len(inverse)))
+            high = tuple(part.start[own] + stop[inverse[own]] for own in range(len(inverse)))
+            values = source.read(tensor.ours, tensor.shape, (low, high))
+            yield values.permute(part.order).to(dtype).contiguous()
+
+
+def network_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the network in the order of its layers, then every state that its outputs depend on, with
+    their logical shapes; allocates nothing.
+    """
+    stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
+    return {name: shard_spec_of(values).shape for name, values in (*stack.named_parameters(), *needed_states(stack))}
+
+
+def needed_states(stack: LayerStack) -> Iterator[tuple[str, torch.Tensor]]:
+    """The states of a network that its outputs depend on, by global name, such as the bias of a router's choices."""
+    return ((state.global_name, state) for state in states_of(stack) if not state.is_optional)  # type: ignore[attr-defined]
+
+
+def optional_states(config: ModelConfig) -> set[str]:
+    """The names of the states that steer training only: a network without them computes the same."""
+    stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
+    return {state.global_name for state in states_of(stack) if state.is_optional}  # type: ignore[attr-defined]
+
+
+def slices(
+    shape: tuple[int, ...], item_bytes: int, limit_bytes: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes (start, stop) of at most this many bytes that make up a tensor, each a range of its elements, in order.
+
+    A single row of the last dimension is never cut; a tensor without elements is one box.
+    """
+    if not shape or 0 in shape:
+        yield (0,) * len(shape), shape
+        return
+    last = len(shape) - 1
+    cut = next((place for place in range(last) if item_bytes * math.prod(shape[place + 1 :]) <= limit_bytes), last)
+    rest = shape[cut + 1 :]
+    rows = shape[cut] if cut == last > 0 else max(1, limit_bytes // (item_bytes * math.prod(rest)))
+    for fixed in itertools.product(*map(range, shape[:cut])):
+        for first in range(0, shape[cut], rows):
+            end = min(first + rows, shape[cut])
+            yield (*fixed, first, *(0 for _ in rest)), (*(index + 1 for index in fixed), end, *rest)
+
+
+def _ordered(part: BoundPart, low: tuple[int, ...], high: tuple[int, ...]) -> Box:
+    """A box of ours inside a part, as a box of the part's ordered shape."""
+    return (
+        tuple(low[dimension] - part.start[dimension] for dimension in part.order),
+        tuple(high[dimension] - part.start[dimension] for dimension in part.order),
+    )
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(dimension) for dimension in range(len(order)))
+
+
+def _newer(name: str, endings: Sequence[tuple[str, str]]) -> str:
+    """A name with the ending that newer files have."""
+    for older, newer in endings:
+        if name.endswith(older):
+            return name.removesuffix(older) + newer
+    return name
+
+
+def _are_different(one: FileTensor, other: FileTensor) -> bool:
+    """Whether two stored tensors differ anywhere."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    dimensions = len(one.shape)
+    part = BoundPart(one.name, (0,) * dimensions, one.shape, tuple(range(dimensions)), min(1, dimensions - 1), 0)
+    return any(
+        not torch.equal(
+            one.read_box(part, start, stop).view(torch.uint8), other.read_box(part, start, stop).view(torch.uint8)
+        )
+        for start, stop in slices(one.shape, ITEM_BYTES[one.dtype], SLICE_BYTES)
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

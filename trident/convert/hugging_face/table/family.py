@@ -1,0 +1,183 @@
+"""A family of models: the table of its fields and tensors, which both directions use, and what else its files hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.config.flags.fields import MUST_MATCH, as_written, resume_rule
+from megatron.config.sections.model import idle_fields
+from megatron.errors import ConfigError, ConversionError
+from trident.convert.hugging_face.table.config_fields import Entries, FieldRule, read_fields, write_fields
+from trident.convert.hugging_face.table.tensors import TensorMapping
+
+_NEAR, _FAR = 3, 1000  # distances of families whose lost fields cannot be counted
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a family cannot express an architecture: a sentence, and how many fields would be lost."""
+
+    distance: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models: everything that is said about it, once for both directions; defaults are Llama's names.
+
+    Args:
+        model_type: the value of `model_type` in its `config.json`.
+        architecture: the class that `architectures` names.
+        fields: how fields correspond; applied in this order.
+        tensors: how tensors correspond; at most one rule for each tensor of ours.
+        ignored_tensors: names of stored buffers that follow from the configuration; `{layer}` stands for a number, and
+            a name that ends with a dot for all that begin with it.
+        later_layers: what the names of further layers begin with, which some files have after the network's; `{layer}`
+            stands for their number.
+        optional_prefix: what the names in `tensors` begin with and some published files leave out.
+        head: the name of the output matrix; files of models whose head is tied may hold a copy of the embedding there.
+        embedding: the name of the embedding.
+        text_field: in models that also take other inputs than text, the field whose object describes the network;
+            such a family is only read.
+        older_endings: endings of the names of tensors in older files, and what they are now.
+        copies: tensors that some files hold a second time under another name, and which ones they are copies of.
+        padding_id: the id that the padding token must have, since positions are counted from it.
+        with_heads: corrects what `config.json` says about heads by the names of the stored tensors.
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[FieldRule, ...]
+    tensors: tuple[TensorMapping, ...]
+    ignored_tensors: tuple[str, ...] = (
+        "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+    )
+    later_layers: str = ""
+    optional_prefix: str = ""
+    head: str = "lm_head.weight"
+    embedding: str = "model.embed_tokens.weight"
+    text_field: str = ""
+    older_endings: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+    padding_id: int | None = None
+    with_heads: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda model, names: model
+
+    def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
+        """The architecture that a `config.json` describes.
+
+        Raises:
+            ConversionError: a field is missing, unknown, or has a value that cannot be expressed.
+        """
+        if self.text_field:
+            config = Entries(config).object(self.text_field)
+        fields = read_fields(self.fields, config)
+        try:
+            return ModelConfig(**fields, padded_vocab_size=fields["vocab_size"])
+        except ConfigError as failure:
+            raise ConversionError(
+                f"config.json describes a network that cannot be built: {failure} Take the config.json that was "
+                "published with the weights."
+            ) from failure
+
+    def write_config(self, model: ModelConfig) -> dict[str, Any]:
+        """The fields of a `config.json` for an architecture.
+
+        Raises:
+            ConversionError: the family cannot express it; names the flags and their values.
+        """
+        obstacle = self.obstacle(model)
+        if obstacle is not None:
+            raise ConversionError(f"a model of type {self.model_type} cannot express this network: {obstacle.text}")
+        return self._written(model)
+
+    def obstacle(self, model: ModelConfig, written: Mapping[str, Any] | None = None) -> Obstacle | None:
+        """What stands in the way of expressing an architecture; None if nothing does.
+
+        Args:
+            written: the fields of the `config.json`; None for those that the rules give.
+        """
+        if self.text_field:
+            return Obstacle(_FAR, "it has parts for other inputs than text, which a checkpoint of ours does not have.")
+        try:
+            again = self.read_config(self._written(model) if written is None else written)
+        except ConversionError as failure:
+            return Obstacle(_NEAR, f"the written {failure}")
+        ours, theirs = essential_fields(model), essential_fields(again)
+        lost = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        if not lost:
+            return None
+        # where the kinds of positions differ, so do the fields that only one of them has
+        named = [name for name in lost if name in ours and name in theirs] or lost
+        wanted, own = (
+            ", ".join(as_written(f"--{name.replace('_', '-')}", fields[name]) for name in named if name in fields)
+            for fields in (ours, theirs)
+        )
+        has = f" It has {own}." if own else ""
+        return Obstacle(len(lost), f"it has no equivalent of {wanted}.{has}")
+
+    def _written(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **write_fields(self.fields, model),
+        }
+
+    def is_ignored(self, tensor: str) -> bool:
+        """Whether a stored tensor is a buffer that is not needed; its name may lack the optional prefix."""
+        return any(
+            re.fullmatch(_pattern(ignored), name) is not None
+            for ignored in self.ignored_tensors
+            for name in (tensor, self.optional_prefix + tensor)
+        )
+
+    def is_later(self, tensor: str, layers: int) -> bool:
+        """Whether a stored tensor belongs to a layer after the network's `layers`."""
+        before, number, _ = self.later_layers.partition("{layer}")
+        match = re.match(re.escape(before) + r"([0-9]+)\.", tensor) if number else None
+        return match is not None and int(match[1]) >= layers
+
+
+def _pattern(name: str) -> str:
+    """The regular expression of an ignored tensor's name."""
+    return re.escape(name).replace(r"\{layer\}", "[0-9]+") + (".*" if name.endswith(".") else "")
+
+
+def essential_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of an architecture that change its logits, without those that other fields make meaningless."""
+    fields = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if resume_rule(field) == MUST_MATCH
+    }
+    meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
+    meaningless |= {name for name in fields if "mup" in name.split("_")}  # they decide learning rates and other fields
+    scaling = model.rope_scaling_type if model.uses_rope else "none"
+    meaningless |= idle_fields(model).keys()
+    if model.rope_original_max_positions is None:
+        fields["rope_original_max_positions"] = model.max_position_embeddings
+    if fields["rotary_base_windowed"] is None and scaling == "none":
+        fields["rotary_base_windowed"] = model.rotary_base
+    if (
+        model.num_experts > 1
+        and not model.moe_residual
+        and all(model.has_experts(layer) for layer in range(model.num_layers))
+    ):
+        meaningless.add("ffn_hidden_size")
+    if fields["softmax_scale"] is None:
+        fields["softmax_scale"] = model.kv_channels**-0.5
+    for layered in ("attention_window_pattern", "rope_layer_pattern", "moe_layer_pattern"):
+        fields[layered] = _spread(fields[layered], model.num_layers)
+    if model.attention_window is None or not any(fields["attention_window_pattern"]):
+        meaningless |= {"attention_window", "attention_window_pattern", "rotary_base_windowed"}
+    return {name: value for name, value in fields.items() if name not in meaningless}
+
+
+def _spread(pattern: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """A pattern over all layers; an empty one says 1 for each."""
+    return tuple(pattern[layer % len(pattern)] if pattern else 1 for layer in range(layers))

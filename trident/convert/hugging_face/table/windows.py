@@ -1,0 +1,192 @@
+"""Fields that differ from layer to layer: which blocks have a sliding window, and how these rotate.
+
+Both count the tokens of a window with the token itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config import ModelConfig
+from trident.convert.hugging_face.table.config_fields import Entries, FieldRule
+from trident.convert.hugging_face.table.rope import read_parameters, write_parameters
+
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def window_of_all_layers(default: int | None = None) -> FieldRule:
+    """The rule of families in which all blocks have the window `sliding_window`, or none has.
+
+    Args:
+        default: the family's window where the file does not have the field; null always means none.
+    """
+
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+        given = entries.take("sliding_window", None)
+        if given is None and not entries.is_null("sliding_window"):
+            given = default
+        return {"attention_window": checked_window(entries, given)}
+
+    return FieldRule(read, _write_one_window)
+
+
+def switched_window(by_layer: bool = True) -> FieldRule:
+    """The rule of the Qwen families: `sliding_window` counts only with `use_sliding_window`.
+
+    Args:
+        by_layer: whether it begins at the block `max_window_layers`; otherwise all blocks have it.
+    """
+
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+        first = entries.take("max_window_layers", 28)
+        layers = fields["num_layers"]
+        pattern = read_layer_types(entries, layers) if by_layer else None
+        if pattern is None:
+            pattern = tuple(int(not by_layer or layer >= first) for layer in range(layers))
+        window = entries.take("sliding_window", 4096)
+        if not entries.take("use_sliding_window", False):
+            if by_layer and entries.has("layer_types") and any(pattern):
+                raise entries.refused("layer_types", WINDOWED, 'contradicts "use_sliding_window": false')
+            return {"attention_window": None}
+        return windows(checked_window(entries, window), pattern)
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        pattern = pattern_of(model)
+        written: dict[str, Any] = {"use_sliding_window": any(pattern), "sliding_window": model.attention_window}
+        if by_layer:
+            first = pattern.index(1) if any(pattern) else model.num_layers
+            written |= {"max_window_layers": first, "layer_types": layer_types(pattern)}
+        return written
+
+    return FieldRule(read, write)
+
+
+def layered_window(period: int, default: int = 4096) -> FieldRule:
+    """The rule for windows in all layers but every `period`-th, where the file has no list `layer_types`.
+
+    Args:
+        default: the family's window where the file does not have the field.
+    """
+
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+        layers = fields["num_layers"]
+        # Written by some versions in addition to the list, where it says nothing new.
+        every = entries.take("sliding_window_pattern", entries.take("_sliding_window_pattern", period))
+        pattern = read_layer_types(entries, layers)
+        if pattern is None:
+            if type(every) is not int or every < 1:
+                raise entries.refused("sliding_window_pattern", every, "should be a number of layers")
+            pattern = tuple(int((layer + 1) % every != 0) for layer in range(layers))
+        if entries.is_null("sliding_window") and any(pattern):
+            raise entries.refused("sliding_window", None, "should be a number of tokens")
+        return windows(checked_window(entries, entries.take("sliding_window", default)), pattern)
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        pattern = pattern_of(model)
+        return {"sliding_window": model.attention_window or default, "layer_types": layer_types(pattern)}
+
+    return FieldRule(read, write)
+
+
+def rotations_by_window(theta: float, windowed_theta: float | None = None, windowed_name: str = "") -> FieldRule:
+    """The rule for blocks with a window that rotate without scaling, and with another base in some families.
+
+    Args:
+        theta: the base of the other blocks where the file does not say it.
+        windowed_theta: that of the blocks with a window; None if it is the same.
+        windowed_name: what older files call the latter, if they have it.
+    """
+
+    def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
+        base = entries.take("rope_theta", theta)
+        windowed_base = base if windowed_theta is None else windowed_theta
+        if windowed_name:
+            windowed_base = entries.take(windowed_name, windowed_base)
+        by_kind = entries.inner("rope_parameters")
+        full: dict[str, Any] = {}
+        if by_kind is not None:
+            full = dict(by_kind.take(FULL, {}))
+            windowed = read_parameters({"rope_theta": windowed_base, **by_kind.take(WINDOWED, {})}, WINDOWED, fields)
+            by_kind.check_all_read()
+            if windowed["rope_scaling_type"] != "none":
+                raise by_kind.refused(WINDOWED, windowed["rope_scaling_type"], "should not be scaled")
+            windowed_base = windowed["rotary_base"]
+        scaling = dict(entries.take("rope_scaling", {}))  # the older form, for the layers with full attention
+        if "type" in scaling:
+            scaling.setdefault("rope_type", scaling.pop("type"))
+        return {
+            "position_embedding_type": "rope",
+            **read_parameters({"rope_theta": base, **full, **scaling}, "rope_parameters", fields),
+            "rotary_base_windowed": float(windowed_base),
+        }
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        full = write_parameters(model)
+        windowed_base = model.rotary_base if model.rotary_base_windowed is None else model.rotary_base_windowed
+        scaling = {key: value for key, value in full.items() if key != "rope_theta"}
+        return {
+            "rope_parameters": {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": windowed_base}},
+            "rope_theta": model.rotary_base,
+            **({windowed_name: windowed_base} if windowed_name else {}),
+            "rope_scaling": None if full["rope_type"] == "default" else scaling,
+        }
+
+    return FieldRule(read, write)
+
+
+def read_layer_types(entries: Entries, layers: int) -> tuple[int, ...] | None:
+    """The list `layer_types` as 1 for blocks with a window and 0 for others; None if there is no list.
+
+    Raises:
+        ConversionError: it has another length, or a kind of block that cannot be expressed.
+    """
+    kinds = entries.take("layer_types", None)
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise entries.refused("layer_types", kinds, f"should be a list of {layers} kinds, one for each layer")
+    for kind in kinds:
+        if kind not in (WINDOWED, FULL):
+            raise entries.refused("layer_types", kind, f"is supported only as {WINDOWED} or {FULL}")
+    return tuple(int(kind == WINDOWED) for kind in kinds)
+
+
+def windows(window: int | None, pattern: Sequence[int]) -> dict[str, Any]:
+    """Our fields of windows, from the blocks that have one."""
+    if window is None or not any(pattern):
+        return {"attention_window": None}
+    return {"attention_window": window, "attention_window_pattern": () if all(pattern) else shortest(pattern)}
+
+
+def pattern_of(model: ModelConfig) -> tuple[int, ...]:
+    """1 for blocks with a window, 0 for others."""
+    return tuple(int(model.window_of(layer) is not None) for layer in range(model.num_layers))
+
+
+def layer_types(pattern: Sequence[int]) -> list[str]:
+    """The list `layer_types`."""
+    return [WINDOWED if windowed else FULL for windowed in pattern]
+
+
+def shortest(pattern: Sequence[int]) -> tuple[int, ...]:
+    """The shortest pattern that gives the same when it is repeated."""
+    for length in range(1, len(pattern)):
+        if all(value == pattern[layer % length] for layer, value in enumerate(pattern)):
+            return tuple(pattern[:length])
+    return tuple(pattern)
+
+
+def checked_window(entries: Entries, window: Any) -> int | None:
+    """A window in tokens, or None.
+
+    Raises:
+        ConversionError: it is not a positive integer.
+    """
+    if window is not None and (type(window) is not int or window < 1):
+        raise entries.refused("sliding_window", window, "should be a number of tokens")
+    return window
+
+
+def _write_one_window(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": model.attention_window if all(pattern_of(model)) else None}

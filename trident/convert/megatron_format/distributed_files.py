@@ -1,0 +1,213 @@
+"""Reads the weights of NVIDIA's `torch_dist` layout, a checkpoint of torch.distributed (`.metadata`, `__0_0.distcp`).
+
+Layers may be stacked along a first dimension, gated matrices are whole, [all gate; all up], or stored as two halves.
+
+Source: torch 2.13, `torch/distributed/checkpoint/{metadata,filesystem}.py`; NVIDIA Megatron-LM
+`megatron/core/dist_checkpointing/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import ConversionError
+from trident.convert.megatron_format.arguments import gate_is_last, model_config, training_flags
+from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, TrainingState, collect
+from trident.convert.megatron_format.sharding_rules import StoredRowOrder
+from trident.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
+from trident.convert.pickles.reader import (
+    ForeignObject,
+    ForeignTable,
+    ForeignTensor,
+    read_pickle,
+    read_ranges,
+)
+
+_NOT_WEIGHTS = re.compile(
+    r"(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler|args|common)\b.*|.*_extra_state.*"
+)
+_STACKED = re.compile(r"(.*\blayers)\.([a-z_].*)")
+_HALVES = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
+_ARGUMENTS = "args"
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A box of a global tensor and its values."""
+
+    offsets: tuple[int, ...]
+    tensor: ForeignTensor
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A global tensor as its chunks."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: Sequence[_Chunk]
+
+    def part(self, layer: int | None = None) -> RankPart:
+        """The tensor, or one layer of a stack of them."""
+        shape = self.shape if layer is None else self.shape[1:]
+
+        def read() -> torch.Tensor:
+            whole = torch.empty(shape, dtype=self.chunks[0].tensor.dtype)
+            filled = 0
+            for chunk in self.chunks:
+                values, offsets = chunk.tensor.read(), chunk.offsets
+                if layer is not None:
+                    if not offsets[0] <= layer < offsets[0] + values.shape[0]:
+                        continue
+                    values, offsets = values[layer - offsets[0]], offsets[1:]
+                whole[tuple(slice(low, low + size) for low, size in zip(offsets, values.shape, strict=True))] = values
+                filled += values.numel()
+            if filled != whole.numel():
+                raise ConversionError(
+                    f"tensor {self.name} has {whole.numel()} elements, and its chunks hold {filled}. The checkpoint is "
+                    "incomplete; copy it again."
+                )
+            return whole
+
+        return RankPart(shape, self.chunks[0].tensor.dtype, read)
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of torch.distributed."""
+    return (folder / ".metadata").is_file()
+
+
+def open_distributed(folder: Path, choices: Choices) -> ForeignModel:
+    """Opens a `torch_dist` checkpoint: weights only.
+
+    Raises:
+        ConversionError: files are missing, or the network is not one of ours.
+        CheckpointError: a file is damaged or holds what is not admitted.
+    """
+    shapes, places = _metadata(folder)
+    wanted = {name for name in shapes if not _NOT_WEIGHTS.fullmatch(name)}
+    loaded = _load(folder, {key: place for key, place in places.items() if key[0] in wanted or key[0] == _ARGUMENTS})
+    arguments_file = folder / "common.pt"
+    content = read_pickle(arguments_file) if arguments_file.is_file() else {_ARGUMENTS: loaded.get((_ARGUMENTS, None))}
+    stored = arguments_of(content if isinstance(content, dict) else {}, folder)
+    vocabulary = true_vocabulary(content, stored, choices)
+    model = model_config(stored, vocabulary, rotary_is_sound=choices.rotary_is_sound, is_core=True)
+    tensors = [_stored(name, shapes[name], loaded) for name in sorted(wanted)]
+    named = ((0, name, "weight", part) for name, part in _joined_halves(_by_layer(tensors)))
+    parts = collect(named, 1, is_tied=not model.untie_embeddings_and_output_weights, path=folder)  # type: ignore[arg-type]
+    return ForeignModel(
+        "Megatron-LM (torch_dist)",
+        folder,
+        model,
+        StoredRowOrder(gate_last=gate_is_last(stored)),
+        parts,
+        TrainingState(flags=training_flags(stored)),
+        ("optimizer states of the torch_dist layout are not read; only weights are imported",),
+    )
+
+
+Key = tuple[str, tuple[int, ...] | None]
+Place = tuple[str, int, int]
+
+
+def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Place]]:
+    """The shape of every tensor, and where each chunk is: file, first byte, number of bytes."""
+    metadata = read_pickle(folder / ".metadata")
+    fields = metadata.fields() if isinstance(metadata, ForeignObject) else {}
+    listed, table = fields.get("state_dict_metadata"), fields.get("storage_data")
+    pairs: Iterable[Any] = table.pairs if isinstance(table, ForeignTable) else ()
+    if not isinstance(listed, dict) or not pairs:
+        raise ConversionError(
+            f"{folder / '.metadata'} lists no tensors, so it does not belong to a torch_dist checkpoint."
+        )
+    shapes = {
+        name: entry.fields()["size"]
+        for name, entry in listed.items()
+        if isinstance(entry, ForeignObject) and isinstance(entry.fields().get("size"), tuple)
+    }
+    places: dict[Key, Place] = {}
+    for index, info in pairs:
+        key, place = (value.fields() if isinstance(value, ForeignObject) else {} for value in (index, info))
+        file = place.get("relative_path")
+        if (
+            not isinstance(file, str)
+            or not re.fullmatch(r"[A-Za-z0-9_.-]*\.distcp", file)
+            or place.get("transform_descriptors")
+        ):
+            raise ConversionError(
+                f"{folder / '.metadata'} names the file {str(file)[:60]!r} for {key.get('fqn')}; files end in .distcp, "
+                "are next to it and are not transformed."
+            )
+        places[str(key.get("fqn")), key.get("offset")] = (file, place.get("offset", 0), place.get("length", 0))
+    return shapes, places
+
+
+def _load(folder: Path, places: Mapping[Key, Place]) -> dict[Key, Any]:
+    """The values of the chunks, with one child process per file."""
+    files: dict[str, list[Key]] = defaultdict(list)
+    for key, (file, _, _) in places.items():
+        files[file].append(key)
+    loaded: dict[Key, Any] = {}
+    for file, keys in files.items():
+        ranges = [(places[key][1], places[key][1] + places[key][2]) for key in keys]
+        loaded.update(zip(keys, read_ranges(folder / file, ranges), strict=True))
+    return loaded
+
+
+def _stored(name: str, shape: tuple[int, ...], loaded: Mapping[Key, Any]) -> _Stored:
+    chunks = [
+        _Chunk(offset or (0,) * len(shape), value)
+        for (stored, offset), value in loaded.items()
+        if stored == name and isinstance(value, ForeignTensor)
+    ]
+    for chunk in chunks:
+        ends = zip(chunk.offsets, chunk.tensor.shape, shape, strict=False)
+        if (
+            len(chunk.offsets) != len(shape)
+            or len(chunk.tensor.shape) != len(shape)
+            or any(low + size > limit for low, size, limit in ends)
+        ):
+            raise ConversionError(
+                f"a chunk of tensor {name} has shape {list(chunk.tensor.shape)} at {list(chunk.offsets)}, which is not "
+                f"in {list(shape)}. The checkpoint is damaged."
+            )
+    if not chunks:
+        raise ConversionError(f"tensor {name} has no chunks. The checkpoint is incomplete; copy it again.")
+    return _Stored(name, shape, chunks)
+
+
+def _by_layer(tensors: Iterable[_Stored]) -> Iterator[tuple[str, RankPart]]:
+    for stored in tensors:
+        match = _STACKED.fullmatch(stored.name)
+        if match is None:
+            yield stored.name, stored.part()
+            continue
+        for layer in range(stored.shape[0]):
+            yield f"{match.group(1)}.{layer}.{match.group(2)}", stored.part(layer)
+
+
+def _joined_halves(named: Iterable[tuple[str, RankPart]]) -> Iterator[tuple[str, RankPart]]:
+    """Joins the halves of gated matrices that are stored apart: w is the gate, v what it multiplies."""
+    halves: dict[str, dict[str, RankPart]] = defaultdict(dict)
+    for name, part in named:
+        match = _HALVES.fullmatch(name)
+        if match is None:
+            yield name, part
+            continue
+        pair = halves[match.group(1)]
+        pair[match.group(2)] = part
+        if len(pair) == 2:
+            yield match.group(1), _stack(pair["w"], pair["v"])
+
+
+def _stack(gate: RankPart, up: RankPart) -> RankPart:
+    return RankPart(
+        (gate.shape[0] + up.shape[0], *gate.shape[1:]), gate.dtype, lambda: torch.cat([gate.read(), up.read()])
+    )

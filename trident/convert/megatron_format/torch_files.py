@@ -1,0 +1,263 @@
+"""Reads Megatron-LM's `torch` layout: `iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt`.
+
+torch's optimizer numbers its tensors, so their order gives the names of the moments. The two parameter groups are what
+`get_params_for_weight_decay_optimization` makes: matrices, then biases and norms, each in the order of the network's
+modules, which is also the order of the stored weights.
+
+Source: NVIDIA Megatron-LM `megatron/checkpointing.py`, `megatron/optimizer/__init__.py`; bigscience Megatron-DeepSpeed
+`megatron/checkpointing.py`, `megatron/optimizer/optimizer.py` (`FP32Optimizer`, `Float16OptimizerWithFloat16Params`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConversionError
+from megatron.parallel.pieces import Kind
+from trident.convert.megatron_format.arguments import gate_is_last, model_config, training_flags, training_state
+from trident.convert.megatron_format.foreign_model import (
+    ForeignModel,
+    RankPart,
+    StoredParts,
+    TrainingState,
+    collect,
+    count_of,
+)
+from trident.convert.megatron_format.sharding_rules import StoredRowOrder
+from trident.convert.pickles.reader import ForeignTensor, read_pickles, tensors_in
+
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user says about a foreign checkpoint.
+
+    Args:
+        vocab_size: tokens of the tokenizer, for files that do not say how many rows are padding.
+        rotary_is_sound: see `model_config`.
+    """
+
+    vocab_size: int
+    rotary_is_sound: bool = False
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The file of one tensor-parallel rank of one pipeline stage."""
+
+    tensor_rank: int
+    stage: int
+    content: Mapping[str, Any]
+
+
+def is_torch_layout(folder: Path) -> bool:
+    """Whether a folder holds `mp_rank_XX/model_optim_rng.pt`."""
+    return any((path / name).is_file() for path in folder.glob("mp_rank_*") for name in _FILES)
+
+
+def open_torch_layout(folder: Path, choices: Choices) -> ForeignModel:
+    """Opens a checkpoint in the `torch` layout.
+
+    Raises:
+        ConversionError: files are missing, or the network is not one of ours.
+        CheckpointError: a file is damaged or holds what is not admitted.
+    """
+    files = list(_rank_files(folder))
+    ranks, stages = 1 + max(file.tensor_rank for file in files), 1 + max(file.stage for file in files)
+    if len(files) != ranks * stages:
+        raise ConversionError(
+            f"{folder} holds the files of {len(files)} ranks; {ranks} tensor-parallel ranks and {stages} stages make "
+            f"{ranks * stages}. Copy the whole checkpoint."
+        )
+    first = files[0].content
+    stored = arguments_of(first, folder)
+    vocabulary = true_vocabulary(first, stored, choices)
+    is_core = any(".linear_fc1." in name for file in files for _, name, _, _ in _weights(file))
+    model = model_config(stored, vocabulary, rotary_is_sound=choices.rotary_is_sound, is_core=is_core)
+    version = first.get("checkpoint_version", 0)
+    order = StoredRowOrder(float(version) if isinstance(version, int | float) else 0.0, gate_is_last(stored))
+    tied = not model.untie_embeddings_and_output_weights
+    offsets = _layer_offsets(files)
+    weights = [
+        (file.tensor_rank, _global_layer(name, offsets.get((file.stage, chunk), 0)), kind, part)
+        for file in files
+        for chunk, name, kind, part in _weights(file)
+    ]
+    parts = collect(weights, ranks, is_tied=tied, path=folder)
+    moments, updates, notes = _moments(files, offsets, ranks, tied, folder)
+    state = training_state(first, stored, updates) if moments else TrainingState(flags=training_flags(stored))
+    return ForeignModel("Megatron-LM (torch)", folder, model, order, {**parts, **moments}, state, notes)
+
+
+def arguments_of(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The stored arguments of the run.
+
+    Raises:
+        ConversionError: there are none.
+    """
+    stored = content.get("args")
+    if not isinstance(stored, dict) or not stored:
+        raise ConversionError(
+            f"{path} holds no arguments of the run (args), which say what the network is. It is not a checkpoint of "
+            "Megatron-LM or its forks."
+        )
+    return stored
+
+
+def true_vocabulary(content: Mapping[str, Any], stored: Mapping[str, Any], choices: Choices) -> int:
+    """Rows of the word embedding without padding: what the files say, else the tokenizer's tokens."""
+    for place in (content.get("checkpoint_info"), content.get("universal_checkpoint_info")):
+        size = place.get("original_vocab_size") if isinstance(place, dict) else None
+        if type(size) is int and size > 0:
+            return size
+    return choices.vocab_size
+
+
+def chunks_of(file: RankFile) -> dict[int, Any]:
+    """The parts of the network in a file: `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
+    if "model" in file.content:
+        return {0: file.content["model"]}
+    return {
+        int(name.removeprefix("model")): value
+        for name, value in file.content.items()
+        if isinstance(name, str) and re.fullmatch(r"model\d+", name)
+    }
+
+
+@dataclass(frozen=True)
+class StoredMoments:
+    """What was found: (name, kind, tensor) of everything, and the updates that Adam counted."""
+
+    tensors: list[tuple[str, Kind, ForeignTensor]]
+    updates: int | None
+
+
+def moments_of(optimizer: Mapping[str, Any], weights: Mapping[str, ForeignTensor]) -> StoredMoments | str:
+    """The moments of the weights of one file, or a sentence that says why they cannot be distinguished.
+
+    Args:
+        optimizer: the file's optimizer entry.
+        weights: the tensors of the network in the order of the file.
+    """
+    inner = optimizer.get("optimizer", optimizer)
+    masters = optimizer.get("fp32_from_fp16_params")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    states = inner.get("state") if isinstance(inner, dict) else None
+    if not isinstance(groups, list) or not isinstance(states, dict) or not states:
+        return "the optimizer state is not in this file (a distributed optimizer keeps it apart)"
+    tensors: list[tuple[str, Kind, ForeignTensor]] = []
+    updates = count_of(inner.get("step"))
+    named = _named_groups(weights, groups)
+    if named is None:
+        return "the optimizer's parameter groups do not match the stored weights"
+    for place, (group, names) in enumerate(zip(groups, named, strict=True)):
+        updates = max(updates or 0, count_of(group.get("step")) or 0) or updates
+        for position, (number, name) in enumerate(zip(group["params"], names, strict=True)):
+            state = states.get(number)
+            if not isinstance(state, dict) or not _fits(state, weights[name]):
+                return f"the optimizer state of {name} does not have its shape"
+            tensors += [(name, "exp_avg", state["exp_avg"]), (name, "exp_avg_sq", state["exp_avg_sq"])]
+            updates = max(updates or 0, count_of(state.get("step")) or 0) or updates
+            if isinstance(masters, list) and place < len(masters) and position < len(masters[place]):
+                tensors.append((name, "weight", masters[place][position]))
+    return StoredMoments(tensors, updates)
+
+
+def _rank_files(folder: Path) -> Iterator[RankFile]:
+    paths: list[tuple[int, int, Path]] = []
+    for path in sorted(folder.glob("mp_rank_*")):
+        match = _RANK_FOLDER.fullmatch(path.name)
+        if match is None:
+            raise ConversionError(
+                f"{path} has an unknown layout: folders are mp_rank_TT or mp_rank_TT_PPP (expert-parallel checkpoints "
+                "are not converted)."
+            )
+        file = next((path / name for name in _FILES if (path / name).is_file()), None)
+        if file is None:
+            raise ConversionError(f"{path} holds no {_FILES[0]}. Copy the whole checkpoint.")
+        paths.append((int(match.group(1)), int(match.group(2) or 0), file))
+    contents = read_pickles([file for _, _, file in paths])
+    for (rank, stage, file), content in zip(paths, contents, strict=True):
+        if not isinstance(content, dict):
+            raise ConversionError(f"{file} does not hold a dictionary, so it is not a checkpoint of Megatron-LM.")
+        yield RankFile(rank, stage, content)
+
+
+def _layer_offsets(files: list[RankFile]) -> dict[tuple[int, int], int]:
+    """The number of the first block of each (stage, chunk): layers are numbered from 0 in each of them."""
+    counts: dict[tuple[int, int], int] = {}
+    for file in files:
+        for chunk, tree in chunks_of(file).items() if file.tensor_rank == 0 else ():
+            layers = {match.group(2) for name, _ in tensors_in(tree) if (match := _LAYER.fullmatch(name))}
+            counts[chunk, file.stage] = len(layers)
+    offsets, done = {}, 0
+    for chunk, stage in sorted(counts):
+        offsets[stage, chunk] = done
+        done += counts[chunk, stage]
+    return offsets
+
+
+def _global_layer(name: str, offset: int) -> str:
+    match = _LAYER.fullmatch(name)
+    return f"{match.group(1)}{int(match.group(2)) + offset}{match.group(3)}" if match else name
+
+
+def _weights(file: RankFile) -> Iterator[tuple[int, str, Kind, RankPart]]:
+    for chunk, tree in chunks_of(file).items():
+        for name, tensor in tensors_in(tree):
+            yield chunk, name, "weight", RankPart.of(tensor)
+
+
+def _moments(
+    files: list[RankFile], offsets: Mapping[tuple[int, int], int], ranks: int, is_tied: bool, folder: Path
+) -> tuple[StoredParts, int | None, tuple[str, ...]]:
+    """The fp32 weights and moments, Adam's count of updates, and why there are none."""
+    listed, updates = [], None
+    for file in files:
+        optimizer = file.content.get("optimizer")
+        if not isinstance(optimizer, dict):
+            return {}, None, ("the files hold no optimizer state, so only weights are imported",)
+        named: dict[str, ForeignTensor] = {
+            _global_layer(name, offsets.get((file.stage, chunk), 0)): tensor
+            for chunk, tree in chunks_of(file).items()
+            for name, tensor in tensors_in(tree)
+        }
+        moments = moments_of(optimizer, named)
+        if isinstance(moments, str):
+            return {}, None, (f"{moments}, so only weights are imported",)
+        updates = moments.updates
+        listed += [(file.tensor_rank, name, kind, RankPart.of(tensor)) for name, kind, tensor in moments.tensors]
+    return collect(listed, ranks, is_tied=is_tied, path=folder), updates, ()
+
+
+def _named_groups(weights: Mapping[str, ForeignTensor], groups: Sequence[Any]) -> list[list[str]] | None:
+    """The names of the tensors in each parameter group."""
+    vectors = [name for name, tensor in weights.items() if len(tensor.shape) == 1]
+    matrices = [name for name, tensor in weights.items() if len(tensor.shape) > 1]
+    lengths = [len(group.get("params", ())) if isinstance(group, dict) else -1 for group in groups]
+    if lengths == [len(matrices) + len(vectors)]:
+        return [list(weights)]
+    if len(lengths) != 2:
+        return None
+    decays = [_decay(group) for group in groups]
+    ordered = [matrices, vectors] if decays[0] >= decays[1] else [vectors, matrices]
+    return ordered if lengths == [len(names) for names in ordered] else None
+
+
+def _decay(group: Mapping[str, Any]) -> float:
+    value = group.get("weight_decay", 0.0) * group.get("wd_mult", 1.0)
+    return float(value)
+
+
+def _fits(state: Mapping[str, Any], weight: ForeignTensor) -> bool:
+    return all(
+        isinstance(state.get(name), ForeignTensor) and state[name].shape == weight.shape
+        for name in ("exp_avg", "exp_avg_sq")
+    )

@@ -1,0 +1,181 @@
+"""Writes Megatron-LM's `torch` layout: `iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt`.
+
+A file holds everything of one rank, so its tensors are collected in files that are mapped into memory: what a machine
+must hold at a time is one tensor of one rank.
+
+Source: NVIDIA Megatron-LM `megatron/training/checkpointing.py`; bigscience Megatron-DeepSpeed
+`megatron/checkpointing.py`, `megatron/optimizer/__init__.py` and `optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.checkpoint.manifest import folder_name
+from megatron.checkpoint.storage import DISK, cannot_write, write_text
+from megatron.parallel.pieces import Kind
+from trident.convert.hugging_face.importing import unfinished_folder
+from trident.convert.megatron_format.arguments import scheduler_state, stored_arguments
+from trident.convert.megatron_format.names import CLASSIC, StagedTensor, stage_tensors
+from trident.convert.megatron_format.sharding_rules import CURRENT_VERSION
+from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, namespace, write_object
+
+_POINTER = "latest_checkpointed_iteration.txt"
+_RELEASE = "release"
+
+
+def write_torch_layout(request: OutputRequest) -> Path:
+    """Makes a folder with a checkpoint and the file that points at it; returns the checkpoint's folder.
+
+    The moments are written with classic names only: how Megatron Core numbers its parameters depends on its version.
+
+    Raises:
+        ConversionError: the network cannot be expressed or divided like this, or the target exists.
+        DamagedError: the bytes of the checkpoint are not those that were written.
+        StorageError: the file system refused.
+    """
+    tensors = OurTensors.of(request)
+    with_moments = tensors.has_moments and request.naming == CLASSIC
+    if tensors.has_moments and not with_moments:
+        log.info(f"--naming {request.naming}: weights only; --naming {CLASSIC} has room for the moments, too")
+    head = _head(request, with_moments)
+    step = request.checkpoint.record.progress.step
+    name = folder_name(step) if step else _RELEASE  # an iteration 0 is refused by the programs that read it
+    with unfinished_folder(request.target) as folder:
+        for stage in range(request.stages):
+            for rank in range(request.tensor_ranks):
+                place = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if request.stages > 1 else "")
+                mapped = _MappedTensors(folder / ".mapped")
+                content = _RankContent(request, tensors, mapped, rank, stage)
+                write_object(folder / name / place / "model_optim_rng.pt", {**head, **content.build(with_moments)})
+                del content
+                mapped.close()
+        write_text(folder / _POINTER, str(step) if step else _RELEASE)
+    return request.target / name
+
+
+def _head(request: OutputRequest, with_moments: bool) -> dict[str, Any]:
+    """What every file says."""
+    progress, model = request.checkpoint.record.progress, request.model
+    arguments = stored_arguments(
+        model, request.run, progress, request.naming, tensor_ranks=request.tensor_ranks, stages=request.stages
+    )
+    head = {
+        "args": namespace(arguments),
+        "checkpoint_version": CURRENT_VERSION,
+        "iteration": progress.step,
+        "tokens": progress.consumed_tokens,
+        "checkpoint_info": {
+            "padded_vocab_size": model.padded_vocab_size,
+            "original_vocab_size": model.vocab_size,
+        },
+    }
+    if with_moments:
+        head["opt_param_scheduler"] = scheduler_state(request.run, progress, request.naming)
+    return head
+
+
+@dataclass(frozen=True)
+class _RankContent:
+    """The network and the optimizer state of one tensor-parallel rank of one stage."""
+
+    request: OutputRequest
+    tensors: OurTensors
+    mapped: _MappedTensors
+    rank: int
+    stage: int
+
+    def build(self, with_moments: bool) -> dict[str, Any]:
+        """The entries of its file."""
+        listed = list(stage_tensors(self.request.model, self.request.naming, self.stage, self.request.stages))
+        half = self._half_type() if with_moments else None
+        network: dict[str, Any] = {}
+        shapes: list[tuple[int, ...]] = []
+        for tensor in listed:
+            value = self._read(tensor.ours, "weight", half)
+            shapes.append(tuple(value.shape))
+            place = network
+            for key in tensor.path[:-1]:
+                place = place.setdefault(key, {})
+            place[tensor.path[-1]] = value
+        if not with_moments:
+            return {"model": network}
+        matrices = [number for number, shape in enumerate(shapes) if len(shape) > 1]
+        vectors = [number for number, shape in enumerate(shapes) if len(shape) == 1]
+        return {"model": network, "optimizer": self._optimizer(listed, [matrices, vectors], half is not None)}
+
+    def _optimizer(
+        self, listed: Sequence[StagedTensor], groups: Sequence[Sequence[int]], is_half: bool
+    ) -> dict[str, Any]:
+        """Adam's state; torch's optimizers number tensors in the order of their groups."""
+        run, updates = self.request.run, self.request.checkpoint.record.optimizer_updates
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        described = []
+        for members, share in zip(groups, (1.0, 0.0), strict=True):
+            numbers = range(len(state), len(state) + len(members))
+            for number, member in zip(numbers, members, strict=True):
+                moments: dict[str, torch.Tensor] = {kind: self._read(listed[member].ours, kind) for kind in MOMENTS}
+                state[number] = {"step": torch.tensor(float(updates)), **moments}
+            described.append(_group(run, share, updates, list(numbers)))
+        inner = {"state": state, "param_groups": described}
+        if not is_half:
+            return inner
+        masters = [[self._read(listed[member].ours, "weight") for member in members] for members in groups]
+        return {"optimizer": inner, "fp32_from_fp16_params": masters}
+
+    def _read(self, ours: str, kind: Kind, dtype: torch.dtype | None = None) -> torch.Tensor:
+        request = self.request
+        rows = request.model.padded_vocab_size
+        values = self.tensors.part(ours, kind, request.order, self.rank, request.tensor_ranks, rows)
+        return self.mapped.copy_of(values, dtype or values.dtype)
+
+    def _half_type(self) -> torch.dtype | None:
+        """The element type of the network that goes with fp32 masters; None where training was in fp32."""
+        run = self.request.run
+        return torch.bfloat16 if run.get("bf16") else torch.float16 if run.get("fp16") else None
+
+
+def _group(run: Mapping[str, Any], share: float, updates: int, numbers: list[int]) -> dict[str, Any]:
+    """A parameter group; `share` is the factor of the weight decay."""
+    return {
+        "lr": run["lr"],
+        "weight_decay": run["weight_decay"] * share,
+        "wd_mult": share,
+        "lr_mult": 1.0,
+        "betas": (run["adam_beta1"], run["adam_beta2"]),
+        "eps": run["adam_eps"],
+        "step": updates,
+        "params": numbers,
+    }
+
+
+class _MappedTensors:
+    """Tensors kept in temporary files, so that the system may take their memory back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def copy_of(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy in a file of its own."""
+        path = self._folder / f"{self._count:06d}"
+        self._count += 1
+        numel = math.prod(values.shape)
+        try:
+            flat = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
+        except RuntimeError as failure:
+            cause = OSError(str(failure).splitlines()[0])
+            raise cannot_write(DISK, path, numel * dtype.itemsize, cause) from failure
+        return flat.view(values.shape).copy_(values)
+
+    def close(self) -> None:
+        """Removes the files; tensors that are still used keep their values."""
+        DISK.remove_tree(self._folder)

@@ -1,0 +1,131 @@
+"""Writes DeepSpeed's universal checkpoints: whole fp32 weights and moments, one folder per parameter.
+
+Any tensor, pipeline and data parallel sizes load it (`"checkpoint": {"load_universal": true}`). The word embedding has
+no padding rows, and the loader of ZeRO 1 and 2 adds the rows that it needs; the loader of ZeRO 3 does not
+(`keep_padding`).
+
+Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/universal_checkpoint.py` (`load_hp_checkpoint_state`),
+`deepspeed/runtime/base_optimizer.py`, `deepspeed/runtime/zero/stage3.py`, `deepspeed/checkpoint/ds_to_universal.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.checkpoint.storage import write_text
+from trident.convert.hugging_face.importing import unfinished_folder
+from trident.convert.megatron_format.arguments import scheduler_state, stored_arguments
+from trident.convert.megatron_format.names import parameter_name
+from trident.convert.megatron_format.sharding_rules import ShardingRule
+from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, namespace, write_object
+
+# The version of DeepSpeed whose format this is; its loader asks for one.
+DEEPSPEED_VERSION = "0.19.8"
+_FORMAT_VERSION = 0.2
+_POINTER = "latest_universal"
+
+
+def write_universal(request: OutputRequest) -> Path:
+    """Makes a folder with a universal checkpoint and the file that points at it; returns the checkpoint's folder.
+
+    One tensor is in memory at a time. A checkpoint without optimizer state gets the state of a new optimizer, zeros.
+
+    Raises:
+        ConversionError: the network cannot be expressed, or the target exists.
+        DamagedError: the bytes of the checkpoint are not those that were written.
+        StorageError: the file system refused.
+    """
+    tensors = OurTensors.of(request)
+    model_state = _model_state(request)
+    record = request.checkpoint.record
+    updates = record.optimizer_updates if tensors.has_moments else 0
+    if not tensors.has_moments:
+        log.info(f"{request.checkpoint.folder} has no optimizer state to write; the moments are zeros")
+    name = f"global_step{record.progress.step}_universal"
+    with unfinished_folder(request.target) as folder:
+        zero = folder / name / "zero"
+        for ours, rule in tensors.rules.items():
+            parameter = zero / parameter_name(ours, request.naming, request.model)
+            for file, values in _values(tensors, ours, request):
+                write_object(parameter / file, {"param": values, **_how_to_split(rule, request.keep_padding)})
+            write_object(parameter / "step.pt", torch.tensor(float(updates)))
+        write_object(zero / "optimizer_state.pt", _optimizer_state(updates))
+        for rank in range(request.tensor_ranks * request.stages):
+            for prefix in ("", "zero_pp_rank_0_"):  # the second is what ZeRO-3 looks for
+                write_object(folder / name / f"{prefix}mp_rank_{rank:02d}_model_states.pt", model_state)
+        write_text(folder / _POINTER, name)
+    return request.target / name
+
+
+def _values(tensors: OurTensors, ours: str, request: OutputRequest) -> Iterator[tuple[str, torch.Tensor]]:
+    rows = request.model.padded_vocab_size if request.keep_padding else None
+    weight = tensors.part(ours, "weight", request.order, rows=rows).float()
+    yield "fp32.pt", weight
+    for kind in MOMENTS:
+        has = tensors.has_moments
+        yield f"{kind}.pt", tensors.part(ours, kind, request.order, rows=rows) if has else torch.zeros_like(weight)
+
+
+def _how_to_split(rule: ShardingRule, keep_padding: bool) -> dict[str, Any]:
+    """What the loader must know to divide a tensor over ranks; nothing where each has all of it."""
+    if rule.split is None:
+        return {}
+    is_row_parallel = rule.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    split: dict[str, Any] = {"cat_dim": 1 if is_row_parallel else 0}
+    if rule.rows == "gated":
+        split["param_n_sub_params"] = 2
+    if rule.rows == "vocabulary" and not keep_padding:
+        split["vocab_tensor"] = True
+    return split
+
+
+def _optimizer_state(updates: int) -> dict[str, Any]:
+    """The parameter groups, of matrices and of the rest, for ZeRO 1 and 2 and, one level deeper, for ZeRO 3.
+
+    They hold no learning rate or decay, so that the values of the program that loads them stay. The loader of ZeRO 3
+    gives all its groups the one counter in `state`, so it is a number as in DeepSpeed's own Adam, not a tensor that the
+    groups would count up together.
+    """
+    groups = [{"params": [], "step": updates} for _ in range(2)]
+    state = {0: {"step": updates}}
+    return {
+        "param_groups": groups,
+        "ds_version": DEEPSPEED_VERSION,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+    }
+
+
+def _model_state(request: OutputRequest) -> dict[str, Any]:
+    """What DeepSpeed's engine and the program around it read from `mp_rank_XX_model_states.pt`."""
+    model, record = request.model, request.checkpoint.record
+    progress, naming = record.progress, request.naming
+    sizes = {"original_vocab_size": model.vocab_size, "padded_vocab_size": model.padded_vocab_size}
+    arguments = stored_arguments(
+        model, request.run, progress, naming, tensor_ranks=request.tensor_ranks, stages=request.stages
+    )
+    return {
+        "module": None,
+        "optimizer": None,
+        "buffer_names": [],
+        "param_shapes": None,
+        "lr_scheduler": scheduler_state(request.run, progress, naming),
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": progress.skipped_steps,
+        "global_steps": progress.step,
+        "global_samples": progress.consumed_samples,
+        "dp_world_size": 1,
+        "mp_world_size": request.tensor_ranks,
+        "ds_version": DEEPSPEED_VERSION,
+        "args": namespace(arguments),
+        "checkpoint_version": 3.0,
+        "iteration": progress.step,
+        "tokens": progress.consumed_tokens,
+        "checkpoint_info": sizes,
+        "universal_checkpoint_info": {"universal_checkpoint_version": _FORMAT_VERSION, **sizes},
+    }

@@ -1,0 +1,251 @@
+"""Windows of a `.bin/.idx` pair to Parquet shards: each shard is written by one process, all are published together.
+
+The rows are divided before anything is written, so that the shards are the same for any number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron import log
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.parquet_windows import Windows, WindowWriter, is_shard_of, shard_name
+from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.files.failures import storage_error
+from megatron.files.replacing import publish_together, remove_leftovers, temporary_name, write_new
+from trident.corpus.featurize.window_cutting import (
+    Cutting,
+    Documents,
+    Numbers,
+    Tally,
+    cut,
+    documents_of,
+    regrouped,
+    tally,
+    window_counts,
+)
+from trident.corpus.workers.processes import (
+    death_of,
+    enter_worker,
+    failure_message,
+    raise_failure,
+    start_method,
+    start_process,
+    stop_processes,
+)
+
+_DOCUMENTS_AT_ONCE = 1 << 16
+
+
+class WindowPlan:
+    """All windows of a pair, known by their numbers before one is made.
+
+    Args:
+        chunk_ends: what an earlier plan of the same pair found; counted here if left out.
+    """
+
+    def __init__(self, dataset: IndexedDataset, cutting: Cutting, chunk_ends: Numbers | None = None) -> None:
+        self.dataset = dataset
+        self.cutting = cutting
+        self.tally = Tally()
+        if chunk_ends is None:
+            counts = []
+            for documents in self._chunks():
+                self.tally += tally(cutting, documents.lengths)
+                counts.append(int(window_counts(cutting, documents.lengths).sum()))
+            chunk_ends = np.cumsum(np.array(counts, dtype=np.int64))
+        self.chunk_ends = chunk_ends
+
+    @property
+    def rows(self) -> int:
+        """Windows in all."""
+        return int(self.chunk_ends[-1]) if len(self.chunk_ends) else 0
+
+    def windows(self, first: int, last: int) -> Iterator[tuple[Windows, Numbers]]:
+        """The windows [first, last) with their offsets, in pieces of `rows_at_once` except for the last.
+
+        Raises:
+            DataError: the pair is damaged, or it does not hold token ids.
+        """
+        yield from regrouped(self._pieces(first, last), self.cutting.rows_at_once)
+
+    def _pieces(self, first: int, last: int) -> Iterator[tuple[Windows, Numbers]]:
+        chunk = int(np.searchsorted(self.chunk_ends, first, side="right"))
+        for documents in self._chunks(chunk):
+            begin = int(self.chunk_ends[chunk - 1]) if chunk else 0
+            if begin >= last:
+                return
+            stop = min(last, int(self.chunk_ends[chunk])) - begin
+            yield from cut(self.cutting, documents, max(first - begin, 0), stop)
+            chunk += 1
+
+    def _chunks(self, number: int = 0) -> Iterator[Documents]:
+        """A bounded number of documents at once, from the chunk of this number on."""
+        data = self.dataset
+        for first in range(number * _DOCUMENTS_AT_ONCE, len(data.documents) - 1, _DOCUMENTS_AT_ONCE):
+            bounds = data.documents[first : first + _DOCUMENTS_AT_ONCE + 1].astype(np.int64)
+            begin = int(bounds[0])
+            ends = np.cumsum(np.concatenate([[0], data.lengths[begin : int(bounds[-1])].astype(np.int64)]))
+            lengths = np.diff(ends[bounds - begin])
+            read = partial(self._tokens, int(data.pointers[begin]) if len(ends) > 1 else 0)
+            yield documents_of(self.cutting.facts, lengths, read, data.prefix, first)
+
+    def _tokens(self, first_byte: int, start: int, stop: int) -> np.ndarray:
+        """The tokens [start, stop) from a byte offset on: the sequences of a pair follow each other without a gap."""
+        return self.dataset.tokens_at(first_byte + start * self.dataset.dtype.itemsize, stop - start)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One shard to write: its rows, its name, and the name it has until all are complete."""
+
+    first: int
+    last: int
+    path: Path
+    temporary: Path
+
+
+def write_shards(plan: WindowPlan, output_path: str, shards: int, workers: int) -> tuple[str, ...]:
+    """Writes all windows of a plan into shards of nearly equal size, which appear together under their names.
+
+    Shards of an earlier run of that name are replaced. An exception leaves nothing new behind.
+
+    Raises:
+        DataError: the pair is damaged.
+        StorageError: the file system refused.
+        WorkerError: a worker process died.
+    """
+    check_integers(plan.dataset)
+    prepare_folder(output_path)
+    bounds = [plan.rows * number // shards for number in range(shards + 1)]
+    work = []
+    for number in range(shards):
+        path = Path(shard_name(output_path, number, shards))
+        work.append(_Shard(bounds[number], bounds[number + 1], path, temporary_name(path)))
+    try:
+        workers = min(workers, shards)
+        if workers > 1:
+            _write_in_workers(plan, work, workers)
+        else:
+            for shard in work:
+                _write_shard(plan, shard)
+        publish(output_path, [(shard.temporary, shard.path) for shard in work])
+    finally:
+        for shard in work:
+            shard.temporary.unlink(missing_ok=True)
+    return tuple(str(shard.path) for shard in work)
+
+
+def check_integers(dataset: IndexedDataset) -> None:
+    """Checks that a pair holds integers.
+
+    Raises:
+        DataError: it does not.
+    """
+    if dataset.dtype.kind not in "iu":
+        raise DataError(f"{dataset.bin_path} holds {dataset.dtype.name}, and windows are made of token ids only.")
+
+
+def prepare_folder(output_path: str) -> None:
+    """Makes the folder of an output path and removes what killed runs left there.
+
+    Raises:
+        ConfigError: it ends like a folder.
+        StorageError: the file system refused.
+    """
+    path = Path(output_path)
+    if output_path.endswith(os.sep) or not path.name:
+        raise ConfigError(
+            f"--output-path {output_path} is a folder. Give the path of the shards without their numbers: "
+            f"{path / 'train'} gives {shard_name(str(path / 'train'), 0, 1)}."
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names = [name[1:].split(".tmp")[0].rsplit(".", 1)[0] for name in os.listdir(path.parent) if name[0] == "."]
+    except OSError as failure:
+        raise storage_error(path, failure) from failure
+    for name in sorted({name for name in names if is_shard_of(path.name, name) or name == path.name}):
+        for leftover in remove_leftovers(path.with_name(name)):
+            log.info(f"Removed {leftover}, which a killed run had left.")
+
+
+def publish(output_path: str, files: Sequence[tuple[Path, Path]]) -> None:
+    """Gives complete files their names as the shards of an output path; older shards of that path go first.
+
+    A crash in between leaves too few shards, never shards of two runs.
+
+    Raises:
+        StorageError: the file system refused; the older shards are as they were.
+    """
+    folder, named = Path(output_path).parent, {path for _, path in files}
+    try:
+        older = [path for path in folder.iterdir() if is_shard_of(Path(output_path).name, path.name)]
+    except OSError as failure:
+        raise storage_error(Path(output_path), failure) from failure
+    publish_together(files, [path for path in older if path not in named])
+
+
+def _write_shard(plan: WindowPlan, shard: _Shard) -> None:
+    def write(stream: BinaryIO) -> None:
+        with WindowWriter(stream, str(shard.path), plan.cutting.facts) as writer:
+            for windows, offsets in plan.windows(shard.first, shard.last):
+                writer.write(windows, offsets)
+
+    try:
+        write_new(shard.temporary, write)
+    except OSError as failure:
+        raise storage_error(shard.path, failure) from failure
+
+
+def _write_in_workers(plan: WindowPlan, shards: Sequence[_Shard], workers: int) -> None:
+    """Distributes the shards over processes and waits for all; the first failure ends the others."""
+    method = start_method()
+    running: dict[Connection, BaseProcess] = {}
+    processes: list[BaseProcess] = []
+    try:
+        for number in range(workers):
+            receiver, sender = multiprocessing.get_context(method).Pipe(duplex=False)
+            share = list(shards[number::workers])
+            start_process(
+                method, _work, (plan.dataset.prefix, plan.cutting, plan.chunk_ends, share, sender), processes.append
+            )
+            sender.close()
+            running[receiver] = processes[-1]
+        while running:
+            for receiver in [ready for ready in wait(list(running)) if isinstance(ready, Connection)]:
+                _take_answer(receiver, running.pop(receiver))
+    finally:
+        stop_processes(processes)
+
+
+def _take_answer(receiver: Connection, process: BaseProcess) -> None:
+    try:
+        answer = json.loads(receiver.recv_bytes())
+    except (EOFError, OSError) as failure:
+        title = f"the process {process.pid}, which wrote shards,"
+        raise death_of(title, process, workers_flag="--num-workers") from failure
+    raise_failure(answer)
+
+
+def _work(prefix: str, cutting: Cutting, chunk_ends: Numbers, shards: Sequence[_Shard], answers: Connection) -> None:
+    """The body of a process: writes its shards, then reports the outcome."""
+    enter_worker()
+    answer = {}
+    try:
+        plan = WindowPlan(IndexedDataset(prefix), cutting, chunk_ends)
+        for shard in shards:
+            _write_shard(plan, shard)
+    except MegatronError as failure:
+        answer = failure_message(failure)
+    answers.send_bytes(json.dumps(answer).encode())

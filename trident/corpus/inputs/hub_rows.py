@@ -1,0 +1,193 @@
+"""Rows of what the optional `datasets` library reads: datasets of the Hugging Face hub, their local copies, and files.
+
+The library keeps a dataset as Arrow tables in its cache, so that rows can be counted, drawn in any order and divided
+among ranks. Blocks carry them in Arrow's form, as blocks of Parquet files do.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.errors import ConfigError, DataError
+from trident.corpus.inputs.block import InputBlock
+from trident.corpus.inputs.compressed import COMPRESSIONS
+from trident.corpus.inputs.parquet import columns_of, packed
+
+_BATCH_ROWS = 1024
+_DEFAULT_SPLIT = "train"
+_JSON = dict.fromkeys((".jsonl", ".json", ".ndjson"), "json")
+_BUILDERS = {**_JSON, ".parquet": "parquet", ".txt": "text", ".csv": "csv", ".arrow": "arrow"}
+# What `save_to_disk` leaves in the folder of one split, and in the folder of several.
+_SAVED_SPLIT, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+Rows = range | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """A dataset, or one split of it.
+
+    Args:
+        title: how it was asked for.
+        table: the library's `Dataset`.
+    """
+
+    title: str
+    table: Any
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def blocks(self, keys: Sequence[str], rows: Rows, block_bytes: int) -> Iterator[InputBlock]:
+        """The columns of some rows, in the order given, as blocks.
+
+        Raises:
+            DataError: a column is missing, or the library cannot read the rows.
+        """
+        chosen = self.table.select_columns(columns_of(self.table.column_names, self.title, keys)).select(rows)
+        return row_blocks(chosen, self.title, block_bytes)
+
+
+def drawn_rows(total: int, count: int | None, seed: int | None) -> Rows:
+    """Numbers of the rows to take: the first `count` of all, after they were shuffled if there is a seed.
+
+    Source: bigscience Megatron-DeepSpeed `tools/preprocess_data_dist.py`, which shuffles with numpy's `default_rng`.
+    """
+    rows: Rows = range(total)
+    if seed is not None:
+        rows = np.arange(total, dtype=np.int64)
+        np.random.default_rng(seed).shuffle(rows)
+    return rows if count is None else rows[:count]
+
+
+def is_hub_name(value: str) -> bool:
+    """Whether a value of `--input` is neither here nor written like a file, a pattern or an address."""
+    is_like_a_file = Path(value).suffix.lower() in (*_BUILDERS, *COMPRESSIONS) or glob.has_magic(value)
+    return not (is_like_a_file or "://" in value or os.path.exists(value))
+
+
+def is_saved_data(path: str) -> bool:
+    """Whether a folder holds what the library's `save_to_disk` wrote."""
+    return any((Path(path) / name).is_file() for name in (_SAVED_SPLIT, _SAVED_SPLITS))
+
+
+def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
+    """Reads files of one kind, or one dataset: a folder, or a name of the hub, `name:configuration` where it has some.
+
+    Args:
+        split: a split or the library's expression for a part of one (`train[:10%]`); train if left out.
+
+    Raises:
+        ConfigError: the library is not installed, or the inputs are of several kinds.
+        DataError: the library cannot read them.
+    """
+    if len(inputs) > 1 and not all(map(os.path.isfile, inputs)):
+        raise ConfigError(f"--input {' '.join(inputs[:3])}: give files of one kind, or one dataset.")
+    library = datasets_library(f"--input {inputs[0]} (a name that is not a file, or --split, --count or --shuffle)")
+    wanted = split or _DEFAULT_SPLIT
+    title = f"{', '.join(inputs[:3])}{', ...' * (len(inputs) > 3)} ({wanted})"
+    try:
+        if is_saved_data(inputs[0]):
+            table = _saved(library, inputs[0], split)
+        elif all(map(os.path.isfile, inputs)):
+            table = library.load_dataset(_builder(inputs), data_files=list(inputs), split=wanted)
+        elif os.path.isdir(inputs[0]):
+            table = library.load_dataset(inputs[0], split=wanted)
+        else:
+            name, _, configuration = inputs[0].partition(":")
+            table = library.load_dataset(name, configuration or None, split=wanted)
+    except (ConfigError, DataError, KeyboardInterrupt):
+        raise
+    except Exception as failure:  # the library and its dependencies raise errors of every kind
+        raise DataError(
+            f"--input {' '.join(inputs[:3])} (--split {wanted}) cannot be read by the datasets library: "
+            f"{_first_line(failure)}. Give files, a folder, or the name of a dataset of the Hugging Face hub that can "
+            "be reached from here or was loaded before."
+        ) from failure
+    return HubRows(title, table)
+
+
+def _saved(library: Any, path: str, split: str | None) -> Any:
+    saved = library.load_from_disk(path)
+    if not isinstance(saved, dict):
+        if split is not None and saved.split is not None and str(saved.split) != split:
+            raise DataError(f"--input {path} is the split {saved.split}, not {split}. Leave --split out.")
+        return saved
+    wanted = split or _DEFAULT_SPLIT
+    if wanted not in saved:
+        raise DataError(f"--input {path} has no split {wanted!r} (--split); it has {', '.join(map(repr, saved))}.")
+    return saved[wanted]
+
+
+def _builder(files: Sequence[str]) -> str:
+    suffixes = set()
+    for file in files:
+        path = Path(file)
+        suffixes.add(Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSIONS else path.suffix.lower())
+    builders = {_BUILDERS.get(suffix) for suffix in suffixes}
+    builder = builders.pop() if len(builders) == 1 else None
+    if builder is None:
+        raise ConfigError(
+            f"--input names files that end in {', '.join(sorted(suffixes))}; to count, shuffle or split them, give "
+            f"files of one kind: {', '.join(_BUILDERS)}."
+        )
+    return builder
+
+
+def _first_line(failure: BaseException) -> str:
+    lines = str(failure).strip().splitlines()
+    return (lines[0][:300] if lines else type(failure).__name__).rstrip(".")
+
+
+def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[InputBlock]:
+    """All columns of the library's `Dataset`, in its order, as blocks.
+
+    Raises:
+        DataError: rows cannot be read.
+    """
+    start = 0
+    for data in packed(_tables(rows, source), block_bytes):
+        yield InputBlock(source, start, len(data), data, 0, "parquet")
+        start += len(data)
+
+
+def _tables(rows: Any, source: str) -> Iterator[Any]:
+    done = 0
+    batches = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+    while True:
+        try:
+            table = next(batches, None)
+        except Exception as failure:
+            raise DataError(
+                f"{source}: rows from {done} on cannot be read: {failure}. Load the dataset again."
+            ) from failure
+        if table is None:
+            return
+        yield table
+        done += len(table)
+
+
+def datasets_library(why: str) -> Any:
+    """The library itself.
+
+    Args:
+        why: begins the sentence that says it is missing.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as failure:
+        raise ConfigError(
+            f"{why} needs the datasets package: pip install datasets, or give files with --input."
+        ) from failure
+    return datasets

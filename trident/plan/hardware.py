@@ -1,0 +1,214 @@
+"""Devices and links: what they can do at most, and what of it was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.errors import ConfigError, printable
+from megatron.files.settings import read_json
+from megatron.observe.speed import peak_flops_per_second
+
+_GIGA = 1e9
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU.
+
+    Attributes:
+        name: as it is asked for.
+        memory_bytes: what a process can allocate.
+        peak: FLOP/s in bfloat16, by its data sheet.
+        product_share: share of the peak that large matrix products reach.
+        saturation: rows and columns at which a product reaches half of that share.
+        attention_share: share of the peak that fused attention reaches over the scores that a causal mask leaves, with
+            long samples and heads of many channels.
+        attention_saturation: tokens, and channels of a head, at which it reaches half of that share.
+        memory_bandwidth: bytes/s that a copy reads and writes.
+        traffic_share: share of that bandwidth that operations other than products reach.
+        host_seconds_per_layer: what the host takes to launch forward and backward of a block.
+        host_seconds_per_step: what it takes around the passes.
+        source: where these numbers come from.
+    """
+
+    name: str
+    memory_bytes: float
+    peak: float
+    product_share: float
+    saturation: float
+    attention_share: float
+    attention_saturation: tuple[float, float]
+    memory_bandwidth: float
+    traffic_share: float
+    host_seconds_per_layer: float
+    host_seconds_per_step: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Links:
+    """What connects devices.
+
+    Attributes:
+        within: bytes/s that a device sends to the others of its node.
+        between: bytes/s that it sends to other nodes.
+        latency: seconds of a message, whatever its size.
+        source: where these numbers come from.
+    """
+
+    name: str
+    within: float
+    between: float
+    latency: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices of a run."""
+
+    device: Device
+    links: Links
+    devices: int
+    devices_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return -(-self.devices // self.devices_per_node)
+
+    def bandwidth(self, size: int, stride: int) -> float:
+        """Bytes/s between neighbours on an axis of `size` ranks that are `stride` ranks apart."""
+        return self.links.within if size * stride <= self.devices_per_node else self.links.between
+
+
+def _peak(name: str) -> float:
+    return peak_flops_per_second(name, is_half_precision=True, given_teraflops=None) or 0.0
+
+
+def _device(name: str, words: str, gib: float, bandwidth: float, source: str) -> Device:
+    """A device whose shares are those of the H100, in lack of measurements."""
+    return Device(name, gib * _GIB, _peak(words), *_SHARES, bandwidth, *_TRAFFIC, source)
+
+
+# Fitted by `benchmarks/gpu/constants.py` to five training steps on one H100 (docs/scaling.md has them beside what the
+# model gives for them); where products and attention are half as fast, to six steps at commit 4f3e6bb8.
+_SHARES = (0.80, 160.0, 0.55, (1000.0, 22.0))
+_TRAFFIC = (0.585, 2.5e-3, 19.7e-3)
+_H100 = "NVIDIA H100 80GB HBM3, measured 2026-11-22 and 2026-11-23; peak by NVIDIA's data sheet"
+_SHEET = "NVIDIA's data sheet; shares of its peaks as measured on an H100"
+
+DEVICES: Mapping[str, Device] = types.MappingProxyType(
+    {
+        "h100": _device("h100", "H100", 79.2, 3000.1 * _GIGA, _H100),
+        "h200": _device("h200", "H200", 139.0, 4800 * _GIGA * 0.89, _SHEET),
+        "a100": _device("a100", "A100", 79.2, 2039 * _GIGA * 0.89, _SHEET),
+        "a100-40gb": _device("a100-40gb", "A100", 39.4, 1555 * _GIGA * 0.89, _SHEET),
+        "b200": _device("b200", "B200", 178.0, 8000 * _GIGA * 0.89, _SHEET),
+    }
+)
+# Bytes/s in one direction. A device has a network card of its own where nothing else is said.
+_WITHIN: Mapping[str, tuple[float, str]] = types.MappingProxyType(
+    {
+        "nvlink3": (300 * _GIGA, "NVLink of the A100, NVIDIA's page on NVLink: 600 GB/s both ways"),
+        "nvlink": (450 * _GIGA, "NVLink of the H100, NVIDIA's page on Hopper: 900 GB/s both ways"),
+        "nvlink5": (900 * _GIGA, "NVLink of the B200, DGX B200 User Guide: 14.4 TB/s both ways of 8"),
+        "pcie4": (32 * _GIGA, "PCI Express 4.0 x16: 64 GB/s both ways"),
+        "pcie5": (64 * _GIGA, "PCI Express 5.0 x16: 128 GB/s both ways"),
+    }
+)
+_BETWEEN: Mapping[str, tuple[float, str]] = types.MappingProxyType(
+    {
+        "ib200": (25 * _GIGA, "InfiniBand HDR, 200 Gb/s a device"),
+        "ib400": (50 * _GIGA, "InfiniBand NDR, 400 Gb/s a device"),
+        "ib800": (100 * _GIGA, "InfiniBand XDR, 800 Gb/s a device"),
+        "roce400": (50 * _GIGA, "Ethernet with RDMA, 400 Gb/s a device"),
+        "eth100": (12.5 * _GIGA / 8, "Ethernet, 100 Gb/s a node of 8 devices"),
+    }
+)
+_LATENCY = 10e-6
+DEFAULT_INTERCONNECT = "nvlink+ib400"
+# Of NVIDIA's systems with 8 of these devices, which have a network card for each. Source: DGX A100, 200 Gb/s: Narayanan
+# et al. 2021 (arXiv 2104.04473), section 5; DGX H100, H200 and B200, 400 Gb/s: NVIDIA, "DGX BasePOD", core components.
+_OWN_INTERCONNECT: Mapping[str, str] = types.MappingProxyType(
+    {"a100": "nvlink3+ib200", "a100-40gb": "nvlink3+ib200", "b200": "nvlink5+ib400"}
+)
+
+
+def device_of(name: str) -> Device:
+    """A device by its name, or by the file of its constants that `python -m benchmarks.gpu --constants` writes.
+
+    Raises:
+        ConfigError: there is none of this name, or the file has no constants of a device.
+    """
+    if name.endswith(".json"):
+        return _read_device(name)
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise ConfigError(
+            f"--device {name} is not known to the planner. Use one of {', '.join(DEVICES)}, or FILE.json."
+        )
+    return found
+
+
+def _read_device(path: str) -> Device:
+    """A device whose constants are in a file: a mapping of the attributes of `Device`."""
+    option = f"--device {path}"
+    read = read_json(path, option)
+    if not isinstance(read, Mapping):
+        raise ConfigError(f"{option} holds a {type(read).__name__}. It must hold a mapping of constants to values.")
+    values: dict[str, Any] = {}
+    names = [field.name for field in dataclasses.fields(Device)]
+    problems = [
+        f"{option}: {printable(name)} is not a constant of a device. Use {', '.join(names)}."
+        for name in read
+        if name not in names
+    ]
+    for field in dataclasses.fields(Device):
+        value: Any = read.get(field.name)
+        if field.name in ("name", "source"):
+            is_right, wanted = isinstance(value, str), "a text"
+        elif field.name == "attention_saturation":
+            is_right = isinstance(value, list) and len(value) == 2 and all(map(_is_positive, value))
+            value, wanted = tuple(value) if is_right else value, "two numbers above 0"
+        else:
+            is_share = field.name.endswith("_share")
+            is_right = _is_positive(value) and (not is_share or value <= 1)
+            wanted = "a number above 0" + " and at most 1" * is_share
+        values[field.name] = value
+        if not is_right:
+            shown = "missing" if field.name not in read else printable(value)
+            problems.append(f"{option}: {field.name} is {shown}. It must be {wanted}.")
+    if problems:
+        raise ConfigError(problems)
+    return Device(**values)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def links_of_device(name: str) -> Links:
+    """What connects the devices of this name where nothing else is said."""
+    return links_of(_OWN_INTERCONNECT.get(name.lower(), DEFAULT_INTERCONNECT))
+
+
+def links_of(name: str) -> Links:
+    """What a description such as `nvlink+ib400` stands for: within nodes, and between them.
+
+    Raises:
+        ConfigError: a part of it is unknown.
+    """
+    within, _, between = name.lower().partition("+")
+    if within not in _WITHIN or between not in _BETWEEN:
+        raise ConfigError(
+            f"--interconnect {name} is not known. Use one of {', '.join(_WITHIN)}, a plus sign, and one of "
+            f"{', '.join(_BETWEEN)}, such as {DEFAULT_INTERCONNECT}."
+        )
+    sources = f"{_WITHIN[within][1]}; {_BETWEEN[between][1]}"
+    return Links(name, _WITHIN[within][0], _BETWEEN[between][0], _LATENCY, sources)

@@ -1,0 +1,144 @@
+"""A plan as lines of text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from megatron.observe.quantities import duration, short_count
+from trident.plan.job import Job
+from trident.plan.layouts import Layout
+from trident.plan.search import LayoutEstimate, LayoutPlan, estimate, neighbours
+
+_GIB, _GB = 2**30, 1e9
+_HOUR = 3600.0
+_EVEN = 0.0005  # a share of tokens per second that is shown as 0.0 %
+
+
+def plan_lines(
+    plan: LayoutPlan,
+    problems: Callable[[Layout], Sequence[str]],
+    command: Sequence[str],
+    train_tokens: int | None,
+    price: float | None,
+) -> Iterator[str]:
+    """The table of layouts, and the first one in full.
+
+    Args:
+        problems: what the rules of flags say of a layout.
+        command: the words to which those of the layout are added.
+        train_tokens: the length of training; None to say nothing about it.
+        price: of a device and hour; None to say nothing about it.
+    """
+    yield title(plan.job)
+    if not plan.best:
+        yield from _nothing_fits(plan)
+        return
+    room = _gib(plan.job.cluster.device.memory_bytes)
+    yield f"{plan.considered:,} layouts looked at, {plan.fitting:,} fit into {room} GiB; first the simplest within 2 %"
+    yield from table_lines(plan.best)
+    yield ""
+    yield from detail_lines(plan.best[0], train_tokens, price)
+    yield ""
+    yield from neighbour_lines(plan.best[0], problems)
+    yield ""
+    yield shlex.join([*command, *plan.best[0].layout.words()])
+
+
+def title(job: Job) -> str:
+    """What is planned."""
+    cluster = job.cluster
+    return (
+        f"{short_count(job.parameters)} parameters, {job.global_batch:,} samples of {job.sequence_length:,} tokens a "
+        f"step ({short_count(job.tokens)} tokens), {cluster.devices:,} x {cluster.device.name} on {cluster.nodes:,} "
+        f"{'node' if cluster.nodes == 1 else 'nodes'}, {cluster.links.name}"
+    )
+
+
+def table_lines(estimates: Sequence[LayoutEstimate]) -> Iterator[str]:
+    """A line for each layout."""
+    yield f"{'tokens/s':>12} {'MFU':>6} {'step s':>8} {'GiB':>6} {'idle':>6}  layout"
+    for each in estimates:
+        yield (
+            f"{each.tokens_per_second:>12,.0f} {each.utilization:>6.1%} {each.time.seconds:>8.2f} "
+            f"{_gib(each.memory.total):>6} {each.time.idle:>6.1%}  {each.layout}"
+        )
+
+
+def detail_lines(chosen: LayoutEstimate, train_tokens: int | None, price: float | None) -> Iterator[str]:
+    """Memory, time and messages of a layout."""
+    yield f"{chosen.layout}:"
+    yield from memory_lines(chosen)
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in _largest(chosen.time.parts))
+    yield f"  seconds of a step: {chosen.time.seconds:.3g}: {parts}"
+    if chosen.time.sent:
+        sent = ", ".join(f"{axis} {count / _GB:.3g}" for axis, count in chosen.time.sent.items())
+        yield f"  GB that a rank sends in a step, by axis: {sent}"
+    if train_tokens:
+        seconds = train_tokens / chosen.tokens_per_second
+        hours = seconds / _HOUR * chosen.job.cluster.devices
+        cost = "" if price is None else f", {hours * price:,.0f} at {price:g} a device and hour"
+        yield f"  {train_tokens:,} tokens take {duration(seconds)}, {hours:,.0f} device hours{cost}"
+
+
+def memory_lines(chosen: LayoutEstimate) -> Iterator[str]:
+    """The memory of a rank by kind."""
+    kinds = ", ".join(f"{name} {_gib(count)}" for name, count in chosen.memory.by_kind().items() if count)
+    room = chosen.job.cluster.device.memory_bytes
+    yield f"  GiB on the fullest rank: {_gib(chosen.memory.total)} of {_gib(room)}: {kinds}"
+    if chosen.memory.host:
+        host = _gib(chosen.memory.host)
+        yield f"  GiB of the host's memory for each rank: {host}; the time of the updates there is not counted"
+
+
+def neighbour_lines(chosen: LayoutEstimate, problems: Callable[[Layout], Sequence[str]]) -> Iterator[str]:
+    """Why layouts that differ in one thing are not the first."""
+    yield "what else there is, each with one change:"
+    for name, layout in neighbours(chosen.job, chosen.layout):
+        refused = problems(layout)
+        if refused:
+            yield f"  {name}: refused: {refused[0]}"
+            continue
+        other = estimate(chosen.job, layout)
+        if not other.fits:
+            kind, count = _grown(chosen.memory.by_kind(), other.memory.by_kind())
+            yield f"  {name}: does not fit: {_gib(other.memory.total)} GiB, {kind} +{_gib(count)}"
+        else:
+            yield f"  {name}: {_change(chosen, other)}"
+
+
+def _change(chosen: LayoutEstimate, other: LayoutEstimate) -> str:
+    """The difference in speed and its reason: what takes longer, what takes less, or both where they come out even."""
+    change = other.tokens_per_second / chosen.tokens_per_second - 1
+    more = f"{(other.memory.total - chosen.memory.total) / _GIB:+.1f}"
+    is_even = abs(change) < _EVEN
+    memory = "as much memory" if more in ("+0.0", "-0.0") else f"{more} GiB"
+    reasons = [f"as fast, {memory}" if is_even else f"{change:+.1%} tokens/s"]
+    for sign, before, after in (("+", chosen, other), ("-", other, chosen)):
+        part, seconds = _grown(before.time.parts, after.time.parts)
+        if seconds > 1e-9 and (is_even or (sign == "-") == (change > 0)):
+            reasons.append(f"{part} {sign}{seconds:.3g} s")
+    return f"{reasons[0]}: {', '.join(reasons[1:])}" if reasons[1:] else reasons[0]
+
+
+def _nothing_fits(plan: LayoutPlan) -> Iterator[str]:
+    room = plan.job.cluster.device.memory_bytes
+    yield f"None of {plan.considered:,} layouts fits into {_gib(room)} GiB. Use more devices, or shorter samples."
+    if plan.smallest is not None:
+        yield f"The one that needs the least: {plan.smallest.layout}"
+        yield from memory_lines(plan.smallest)
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[str, float]:
+    """What has grown the most."""
+    names = {*before, *after}
+    name = max(sorted(names), key=lambda each: after.get(each, 0) - before.get(each, 0))
+    return name, after.get(name, 0) - before.get(name, 0)
+
+
+def _largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(((name, value) for name, value in parts.items() if value > 0), key=lambda item: -item[1])
+
+
+def _gib(count: float) -> str:
+    return f"{count / _GIB:.1f}"
