@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def build_split_datasets(request: DataRequest) -> tuple[SplitDatasets, DataPlan]
     current = resumed_plan(fresh, stored, consumed, may_change_blend=data.change_data_blend) if stored else fresh
     current = current.extended(request.samples, sources.map_rows)
     if request.samples[0] and current.train is None:
-        raise DataError(_no_training_data_text(data))
+        _refuse_no_training_data(data)
     wanted = [*([current.train] if request.samples[0] and current.train else []), *current.valid, *current.test]
     built = {id(group): _build_group(group, current, sources) for group in wanted if group.samples}
     datasets = SplitDatasets(
@@ -80,7 +80,7 @@ def epoch_samples(request: DataRequest) -> int:
     sequence_length = request.sequence_length
     train = _fresh_plan(DataSources(request)).train
     if train is None:
-        raise DataError(_no_training_data_text(request.data))
+        _refuse_no_training_data(request.data)
     counts = [source.pass_samples(sequence_length) for source in train.sources]
     if len(counts) > 1:
         raise ConfigError(
@@ -361,11 +361,11 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSour
     return GroupPlan(name, planned, (Phase(0, members, blended=blended),)) if planned else None
 
 
-def _no_training_data_text(data: DataConfig) -> str:
+def _refuse_no_training_data(data: DataConfig) -> NoReturn:
     if not (data.data_path or data.train_groups):
-        return "There is no training data. Name it with --data-path PREFIX."
+        raise DataError("There is no training data. Name it with --data-path PREFIX.")
     asked = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
-    return (
+    raise DataError(
         f"No tokens are left for training: {asked} gives the training range none. Use a larger share or a corpus "
         "with more documents."
     )

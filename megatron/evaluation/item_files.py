@@ -13,7 +13,6 @@ from typing import Any
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.errors import DataError, printable
-from megatron.files.formats import recognized
 from megatron.files.plain import open_plain
 from megatron.tokenizers.prompts import encode_document, inner_ids
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -175,5 +174,4 @@ def _decoded(content: bytes, place: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as failure:
-        advice = recognized(content) or "Convert it to UTF-8 with iconv"
-        raise DataError(f"{place} is not UTF-8 text: {failure.reason} at byte {failure.start}. {advice}.") from None
+        raise DataError(f"{place} is not UTF-8 text: {failure.reason} at byte {failure.start}.") from None

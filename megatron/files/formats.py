@@ -11,29 +11,22 @@ from megatron.files.plain import open_plain
 LOOKS_LIKE = "The file looks like "
 FIRST_BYTES = 512  # a tar archive says what it is at byte 257
 _FORMATS = (
-    (rb"\x1f\x8b", "a gzip file. Decompress it (gunzip), or let an input's name end in .gz"),
-    (
-        rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
-        "a zstd file. Decompress it (zstd -d), or let an input's name end in .zst",
-    ),
-    (rb"\xfd7zXZ\x00", "an xz file. Decompress it (xz -d), or let an input's name end in .xz"),
-    (rb"BZh[1-9]", "a bzip2 file. Decompress it (bunzip2), or let an input's name end in .bz2"),
+    (rb"\x1f\x8b", "a gzip file. Decompress it (gunzip), or call an input *.gz"),
+    (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "a zstd file. Decompress it (zstd -d), or call an input *.zst"),
+    (rb"\xfd7zXZ\x00", "an xz file. Decompress it (xz -d), or call an input *.xz"),
+    (rb"BZh[1-9]", "a bzip2 file. Decompress it (bunzip2), or call an input *.bz2"),
     (rb"\x04\x22\x4d\x18", "an lz4 file. Decompress it (lz4 -d)"),
     (rb"PK\x03\x04", "a zip archive. Extract it (unzip) and give the files in it"),
     (rb"(?s:.{257})ustar", "a tar archive. Extract it (tar -xf) and give the files in it"),
-    (rb"PAR1", "a Parquet file. Let an input's name end in .parquet"),
+    (rb"PAR1", "a Parquet file. Call an input *.parquet"),
     (rb"ARROW1|\xff{4}", "an Arrow file of the datasets library. Give it, or its folder, as hf://PATH"),
-    (rb"SQLite format 3\x00", "an SQLite database. Give it as sqlite:///PATH?table=NAME"),
-    (
-        rb"WARC/\d",
-        "a web archive (WARC or WET). Write the text of each record as a line of JSON (warcio reads records)",
-    ),
+    (rb"WARC/\d", "a web archive (WARC, WET). Write the text of each record as a line of JSON (warcio reads them)"),
     (rb"\xff\xfe|\xfe\xff", "text in UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"),
     (rb"version https://git-lfs", "a pointer of Git LFS, not the file itself. Fetch that with git lfs pull"),
     (rb"(?i)\s*<(?:!doctype|html)", "a page of a web site. Download the file itself"),
     (
-        rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n[A-Za-z0-9+/]+={0,2} \d+\r?\n",
-        "ranks of a tiktoken tokenizer. Give the same tokenizer as tokenizer.json, with --tokenizer-type HFTokenizer",
+        rb"[\w+/]+== \d+\r?\n",
+        "ranks of tiktoken. Give the tokenizer as tokenizer.json, with --tokenizer-type HFTokenizer",
     ),
 )
 _NO_JSON_LINES = (
@@ -41,7 +34,7 @@ _NO_JSON_LINES = (
     (rb"\s*\{[ \t]*\r?\n", "JSON whose objects take several lines. Write each on a line of its own: jq -c ."),
     (
         rb'"?\w+"?(?:[,;\t]"?\w+"?)+\r?\n',
-        "a table whose first line names its columns (csv). Give it as hf://PATH.csv, or write it as jsonl",
+        "a table with a header (csv). Give it as hf://PATH.csv, or write it as jsonl",
     ),
 )
 

@@ -17,15 +17,14 @@ from tests.convert.tiny_models import write_tokenizer as write_tiny_tokenizer
 from tests.helpers import sentencepiece_models
 from tests.helpers.vocabulary import write_vocabulary
 from trident.convert.hugging_face.model_tokenizer import (
+    added_tokens,
     adds_special_tokens,
     check_padding,
     check_same_ids,
     copy_tokenizer,
-    keep_end_ids,
+    keep_special_ids,
     name_special_tokens,
     special_ids,
-    special_tokens_from,
-    write_generation_config,
     write_tokenizer,
 )
 from trident.convert.hugging_face.registry import family_of
@@ -49,8 +48,9 @@ def test_all_files_of_a_tokenizer_are_copied(folders: tuple[Path, Path]) -> None
     assert choice == TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(target))
     assert {path.name for path in target.iterdir()} == {path.name for path in source.iterdir()} - {"README.md"}
     check_same_ids(target, build_tokenizer(choice))
-    write_generation_config(target, {"eos_token_id": 5})
-    assert json.loads((target / "generation_config.json").read_text()) == {"temperature": 0.6}, "the model's own stays"
+    keep_special_ids(target, {"eos_token_id": 5}, build_tokenizer(choice))
+    kept = {"eos_token_id": 5, "temperature": 0.6}
+    assert json.loads((target / "generation_config.json").read_text()) == kept, "the model's own stays"
 
 
 def test_a_class_is_named_where_only_the_model_named_it(folders: tuple[Path, Path]) -> None:
@@ -125,7 +125,9 @@ def test_tokens_declared_beside_the_tokenizer_are_compared_and_counted(folders: 
     size = END + 1
     check_same_ids(target, tokenizer)
     assert special_ids(target, tokenizer) == {"eos_token_id": END, "bos_token_id": size}
-    assert tokenizer.vocab_size == size + special_tokens_from(tokenizer, size) == size + 2
+    assert tokenizer.vocab_size == size + 2 and added_tokens(tokenizer) == {
+        "<|endoftext|>": END, "<b>": size, "<|im_start|>": size + 1,
+    }  # fmt: skip
     more = {**declared, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
     (target / "tokenizer_config.json").write_text(json.dumps(more))
     with pytest.raises(ConversionError, match=r"gives 'a<\|im_end\|>b <\|im_end\|>'\.\.\. the ids"):
@@ -135,8 +137,8 @@ def test_tokens_declared_beside_the_tokenizer_are_compared_and_counted(folders: 
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
-        (None, {"eos_token_id": [5, END], "bos_token_id": 3}),
-        ({"temperature": 0.6}, {"eos_token_id": [5, END], "bos_token_id": 3}),
+        (None, {"eos_token_id": [5, END], "bos_token_id": 3, "pad_token_id": 1}),
+        ({"temperature": 0.6, "eos_token_id": []}, {"eos_token_id": END, "bos_token_id": 3, "pad_token_id": 1}),
         ({"eos_token_id": [7, 8], "pad_token_id": 8}, {"eos_token_id": [7, 8], "bos_token_id": 3}),
         ({"eos_token_id": [7], "pad_token_id": 9}, {"eos_token_id": [7], "bos_token_id": 3, "pad_token_id": 9}),
     ],
@@ -148,13 +150,14 @@ def test_ids_that_end_texts_are_kept_from_an_import_to_an_export(
     if generation is not None:
         (source / "generation_config.json").write_text(json.dumps(generation))
     tokenizer = build_tokenizer(copy_tokenizer(source, target))
-    keep_end_ids(target, {"eos_token_id": [5, END], "bos_token_id": 3, "pad_token_id": 1, "vocab_size": 9}, tokenizer)
+    config = {"eos_token_id": [5, END], "bos_token_id": 3, "pad_token_id": 1, "vocab_size": 9}
+    keep_special_ids(target, config, tokenizer)
     assert special_ids(target, tokenizer) == expected
     written = json.loads((target / "generation_config.json").read_text())
     assert written.items() >= {"bos_token_id": 3, **(generation or {})}.items() and "vocab_size" not in written
-    before = (target / "generation_config.json").stat()
-    keep_end_ids(target, {"eos_token_id": [5, END + 1], "bos_token_id": None}, tokenizer)
-    assert (target / "generation_config.json").stat() == before, "no id beyond the vocabulary, and no other file"
+    (target / "generation_config.json").unlink()
+    keep_special_ids(target, {"eos_token_id": [5, END + 1], "bos_token_id": None, "pad_token_id": -1}, tokenizer)
+    assert special_ids(target, tokenizer) == {"eos_token_id": END}, "no id beyond the vocabulary"
 
 
 @pytest.mark.parametrize("content", ["[]", "null"])

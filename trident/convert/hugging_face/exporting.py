@@ -30,9 +30,9 @@ from trident.convert.hugging_face.model_tokenizer import (
     adds_special_tokens,
     check_padding,
     check_same_ids,
+    keep_special_ids,
     special_ids,
     write_chat_template,
-    write_generation_config,
     write_tokenizer,
 )
 from trident.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
@@ -127,7 +127,7 @@ def export_model(request: ExportRequest) -> Path:
         check_padding(family, ids)
         write_json(temporary / "config.json", {**config, **_surroundings(ids, TORCH_TYPES[widest])})
         if not model.bidirectional:
-            write_generation_config(temporary, ids)
+            keep_special_ids(temporary, ids, tokenizer)
         log.info(f"exporting {request.checkpoint} as {family.model_type}: {len(planned)} tensors")
 
         def values(tensor: PlannedTensor) -> Any:

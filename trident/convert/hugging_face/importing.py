@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron import log
 from megatron.checkpoint import write_snapshot
@@ -22,13 +21,13 @@ from megatron.tokenizers.tokenizer import TOKENIZER_FOLDER, TokenizerChoice, bui
 from trident.convert.hugging_face.digests import check_digests
 from trident.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
 from trident.convert.hugging_face.model_tokenizer import (
+    added_tokens,
     check_padding,
     check_same_ids,
     copy_tokenizer,
-    keep_end_ids,
+    keep_special_ids,
     name_special_tokens,
     special_ids,
-    special_tokens_from,
 )
 from trident.convert.hugging_face.mxfp4 import with_decoded_blocks
 from trident.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
@@ -90,7 +89,9 @@ def import_model(request: ModelImportRequest) -> Path:
     tensors = bind(family.tensors, network_shapes(model))
     check_weights(family, tensors, stored)
     with unfinished_folder(request.target) as temporary:
-        tokenizer = _copied_tokenizer(request, family, config, model, temporary) if request.has_tokenizer else None
+        tokenizer = _copied_tokenizer(request, family, model, temporary) if request.has_tokenizer else None
+        if tokenizer is not None and not model.bidirectional:
+            keep_special_ids(temporary / TOKENIZER_FOLDER, config, tokenizer)
         final = TokenizerChoice(
             "PretrainedFromHF", tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER)
         )
@@ -108,9 +109,7 @@ def import_model(request: ModelImportRequest) -> Path:
     return request.target
 
 
-def _copied_tokenizer(
-    request: ModelImportRequest, family: Family, config: Mapping[str, Any], model: ModelConfig, target: Path
-) -> Tokenizer:
+def _copied_tokenizer(request: ModelImportRequest, family: Family, model: ModelConfig, target: Path) -> Tokenizer:
     """Copies the tokenizer into the folder that is being made, and loads and checks it."""
     source, folder = request.tokenizer or request.source, target / TOKENIZER_FOLDER
     folder.mkdir()
@@ -120,8 +119,6 @@ def _copied_tokenizer(
     tokenizer = build_tokenizer(copied)
     _check_vocabulary(tokenizer, model.vocab_size, request)
     check_same_ids(folder, tokenizer)
-    if not model.bidirectional:
-        keep_end_ids(folder, config, tokenizer)
     check_padding(family, special_ids(folder, tokenizer))
     return tokenizer
 
@@ -162,11 +159,10 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int, request: ModelImportReque
     """A tokenizer may have more tokens than the model only where these were added for other models (Gemma 3's image
     token).
     """
-    tokens = tokenizer.vocab_size
-    if tokens > rows + special_tokens_from(tokenizer, rows):
+    if not set(range(rows, tokenizer.vocab_size)) <= set(added_tokens(tokenizer).values()):
         raise ConversionError(
-            f"the tokenizer in {request.tokenizer or request.source} has {tokens} tokens, and the model has rows for "
-            f"{rows} (vocab_size). Name the tokenizer that the model was trained with (--tokenizer-name-or-path)."
+            f"the tokenizer in {request.tokenizer or request.source} has {tokenizer.vocab_size} tokens, and the model "
+            f"has rows for {rows} (vocab_size). Name the tokenizer that it was trained with (--tokenizer-name-or-path)."
         )
 
 

@@ -18,10 +18,10 @@ from megatron.tokenizers.chat import ASSISTANT, USER, ChatTemplate
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 from trident.convert.hugging_face.proof_batches import REAL_TEXTS
 from trident.convert.hugging_face.reference import (
+    SPECIAL_IDS,
     conversation_ids,
+    declared_tokens,
     fast_tokenizer_description,
-    named_token_ids,
-    their_added_tokens,
     tokenizer_ids,
     tokenizer_settings,
 )
@@ -54,7 +54,6 @@ _WORDPIECE_NAMES: Mapping[str, str] = types.MappingProxyType(
         "mask_token": "[MASK]",
     }
 )
-_ENDS = ("bos_token_id", "eos_token_id")
 _AROUND = ("cls_token", "sep_token")
 _LONGEST_TEXT = 10**30  # what transformers writes where a tokenizer has no limit
 
@@ -229,46 +228,39 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     The settings of generation come before the tokenizer: texts of a model may end with several tokens, a list. A
     padding token that also begins or ends texts is left out: transformers gives its embedding no gradient.
     """
-    ids = _within_vocabulary(named_token_ids(folder), tokenizer)
+    ids = _within_vocabulary(declared_tokens(folder)[0], tokenizer)
     if (folder / GENERATION_CONFIG).exists():
         given = read_json_file(folder / GENERATION_CONFIG, "the settings of generation")
-        ids = {**_within_vocabulary(given, tokenizer), **ids, **_within_vocabulary(given, tokenizer, _ENDS)}
+        ids |= _within_vocabulary(given, tokenizer)
     if "eos_token_id" not in ids:
         with contextlib.suppress(ConfigError):  # it may have none
             ids["eos_token_id"] = tokenizer.eod_id
-    if any(ids.get("pad_token_id") in _numbers(ids.get(name)) for name in _ENDS):
+    if ids.get("pad_token_id") in _numbers(ids.get("bos_token_id")) + _numbers(ids.get("eos_token_id")):
         ids.pop("pad_token_id", None)
     return ids
 
 
-def keep_end_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Puts the ids that begin and end texts from a model's `config.json` into the settings of generation, if absent.
+def keep_special_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Puts the special ids of a model's `config.json` into `generation_config.json`, where that names none.
 
     Raises:
         StorageError: these cannot be written.
     """
     path = folder / GENERATION_CONFIG
     given = read_json_file(path, "the settings of generation") if path.exists() else {"_from_model_config": True}
-    kept = {**_within_vocabulary(config, tokenizer, _ENDS), **given}
-    if kept != given:
-        path.unlink(missing_ok=True)
-        write_json(path, kept)
+    path.unlink(missing_ok=True)
+    write_json(path, {**_within_vocabulary(config, tokenizer), **given})
 
 
-def _within_vocabulary(
-    content: Mapping[str, Any], tokenizer: Tokenizer, names: tuple[str, ...] = (*_ENDS, "pad_token_id")
-) -> dict[str, Any]:
-    """The ids, or lists of ids, of some names, where all of them are tokens."""
-    numbers = {name: _numbers(content.get(name)) for name in names}
-    return {
-        name: content[name]
-        for name, ids in numbers.items()
-        if ids and all(isinstance(number, int) and 0 <= number < tokenizer.vocab_size for number in ids)
-    }
+def _within_vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The special ids, each a number or a list, that are all tokens."""
+    tokens = range(tokenizer.vocab_size)
+    given = {name: content[name] for name in SPECIAL_IDS if content.get(name) not in (None, [])}
+    return {name: value for name, value in given.items() if all(number in tokens for number in _numbers(value))}
 
 
 def _numbers(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def check_padding(family: Family, ids: Mapping[str, Any]) -> None:
@@ -289,29 +281,10 @@ def check_padding(family: Family, ids: Mapping[str, Any]) -> None:
         )
 
 
-def special_tokens_from(tokenizer: Tokenizer, first: int) -> int:
-    """How many of a tokenizer's ids from `first` on, without a gap, are tokens that were added to its vocabulary."""
-    added = set(_added_tokens(tokenizer).values())
-    count = 0
-    while first + count in added:
-        count += 1
-    return count
-
-
-def _added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The added tokens that ours finds in texts, with their ids; the trainer's own kinds find none."""
     entries = json.loads(tokenizer.description or "{}").get("added_tokens") or []
     return {entry["content"]: entry["id"] for entry in entries}
-
-
-def write_generation_config(folder: Path, ids: Mapping[str, Any]) -> None:
-    """Writes `generation_config.json` where the model came with none.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    if not (folder / GENERATION_CONFIG).exists():
-        write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
 
 
 def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False) -> None:
@@ -324,8 +297,8 @@ def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False)
         ConversionError: it gives others, or cannot load it.
     """
     texts = [*REAL_TEXTS, "".join(REAL_TEXTS)]
-    if added := _added_tokens(tokenizer):
-        texts += [f"a{token}b {token}" for token in dict.fromkeys([*added, *their_added_tokens(folder)])]
+    if added := added_tokens(tokenizer):
+        texts += [f"a{token}b {token}" for token in dict.fromkeys([*added, *declared_tokens(folder)[1]])]
     for text, theirs in zip(texts, tokenizer_ids(folder, texts, is_bare=is_bare), strict=True):
         ours = tokenizer.encode(text)
         if ours != theirs:

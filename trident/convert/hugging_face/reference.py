@@ -22,6 +22,7 @@ from megatron.host_memory import available_memory_bytes
 from trident.convert.hugging_face.proof_batches import ProofBatch, token_gradients
 
 CAUSAL = "AutoModelForCausalLM"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GRADIENT_COPIES = 4  # of an embedding, in bytes: its gradient, as input and as head, their sum, and activations
 
 
@@ -178,25 +179,14 @@ def tokenizer_ids(folder: Path, texts: Sequence[str], *, is_bare: bool = False) 
         return [list(map(int, ids)) for ids in encoded]
 
 
-def their_added_tokens(folder: Path) -> list[str]:
-    """The tokens that `AutoTokenizer` has beside the vocabulary of its model.
+def declared_tokens(folder: Path) -> tuple[dict[str, int | None], list[str]]:
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` of `AutoTokenizer`, and all tokens added to its vocabulary.
 
     Raises:
         ConversionError: it cannot load the tokenizer.
     """
     with _loaded_tokenizer(folder) as tokenizer:
-        return list(tokenizer.get_added_vocab())
-
-
-def named_token_ids(folder: Path) -> dict[str, int]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` of `AutoTokenizer`, those that it has.
-
-    Raises:
-        ConversionError: it cannot load the tokenizer.
-    """
-    with _loaded_tokenizer(folder) as tokenizer:
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        return {name: int(number) for name, number in ids.items() if number is not None}
+        return {name: getattr(tokenizer, name) for name in SPECIAL_IDS}, list(tokenizer.get_added_vocab())
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class _Writer:
             self._write_block(result, duplicates, path, line)
             line += result.lines
             self.report.text_bytes += block.size
-            self.progress.advance(result.lines, block.size, block.input_bytes)
+            self.progress.advance(len(result.passed) + len(result.dropped), block.size, block.input_bytes)
 
     def _write_block(self, result: CleanedBlock, duplicates: DuplicateFilter, path: str, line: int) -> None:
         report = self.report

@@ -115,10 +115,9 @@ def parse_block(
         parsed = _parse_text(data, keys, is_first, skip_bad, separator, hold_long, shows_all)
     else:
         parsed = parse_lines(data, keys, is_first, skip_bad, hold_long, shows_all)
-    if is_first and parsed.bad and parsed.bad[0].line == 0:
-        format_words = recognized(data[:FIRST_BYTES], as_lines=not is_text)
-        reason = ". ".join(filter(None, (parsed.bad[0].reason, format_words)))
-        parsed.bad[0] = replace(parsed.bad[0], reason=reason)
+    words = recognized(data[:FIRST_BYTES], as_lines=not is_text) if is_first and parsed.bad else ""
+    if words and parsed.bad[0].line == 0:
+        parsed.bad[0] = replace(parsed.bad[0], reason=f"{parsed.bad[0].reason}. {words}")
     return parsed
 
 

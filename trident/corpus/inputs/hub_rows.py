@@ -23,15 +23,8 @@ from trident.corpus.inputs.parquet import columns_of, packed
 
 _BATCH_ROWS = 1024
 _DEFAULT_SPLIT = "train"
-_BUILDERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".csv": "csv",
-    ".arrow": "arrow",
-}
+_JSON = dict.fromkeys((".jsonl", ".json", ".ndjson"), "json")
+_BUILDERS = {**_JSON, ".parquet": "parquet", ".txt": "text", ".csv": "csv", ".arrow": "arrow"}
 # What `save_to_disk` leaves in the folder of one split, and in the folder of several.
 _SAVED_SPLIT, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 

@@ -148,10 +148,8 @@ def _open(path: str) -> Any:
         check_plain(path)
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as failure:
-        reasons = (str(failure).rstrip("."), recognized_file(path))
-        raise DataError(
-            f"{path} is not a Parquet file that can be read: {'. '.join(filter(None, reasons))}."
-        ) from failure
+        words = f"{path} is not a Parquet file that can be read: {str(failure).rstrip('.')}. {recognized_file(path)}"
+        raise DataError(words.rstrip(". ") + ".") from failure
 
 
 def _check_counts(metadata: Any, path: str) -> None:

@@ -152,7 +152,7 @@ def _write(
         line += result.lines
         good += result.documents
         text_bytes += block.size
-        progress.advance(result.lines, block.size, block.input_bytes)
+        progress.advance(result.documents + result.bad_count, block.size, block.input_bytes)
     documents = sum(writer.document_count for writer in writers)
     empty = tuple(good - writer.document_count for writer in writers)
     tokens = tuple(writer.tokens for writer in writers)

@@ -123,7 +123,7 @@ def _import_one(
         writer.append(parsed.texts[0], parsed.texts[1] if len(parsed.texts) > 1 else None)
         lines += parsed.lines
         added += len(parsed.texts[0])
-        progress.advance(parsed.lines, block.size, block.input_bytes)
+        progress.advance(len(parsed.texts[0]) + parsed.bad_count, block.size, block.input_bytes)
     if fingerprint is None:
         fingerprint = running.hexdigest()
         if _known(writer, fingerprint, options) is not None:

@@ -71,7 +71,7 @@ def texts_of(
                     taken += 1
                     yield text
         if progress is not None:
-            progress.advance(parsed.lines, block.size, block.input_bytes)
+            progress.advance(len(parsed.texts[0]) + parsed.bad_count, block.size, block.input_bytes)
 
 
 def drawn_texts(texts: Iterable[str], count: int, seed: int) -> list[str]:
