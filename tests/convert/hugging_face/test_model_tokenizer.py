@@ -238,3 +238,22 @@ def test_a_copy_that_fails_is_named(folders: tuple[Path, Path]) -> None:
     (target / "tokenizer.json").mkdir()
     with pytest.raises(StorageError, match="cannot write .*target/tokenizer.json"):
         copy_tokenizer(source, target)
+
+
+def test_a_link_out_of_the_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model from elsewhere could have a private file published with what is made of it; the hub's cache has links."""
+    private = tmp_path / "private"
+    private.write_text("mine")
+    for folder, links in (("cached", {"tokenizer.json": tmp_path / "blobs" / "1f"}), ("odd", {"merges.txt": private})):
+        source = tmp_path / folder
+        source.mkdir()
+        (tmp_path / "blobs").mkdir(exist_ok=True)
+        (tmp_path / "blobs" / "1f").write_text("{}")
+        (source / "tokenizer.json").write_text("{}")
+        for name, target in links.items():
+            (source / name).unlink(missing_ok=True)
+            (source / name).symlink_to(target)
+        (tmp_path / f"{folder}-copy").mkdir()
+        copy_tokenizer(source, tmp_path / f"{folder}-copy")
+    warned = capsys.readouterr().err
+    assert f"odd/merges.txt is a link to {private}, whose content is copied into" in warned and "cached" not in warned

@@ -340,6 +340,9 @@ def _special_token(number: int, text: str) -> dict[str, Any]:
 def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if (source / name).is_file():
+            real = (source / name).resolve()
+            if real.parent != source.resolve() and real.parent.name != "blobs":  # where the hub's cache has its files
+                log.warning(f"{source / name} is a link to {real}, whose content is copied into {target}.")
             try:
                 shutil.copyfile(source / name, target / name)
             except OSError as failure:
