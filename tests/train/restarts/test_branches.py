@@ -166,6 +166,7 @@ def test_a_run_for_which_there_was_nothing_to_load_continues_where_it_saves(
     plain = started(tmp_path / "b", load=str(tmp_path / "b"))
     assert plain.saved is not None and plain.identity == first.identity
     assert started(tmp_path / "b", from_scratch=True).identity != first.identity
+    assert not started(tmp_path / "c", finetune=True).identity.forked_from, "no folder is named that could hold one"
 
 
 def test_a_run_without_a_folder_does_not_begin_anew_while_its_copies_cannot_be_asked(
