@@ -100,8 +100,11 @@ def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
         config = _resuming_itself(config)
         saved = find_saved_run(config, mesh, secondary)
     identity = identity or run_on_first(mesh, lambda: _identity(config, saved).to_json())
-    if saved is None and config.loading.load is not None and not config.loading.from_scratch and mesh.world.rank == 0:
-        _say_what_is_missing(config, Path(config.loading.load).absolute())
+    load = config.loading.load
+    if saved is None and load is not None and not config.loading.from_scratch and mesh.world.rank == 0:
+        _say_what_is_missing(config, Path(load).absolute())
+    if saved is not None and saved.found.path.parent == secondary and mesh.world.rank == 0:
+        log.warning(f"continuing from the copy {saved.found.path}: --load {load} holds {_NO_NEWER}")
     settled = RunIdentity.from_json(identity) or RunIdentity()
     if secondary is not None and not config.evaluation.eval_only:
         settles = Nodes.of(mesh).is_first if config.saving.save_secondary_per_node else mesh.control.rank == 0
@@ -146,8 +149,6 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
     else:
         newest = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
     if newest is not None:
-        if newest.path.parent == secondary and mesh.world.rank == 0:
-            log.warning(f"continuing from the copy {newest.path}: --load {loading.load} holds {_NO_NEWER}")
         return SavedRun(Record.from_json(newest.record, newest.path), newest, folder_run_id, secondary)
     for flag, is_set in (("--eval-only", config.evaluation.eval_only), ("--finetune", loading.finetune)):
         if is_set:
@@ -413,7 +414,8 @@ def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
     save = config.saving.save
     if save is None or config.evaluation.eval_only or is_same_folder(save, config.loading.load):
         return False
-    later = [each for each in checkpoints_in(Path(save)) if each.step > saved.record.progress.step]
+    step = saved.record.progress.step - (saved.found.path.parent == saved.secondary)  # not a copy of what is there
+    later = [each for each in checkpoints_in(Path(save)) if each.step > step]
     held = identity_of(Path(save)) if later else None
     is_same = held is not None and held.run_id == saved.record.run_id
     if is_same and _names_one(config, saved):

@@ -159,6 +159,10 @@ def test_a_run_for_which_there_was_nothing_to_load_continues_where_it_saves(
     told = capsys.readouterr().err
     assert f"continues from --save {tmp_path / 'b'}, not from --load {tmp_path / 'empty'}" in told
     assert "does not exist" not in told
+    copies = saved(tmp_path / "copies", 5, run_id=first.identity.run_id, forked_from=first.identity.forked_from)
+    again = started(tmp_path / "b", **flags, save_secondary=str(copies))
+    assert again.saved is not None and again.saved.found.path.parent == tmp_path / "b", "not a copy of what is there"
+    assert "continuing from the copy" not in capsys.readouterr().err
     with pytest.raises(
         CheckpointError, match=r"b holds checkpoints already \(newest: iteration 5\) and --load .* none"
     ):
