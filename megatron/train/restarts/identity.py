@@ -179,11 +179,7 @@ def holds_checkpoint_of(run_id: str, candidates: Sequence[Candidate]) -> bool:
 
 
 def reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
-    """Refuses to begin at iteration 0 in a folder that holds checkpoints.
-
-    Raises:
-        CheckpointError: it does, or something like another program's.
-    """
+    """Raises CheckpointError if a folder in which a run is to begin at iteration 0 holds checkpoints."""
     candidates = find(Path(directory))
     if candidates:
         raise CheckpointError(

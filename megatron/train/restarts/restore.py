@@ -95,19 +95,16 @@ def find_start(config: RunConfig, mesh: ParallelMesh) -> Start:
     saved = find_saved_run(config, mesh, None if config.loading.finetune else secondary)
     base = saved
     # One rank resolves the paths for all: where a link leads may differ between nodes, and collectives follow.
-    if run_on_first(mesh, lambda: _is_own_branch(config, base)):
-        own = run_on_first(mesh, lambda: _own_branch(config, base, secondary))
-        if own["continues"]:
-            config = _resuming_itself(config)
-            saved = find_saved_run(config, mesh, secondary)
-        identity = own["identity"]
-    else:
-        if saved is not None and run_on_first(mesh, lambda saved=saved: _has_gone_on(config, saved)):  # type: ignore[misc]
-            config = _resuming_itself(config)
-            saved = find_saved_run(config, mesh, secondary)
-        identity = run_on_first(mesh, lambda: _identity(config, saved).to_json())
-    if saved is None and config.loading.load is not None and not config.loading.from_scratch and mesh.world.rank == 0:
-        _say_what_is_missing(config, Path(config.loading.load).absolute())
+    identity, continues = run_on_first(mesh, lambda: _own_branch(config, base, secondary))
+    if continues:
+        config = _resuming_itself(config)
+        saved = find_saved_run(config, mesh, secondary)
+    identity = identity or run_on_first(mesh, lambda: _identity(config, saved).to_json())
+    load = config.loading.load
+    if saved is None and load is not None and not config.loading.from_scratch and mesh.world.rank == 0:
+        _say_what_is_missing(config, Path(load).absolute())
+    if saved is not None and saved.found.path.parent == secondary and mesh.world.rank == 0:
+        log.warning(f"continuing from the copy {saved.found.path}: --load {load} holds {_NO_NEWER}")
     settled = RunIdentity.from_json(identity) or RunIdentity()
     if secondary is not None and not config.evaluation.eval_only:
         settles = Nodes.of(mesh).is_first if config.saving.save_secondary_per_node else mesh.control.rank == 0
@@ -152,8 +149,6 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
     else:
         newest = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
     if newest is not None:
-        if newest.path.parent == secondary and mesh.world.rank == 0:
-            log.warning(f"continuing from the copy {newest.path}: --load {loading.load} holds {_NO_NEWER}")
         return SavedRun(Record.from_json(newest.record, newest.path), newest, folder_run_id, secondary)
     for flag, is_set in (("--eval-only", config.evaluation.eval_only), ("--finetune", loading.finetune)):
         if is_set:
@@ -189,23 +184,20 @@ def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: Paral
 
 def _say_what_is_missing(config: RunConfig, folder: Path) -> None:
     """Logs that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
-    loading, saving = config.loading, config.saving
-    if loading.load is not None and is_address(loading.load):
-        log.warning(
-            f"--load {loading.load} holds no checkpoint. The run starts at iteration 0. If it was to continue from "
-            "one, stop it and correct the address; --exit-on-missing-checkpoint makes this an error."
-        )
-        return
+    load, save = str(config.loading.load), config.saving.save
     is_upstreams = config.report.log_style == UPSTREAMS_STYLE  # then scripts look for upstream's words
-    upstream = f" (Unable to find latest file at {folder / 'latest'})" if is_upstreams else ""
-    if saving.save is not None and Path(saving.save).absolute() == folder:
-        log.info(f"no checkpoint in {loading.load} yet: starting at iteration 0{upstream}")
+    upstream = f" (Unable to find latest file at {folder / 'latest'})" if is_upstreams and not is_address(load) else ""
+    if save is not None and Path(save).absolute() == folder:
+        log.info(f"no checkpoint in {load} yet: starting at iteration 0{upstream}")
         return
     there = next((parent for parent in folder.parents if parent.is_dir()), folder.parent)
     state = "exists but holds no checkpoint" if folder.is_dir() else f"does not exist; the nearest that does is {there}"
+    state, place = f": the folder {folder} {state}", "path"
+    if is_address(load):
+        state, place = " holds no checkpoint", "address"
     log.warning(
-        f"--load {loading.load}: the folder {folder} {state}. The run starts at iteration 0{upstream}. If it was to "
-        "continue from a checkpoint, stop it and correct the path; --exit-on-missing-checkpoint makes this an error."
+        f"--load {load}{state}. The run starts at iteration 0{upstream}. If it was to continue from a checkpoint, stop "
+        f"it and correct the {place}; --exit-on-missing-checkpoint makes this an error."
     )
 
 
@@ -403,7 +395,7 @@ def _is_own_branch(config: RunConfig, base: SavedRun | None) -> bool:
     checkpoint and saves elsewhere; or one that begins at iteration 0 while --save may hold checkpoints.
     """
     loading, save = config.loading, config.saving.save
-    if loading.finetune or loading.from_scratch:
+    if loading.from_scratch or (loading.finetune and base is not None):
         return True
     if save is None or config.evaluation.eval_only or loading.load is None:
         return False
@@ -422,7 +414,8 @@ def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
     save = config.saving.save
     if save is None or config.evaluation.eval_only or is_same_folder(save, config.loading.load):
         return False
-    later = [each for each in checkpoints_in(Path(save)) if each.step > saved.record.progress.step]
+    step = saved.record.progress.step - (saved.found.path.parent == saved.secondary)  # not a copy of what is there
+    later = [each for each in checkpoints_in(Path(save)) if each.step > step]
     held = identity_of(Path(save)) if later else None
     is_same = held is not None and held.run_id == saved.record.run_id
     if is_same and _names_one(config, saved):
@@ -434,25 +427,26 @@ def _has_gone_on(config: RunConfig, saved: SavedRun) -> bool:
     return is_same
 
 
-def _own_branch(config: RunConfig, base: SavedRun | None, secondary: Path | None) -> dict[str, Any]:
-    """The identity of a fine-tuning or fork of `base`, or of nothing, and whether --save or else --save-secondary holds
-    its own progress, as JSON.
+def _own_branch(config: RunConfig, base: SavedRun | None, secondary: Path | None) -> tuple[dict[str, Any] | None, bool]:
+    """The identity, as JSON, of a run that is a branch of its own (see `_is_own_branch`), else None; and whether the
+    run continues from --save, or else --save-secondary, because it has saved before.
 
     Raises:
         CheckpointError: --save is the folder of the base, or holds checkpoints of something else.
     """
     loading, saving = config.loading, config.saving
+    if not _is_own_branch(config, base):
+        return None, base is not None and _has_gone_on(config, base)
     if base is None:
         taken = nothing("--from-scratch" if loading.from_scratch else f"--load {loading.load}")
     else:
         taken = base_of(base.record, base.found.manifest or read_manifest(base.found.path))
-    earlier = {} if base is None else base.record.finetuned_from
+    earlier = None if base is None else base.record.finetuned_from
     new = RunIdentity.new(taken) if loading.finetune else RunIdentity.new(earlier, taken)
     if saving.save is None or config.evaluation.eval_only:
-        return {"identity": new.to_json(), "continues": False}
+        return new.to_json(), False
     save = Path(saving.save)
-    places = () if base is None else (str(loading.load), base.found.path.parent)
-    if any(is_same_folder(save, place) for place in places):
+    if base is not None and any(is_same_folder(save, place) for place in (loading.load, base.found.path.parent)):
         raise CheckpointError(
             f"--finetune with --load {loading.load} and --save {save}: the steps of the fine-tuning would be mixed "
             "with the steps of the run it begins with. Give --save another folder; to continue the run itself, drop "
@@ -479,9 +473,9 @@ def _own_branch(config: RunConfig, base: SavedRun | None, secondary: Path | None
         if is_own(copied):
             candidates, held = checkpoints_in(secondary), copied
     if held is None or not is_own(held):
-        return {"identity": new.to_json(), "continues": False}
+        return new.to_json(), False
     # What a run that began from scratch found in its folder is not its own.
-    return {"identity": held.to_json(), "continues": holds_checkpoint_of(held.run_id, candidates)}
+    return held.to_json(), holds_checkpoint_of(held.run_id, candidates)
 
 
 def _resuming_itself(config: RunConfig) -> RunConfig:

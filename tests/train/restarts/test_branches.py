@@ -159,6 +159,10 @@ def test_a_run_for_which_there_was_nothing_to_load_continues_where_it_saves(
     told = capsys.readouterr().err
     assert f"continues from --save {tmp_path / 'b'}, not from --load {tmp_path / 'empty'}" in told
     assert "does not exist" not in told
+    copies = saved(tmp_path / "copies", 5, run_id=first.identity.run_id, forked_from=first.identity.forked_from)
+    again = started(tmp_path / "b", **flags, save_secondary=str(copies))
+    assert again.saved is not None and again.saved.found.path.parent == tmp_path / "b", "not a copy of what is there"
+    assert "continuing from the copy" not in capsys.readouterr().err
     with pytest.raises(
         CheckpointError, match=r"b holds checkpoints already \(newest: iteration 5\) and --load .* none"
     ):
@@ -166,6 +170,7 @@ def test_a_run_for_which_there_was_nothing_to_load_continues_where_it_saves(
     plain = started(tmp_path / "b", load=str(tmp_path / "b"))
     assert plain.saved is not None and plain.identity == first.identity
     assert started(tmp_path / "b", from_scratch=True).identity != first.identity
+    assert not started(tmp_path / "c", finetune=True).identity.forked_from, "no folder is named that could hold one"
 
 
 def test_a_run_without_a_folder_does_not_begin_anew_while_its_copies_cannot_be_asked(
