@@ -18,7 +18,7 @@ from megatron.config import Machine, ReportConfig, RunConfig, RunRequest, Tokeni
 from megatron.config.objective.loss import MASKED
 from megatron.config.objective.masking import SENTENCES
 from megatron.data.build import token_file_prefixes
-from megatron.data.datasets.masked.vocabulary import role_ids
+from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.errors import PeerLostError
 from megatron.observe.report import check_packages
@@ -85,7 +85,7 @@ def open_environment(request: RunRequest, signals: StopSignals | None = None) ->
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
     if config.loss.objective == MASKED:
-        role_ids(tokenizer, needs_all=config.masking.masked_samples == SENTENCES)
+        MaskedVocabulary.of(tokenizer, needs_all=config.masking.masked_samples == SENTENCES)
     check_patterns(config.finetuning, config.model)
     history = RestartHistory()
     with contextlib.ExitStack() as closing, _explaining_failures(history):

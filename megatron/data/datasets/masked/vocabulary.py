@@ -43,8 +43,21 @@ class MaskedVocabulary:
 
     @staticmethod
     def of(tokenizer: Tokenizer, *, needs_all: bool) -> MaskedVocabulary:
-        """Asks a tokenizer; arguments and errors as of `role_ids`."""
-        ids, eod_id = role_ids(tokenizer, needs_all=needs_all), _end_of_document(tokenizer)
+        """Asks a tokenizer.
+
+        Args:
+            needs_all: whether every role must have a token of its own, as sentence pairs need it; else the token that
+                ends a document stands in for all but the mask token.
+
+        Raises:
+            ConfigError: it lacks a token.
+        """
+        ids = dict(tokenizer.roles)
+        eod_id = _end_of_document(tokenizer)
+        if eod_id is not None and not needs_all:
+            ids = {CLS: eod_id, SEP: eod_id, PAD: eod_id, **ids}
+        if len(ids) < len(ROLES):
+            raise ConfigError(_missing_text(tokenizer, [role for role in ROLES if role not in ids]))
         written = [tokenizer.written(token) for token in range(tokenizer.vocab_size)]
         is_special = np.array([text is None for text in written])
         is_special[[*tokenizer.special_ids.values(), *ids.values()]] = True
@@ -75,24 +88,6 @@ class MaskedVocabulary:
                 f"{locate(place)} has id {int(ids[place])}, but the vocabulary has {self.size} entries. The data was "
                 "made with another tokenizer, or it is damaged."
             )
-
-
-def role_ids(tokenizer: Tokenizer, *, needs_all: bool) -> dict[str, int]:
-    """The token of each role.
-
-    Args:
-        needs_all: whether every role must have a token of its own, as sentence pairs need it; else the token that ends
-            a document stands in for all but the mask token.
-
-    Raises:
-        ConfigError: the tokenizer lacks a token.
-    """
-    ids, eod_id = dict(tokenizer.roles), _end_of_document(tokenizer)
-    if eod_id is not None and not needs_all:
-        ids = {CLS: eod_id, SEP: eod_id, PAD: eod_id, **ids}
-    if len(ids) < len(ROLES):
-        raise ConfigError(_missing_text(tokenizer, [role for role in ROLES if role not in ids]))
-    return ids
 
 
 def _word_rule(written: list[str | None]) -> Callable[[str], bool]:
