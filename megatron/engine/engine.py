@@ -401,7 +401,7 @@ class Engine:
         if self._gradient_figures is not None:
             figures.append(self._gradient_figures.measure(self._losses.micro_batches, self._loss_scale()))
         self._step_figures = torch.cat(figures)
-        judged = self._step_figures[:3]
+        judged = self._step_figures if len(self._step_figures) == 3 else self._step_figures[:3]
         return judged if wrong is None else judged.masked_fill(wrong, math.nan)  # also copies that the norm leaves out
 
     def _loss_scale(self) -> float | torch.Tensor:
