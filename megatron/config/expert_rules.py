@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.architecture.feed_forward import MICRO_BATCH
 from megatron.config.layout import divisors
-from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.parallel import ParallelRequest
 
 _ONE, _TENSOR = "--expert-tensor-parallel-size 1", "--tensor-model-parallel-size"
@@ -31,6 +32,16 @@ def expert_notices(model: ModelRequest, parallel: ParallelRequest) -> Iterator[s
         )
     else:
         yield f"--expert-model-parallel-size {wanted} divides nothing: the network is dense (--num-experts 1)."
+
+
+def balancing_notices(model: ModelConfig, *, is_by_choice: bool) -> Iterator[str]:
+    """What gradients depend on besides the global batch, unless the user has chosen the scope that makes them."""
+    is_over_micro_batch = model.moe_aux_loss_scope == MICRO_BATCH and model.moe_aux_loss_coeff > 0
+    if model.expert_counts and is_over_micro_batch and not is_by_choice:
+        yield (
+            "Experts are balanced over the tokens of a micro-batch, as in Megatron-LM, so that gradients depend on "
+            "--micro-batch-size. With --moe-aux-loss-scope global they do not."
+        )
 
 
 def expert_problems(model: ModelRequest, parallel: ParallelRequest) -> Iterator[str]:

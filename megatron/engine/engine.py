@@ -395,14 +395,13 @@ class Engine:
     def _figures(self) -> torch.Tensor:
         """What the step is judged by, when its gradients are complete: see `UpdateGate.expect`."""
         norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
-        totals, wrong = self._losses.totals, None
-        if self._finite_check is not None:
-            wrong = self._finite_check.is_wrong(totals.losses or [totals.sums[:1].clone()])
+        totals, check = self._losses.totals, self._finite_check
+        wrong = None if check is None else check.is_wrong(totals.sums[:1])
         figures = [norm.reshape(1), totals.over_ranks(self.mesh)]
         if self._gradient_figures is not None:
             figures.append(self._gradient_figures.measure(self._losses.micro_batches, self._loss_scale()))
         self._step_figures = torch.cat(figures)
-        judged = self._step_figures[:3]
+        judged = self._step_figures if len(self._step_figures) == 3 else self._step_figures[:3]
         return judged if wrong is None else judged.masked_fill(wrong, math.nan)  # also copies that the norm leaves out
 
     def _loss_scale(self) -> float | torch.Tensor:

@@ -21,16 +21,12 @@ class StepTotals:
 
     Args:
         metric_sizes: name and length of every metric.
-
-    Attributes:
-        losses: the loss sum of each micro-batch that was added by itself. Each `[1]`.
     """
 
     def __init__(self, metric_sizes: Mapping[str, int], on_device: torch.device) -> None:
         self._sizes, self._device = dict(metric_sizes), on_device
         self._sums: torch.Tensor | None = None  # none before the first micro-batch
         self._is_reduced = False
-        self.losses: list[torch.Tensor] = []
 
     def add(self, result: ObjectiveResult, auxiliary: Mapping[str, torch.Tensor]) -> None:
         """Adds one micro-batch, without synchronizing.
@@ -39,7 +35,6 @@ class StepTotals:
             auxiliary: auxiliary losses of layers; those that the objective lists as metrics are added.
         """
         parts = [result.loss_sum.detach().reshape(1), result.token_count.reshape(1)]
-        self.losses.append(parts[0])
         for name, size in self._sizes.items():
             value = result.metrics.get(name, auxiliary.get(name))
             parts.append(parts[0].new_zeros(size) if value is None else value.reshape(size))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.config import RunRequest, check_resume
+from megatron.config.expert_rules import balancing_notices
 from megatron.train.checkpoints import Saves, open_writer
 from megatron.train.objectives import build_objective
 from megatron.train.part import Part, PartSetup
@@ -68,6 +69,9 @@ def _build(environment: RunEnvironment, more_parts: Sequence[type[Part]]) -> Run
         known = len(config.notices)
         config = check_resume(saved.record.config, config)
         show_notices(config.notices[known:], mesh)
+    else:
+        is_by_choice = config.was_given("model.moe_aux_loss_scope")
+        show_notices([*balancing_notices(config.model, is_by_choice=is_by_choice)], mesh)
     parts = make_parts(PartSetup(config, mesh, tokenizer, watch, environment.history, passes), more_parts)
     engine, sizes = open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config, engine, environment.lock)

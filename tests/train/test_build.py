@@ -28,6 +28,7 @@ from megatron.train.start_up.engine_opening import parameter_counts
 from megatron.train.stop import Stopping
 from megatron.train.validation import Evaluator
 from tests.config.command_lines import small
+from tests.helpers.tiny_run import train, write_tiny_corpus
 
 _MESH = ParallelMesh.single()
 
@@ -132,3 +133,11 @@ def test_a_lost_rank_is_one_sentence_that_asks_for_the_same_command() -> None:
         raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="shape"), environment._explain_lost_peers():
         raise RuntimeError("a wrong shape")
+
+
+def test_a_new_run_says_what_gradients_of_experts_depend_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    corpus, said = write_tiny_corpus(tmp_path), "so that gradients depend on --micro-batch-size"
+    for stop, is_new in ((1, True), (None, False)):
+        flags = corpus.flags("--num-experts", "2", folder=tmp_path, train_iters=2, eval_iters=0, exit_interval=stop)
+        assert train(flags) == (0, "")
+        assert (said in capfd.readouterr().err) is is_new

@@ -16,14 +16,14 @@ _DESCRIBED = 3
 
 
 class FiniteCheck:
-    """The largest magnitudes in the loss and the gradients of one rank and step: NaN or infinite if any element is.
+    """The largest magnitudes in the gradients of one rank and step, and its loss: not finite if any element is not.
 
     They stay on the device until a step turns out to be bad, so that no good step waits for them.
     """
 
     def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []  # of micro-batches
         self._buckets: list[tuple[Sequence[nn.Parameter], torch.Tensor]] = []
+        self._loss: torch.Tensor
 
     @torch.no_grad()
     def look(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor]) -> None:
@@ -31,20 +31,14 @@ class FiniteCheck:
         if gradients:
             self._buckets.append((parameters, torch.stack(torch._foreach_norm(list(gradients), math.inf))))
 
-    def is_wrong(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Whether something that this rank has looked at, or one of its losses, is not finite; without waiting.
-
-        Args:
-            losses: sums over the tokens of its micro-batches. Each `[1]`.
-
-        Shapes: result `[]` bool.
-        """
-        self._losses = [*losses]
-        return torch.cat([*losses, *(largest for _, largest in self._buckets)]).isfinite().logical_not().any()
+    def is_wrong(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Whether this rank's loss, or something that it has looked at, is not finite. Shapes: `[1]`; result `[]`."""
+        self._loss = loss_sum.clone()
+        return torch.cat([self._loss, *(largest for _, largest in self._buckets)]).isfinite().logical_not().any()
 
     def describe(self, layers: Sequence[str], mesh: ParallelMesh) -> str:
-        """Which losses and gradients of which ranks are not finite, those that are nearest to the loss first, since
-        from there a backward pass spreads them; collective over all ranks.
+        """Which ranks have what, those first where it is nearest to the loss, from where a backward pass spreads it;
+        collective over all ranks.
 
         Args:
             layers: global names of the layers of the whole network.
@@ -58,22 +52,18 @@ class FiniteCheck:
         return f"Before ranks summed anything: {'; '.join(text for _, text in entries[:_DESCRIBED])}{more}"
 
     def _own_entry(self, layers: Sequence[str], mesh: ParallelMesh) -> tuple[int, str] | None:
-        """How near to the loss this rank has something that is not finite, and what; None if it has nothing."""
         rank = f"rank {mesh.world.rank}" + (f" ({mesh.place})" if mesh.place else "")
-        for number, loss in enumerate(self._losses, start=1):
-            if not math.isfinite(loss):
-                where = f" in micro-batch {number} of {len(self._losses)}" if len(self._losses) > 1 else ""
-                return len(layers), f"{rank} has a loss of {float(loss)}{where}"
+        if not math.isfinite(self._loss):
+            return len(layers), f"{rank} has a loss of {float(self._loss)}"
         places = {name: place for place, name in enumerate(layers)}
-        wrong = [
-            (layer_of(parameter.global_name, places), number, parameter.global_name, value)  # type: ignore[attr-defined]
-            for number, (parameters, largest) in enumerate(self._buckets, start=1)
-            for parameter, value in zip(parameters, largest.tolist(), strict=True)
-            if not math.isfinite(value)
-        ]
+        wrong: dict[str, tuple[int, int, float]] = {}
+        for number, (parameters, largest) in enumerate(self._buckets, start=1):
+            for parameter, value in zip(parameters, largest.tolist(), strict=True):
+                if not math.isfinite(value):
+                    name: str = parameter.global_name  # type: ignore[attr-defined]
+                    wrong.setdefault(name, (layer_of(name, places), number, value))
         if not wrong:
             return None
-        place, number, name, value = max(wrong, key=lambda entry: entry[0])
-        others = len({name for _, _, name, _ in wrong}) - 1
-        more = f", and {others} more" if others else ""
+        name, (place, number, value) = max(wrong.items(), key=lambda entry: entry[1][0])
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return place, f"{rank} has {value} in the gradient of {name} (bucket {number} of {len(self._buckets)}{more})"

@@ -15,7 +15,10 @@ from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
 from megatron.config import Machine, ReportConfig, RunConfig, RunRequest, TokenizerFacts, resolve
+from megatron.config.objective.loss import MASKED
+from megatron.config.objective.masking import SENTENCES
 from megatron.data.build import token_file_prefixes
+from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.errors import PeerLostError
 from megatron.observe.report import check_packages
@@ -81,6 +84,8 @@ def open_environment(request: RunRequest, signals: StopSignals | None = None) ->
     machine = Machine(device.device_type(), world_size, *supported, supports_fp8=device.supports_fp8())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
+    if config.loss.objective == MASKED:
+        MaskedVocabulary.of(tokenizer, needs_all=config.masking.masked_samples == SENTENCES)
     check_patterns(config.finetuning, config.model)
     history = RestartHistory()
     with contextlib.ExitStack() as closing, _explaining_failures(history):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.config.expert_rules import balancing_notices
+from megatron.config.run_config import DEFAULT
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -75,3 +77,17 @@ def test_balancing_by_the_names_of_megatron(value: str, scope: str) -> None:
 def test_flags_that_change_nothing_are_named() -> None:
     assert "--moe-router-enable-expert-bias" in small(EXPERTS + "--moe-router-bias-update-rate 0.1").notices[0]
     assert "--moe-expert-capacity-factor" in small(EXPERTS + "--moe-token-drop-policy position").notices[0]
+
+
+def test_a_default_that_ties_gradients_to_the_micro_batch_is_said() -> None:
+    def said(flags: str) -> list[str]:
+        request = small(flags)
+        is_by_choice = request.provenance["model.moe_aux_loss_scope"] != DEFAULT
+        return [*balancing_notices(request.model, is_by_choice=is_by_choice)]
+
+    assert said(EXPERTS) == [
+        "Experts are balanced over the tokens of a micro-batch, as in Megatron-LM, so that gradients depend on "
+        "--micro-batch-size. With --moe-aux-loss-scope global they do not."
+    ]
+    for told in ("--moe-router-load-balancing-type aux_loss", "--moe-aux-loss-scope sample", "--moe-aux-loss-coeff 0"):
+        assert said(f"{EXPERTS} {told}") == []

@@ -38,14 +38,14 @@ CASES: list[tuple[tuple[int, int, int], int, list[str], int, str, str]] = [
     ((1, 1, 2), 1, [*BF16, DEVICE], 1, NORM, rf"{DP} has nan{IN}{NORM} \(bucket \d of \d\)\. The update"),
     ((1, 1, 2), 2, BF16, 1, MATRIX, rf"{DP} has nan{IN}{MATRIX} \(bucket \d of \d+\)\. The update"),
     ((1, 1, 2), 1, EXPERTS, 0, "decoder.layers.0.mlp.experts", r"rank 0 \(dp 0\) has nan in .*0\.mlp\.experts"),
-    ((1, 1, 2), 0, [], 1, LOSS, rf"{DP} has a loss of inf in micro-batch 2 of 2\. The update"),
-    ((1, 1, 2), 3, [], 1, LOSS, rf"{DP} has a loss of inf in micro-batch 2 of 2\. The update"),
+    ((1, 1, 2), 0, [], 1, LOSS, rf"{DP} has a loss of inf\. The update"),
+    ((1, 1, 2), 3, [], 1, LOSS, rf"{DP} has a loss of inf\. The update"),
     ((1, 1, 2), 3, [], 1, MATRIX, NOTHING),
     ((2, 1, 1), 0, [], 1, NORM, rf"rank 1 \(tp 1\) has nan{IN}{NORM}"),  # a copy that the norm does not count
     ((1, 2, 1), 0, [], 0, MATRIX, rf"{PP.format(0, 0)} has nan{IN}{MATRIX}"),
     ((1, 2, 1), 1, [*CHUNKS, *BF16], 1, NORM, rf"{PP.format(1, 1)} has nan{IN}{NORM}"),
     ((1, 2, 1), 1, ["--pipeline-engine", "deepspeed"], 1, NORM, rf"{PP.format(1, 1)} has nan{IN}{NORM}"),
-    ((1, 2, 1), 0, [], 1, LOSS, rf"{PP.format(1, 1)} has a loss of inf in micro-batch 2 of 4"),
+    ((1, 2, 1), 0, [], 1, LOSS, rf"{PP.format(1, 1)} has a loss of inf\. The update"),
 ]
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import parse
+from megatron.errors import ConfigError
+from megatron.train.start_up import environment
 from tests.data.datasets.masked.corpora import write_sentences, write_vocabulary
-from tests.helpers.tiny_run import TinyCorpus, steps, train
+from tests.helpers.tiny_run import TinyCorpus, steps, train, write_tiny_corpus
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +46,13 @@ def test_a_run_of_epochs_on_text_that_runs_on(corpus: TinyCorpus, tmp_path: Path
     assert train(masked_flags(corpus, folder=tmp_path, global_batch_size=16, **changes)) == (0, "")
     seen = steps(tmp_path, "lm_loss", "consumed_samples")
     assert max(seen) > 2 and seen[max(seen)][0] < seen[1][0]
+
+
+def test_a_tokenizer_without_a_mask_token_is_refused_before_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "open_mesh", None)
+    flags = write_tiny_corpus(tmp_path).flags("--bidirectional", objective="masked", masked_samples="stream")
+    refused = pytest.raises(ConfigError, match=r"GPT2BPETokenizer has no mask token .* learn a vocabulary")
+    with refused, environment.open_environment(parse(flags)):
+        pass
