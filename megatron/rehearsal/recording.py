@@ -37,6 +37,10 @@ _KINDS = {
 }
 
 
+# The tensors that operations gave, as `_described` says; None where they changed their first one in place.
+Results = dict[Any, Any]
+
+
 @dataclass(frozen=True)
 class RankMessage:
     """A collective, or one end of a message between two ranks.
@@ -86,14 +90,17 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 class RecordedMessages(TorchDispatchMode):
     """Takes the messages of this rank off it, in their order; a context manager.
 
+    Args:
+        results: those of operations so far, by what they depend on; ranks can share them.
+
     Attributes:
         rank: this rank.
         messages: so far.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, results: Results) -> None:
         super().__init__()
-        self.rank = rank
+        self.rank, self._results = rank, results
         self.messages: list[RankMessage] = []
 
     def take(self) -> tuple[RankMessage, ...]:
@@ -109,7 +116,7 @@ class RecordedMessages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:  # and every value that the host asks for is zero
             return torch.zeros((), dtype=given[0].dtype, device="cpu").item()
         if namespace != "c10d":
-            return func(*given, **(named or {}))
+            return self._result(func, given, named or {})
         name = name.partition(".")[0]
         group = next(argument for argument in given if isinstance(argument, torch.ScriptObject))
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
@@ -130,6 +137,37 @@ class RecordedMessages(TorchDispatchMode):
         if name in ("send", "recv_", "barrier", "reduce_", "gather_", "alltoall_base_"):
             return work
         return given[0], work
+
+    def _result(self, func: Any, given: Any, named: Any) -> Any:
+        """Runs an operation, or makes what it gave for tensors like these: torch takes up to 1 ms to find a shape."""
+        key = None if func.is_view else _described((func, given, list(named.items())))
+        if key in self._results:
+            result = self._results[key]
+            return given[0] if result is None else _made(result)
+        result = func(*given, **named)
+        if key is not None and isinstance(result, torch.Tensor | tuple):
+            if not func._schema.is_mutable and (described := _described(result)) is not None:
+                self._results[key] = described
+            elif result is given[0] and key == _described((func, given, list(named.items()))):
+                self._results[key] = None
+        return result
+
+
+def _described(value: Any) -> Any:
+    """All that the results of an operation depend on; None if that includes values of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    if isinstance(value, list | tuple):
+        parts = tuple(_described(each) for each in value)
+        return None if None in parts else parts
+    return type(value), value
+
+
+def _made(described: Any) -> Any:
+    """The opposite of `_described`."""
+    if isinstance(described[0], torch.Size):
+        return torch.empty_strided(described[0], described[1], dtype=described[2], device="meta")
+    return described[1] if isinstance(described[0], type) else tuple(_made(each) for each in described)
 
 
 class RecordedTree:

@@ -27,6 +27,7 @@ from megatron.planning.search import LayoutEstimate
 from megatron.rehearsal.checks import collective_problems, group_problems, peer_problems, split_problems
 from megatron.rehearsal.deadlock import order_problems
 from megatron.rehearsal.programs import Programs, RankProgram
+from megatron.rehearsal.recording import Results
 from megatron.rehearsal.shares import Pieces, StepSamples, piece_problems, pieces_of, sample_problems, steps_of
 from megatron.rehearsal.walking import walk
 
@@ -92,6 +93,7 @@ def rehearse(config: RunConfig, size: int) -> Rehearsal:
     for given in steps_of(config, (config.optim.rampup_batch_size or (0, 0, 0))[2] + 1):
         first.setdefault(given.size, given.step)
     walked: dict[int, list[RankProgram]] = {}
+    results: Results = {}
     for stage in range(sizes["pp"]):
         for place in range(stride):
             rank = stage * stride * replicas + place
@@ -99,10 +101,10 @@ def rehearse(config: RunConfig, size: int) -> Rehearsal:
             if tensor > 1 and experts.keeps_tensor:
                 walked[rank] = [program.at(rank) for program in walked[rank - tensor + 1]]
             else:
-                walked[rank] = walk(config, rank, size, list(first))
+                walked[rank] = walk(config, rank, size, list(first), results)
     # A middle one and the last one, whose code may take another way than that of the first.
     places = {replicas // 2, replicas - 1} - {0}
-    further = [walk(config, rank + stride * place, size, list(first)) for rank in walked for place in places]
+    further = [walk(config, rank + stride * place, size, list(first), results) for rank in walked for place in places]
     *programs, evaluation, save = (
         Programs(size, stride, replicas, {rank: each[place] for rank, each in walked.items()}).with_odd(
             *(each[place] for each in further)
