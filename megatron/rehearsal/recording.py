@@ -37,10 +37,6 @@ _KINDS = {
 }
 
 
-# The tensors that operations gave, as `_described` says; None where they changed their first one in place.
-Results = dict[Any, Any]
-
-
 @dataclass(frozen=True)
 class RankMessage:
     """A collective, or one end of a message between two ranks.
@@ -90,17 +86,15 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 class RecordedMessages(TorchDispatchMode):
     """Takes the messages of this rank off it, in their order; a context manager.
 
-    Args:
-        results: those of operations so far, by what they depend on; ranks can share them.
-
     Attributes:
         rank: this rank.
+        results: of operations so far, as `_described` says, None for a change in place; ranks can share them.
         messages: so far.
     """
 
-    def __init__(self, rank: int, results: Results) -> None:
+    def __init__(self, rank: int, results: dict[Any, Any]) -> None:
         super().__init__()
-        self.rank, self._results = rank, results
+        self.rank, self.results = rank, results
         self.messages: list[RankMessage] = []
 
     def take(self) -> tuple[RankMessage, ...]:
@@ -141,15 +135,15 @@ class RecordedMessages(TorchDispatchMode):
     def _result(self, func: Any, given: Any, named: Any) -> Any:
         """Runs an operation, or makes what it gave for tensors like these: torch takes up to 1 ms to find a shape."""
         key = None if func.is_view else _described((func, given, list(named.items())))
-        if key in self._results:
-            result = self._results[key]
+        if key in self.results:
+            result = self.results[key]
             return given[0] if result is None else _made(result)
         result = func(*given, **named)
         if key is not None and isinstance(result, torch.Tensor | tuple):
             if not func._schema.is_mutable and (described := _described(result)) is not None:
-                self._results[key] = described
+                self.results[key] = described
             elif result is given[0] and key == _described((func, given, list(named.items()))):
-                self._results[key] = None
+                self.results[key] = None
         return result
 
 

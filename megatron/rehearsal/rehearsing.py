@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from megatron.planning.search import LayoutEstimate
 from megatron.rehearsal.checks import collective_problems, group_problems, peer_problems, split_problems
 from megatron.rehearsal.deadlock import order_problems
 from megatron.rehearsal.programs import Programs, RankProgram
-from megatron.rehearsal.recording import Results
 from megatron.rehearsal.shares import Pieces, StepSamples, piece_problems, pieces_of, sample_problems, steps_of
 from megatron.rehearsal.walking import walk
 
@@ -92,8 +92,7 @@ def rehearse(config: RunConfig, size: int) -> Rehearsal:
     first = {global_batch_size(config.optim, 0): 0}
     for given in steps_of(config, (config.optim.rampup_batch_size or (0, 0, 0))[2] + 1):
         first.setdefault(given.size, given.step)
-    walked: dict[int, list[RankProgram]] = {}
-    results: Results = {}
+    walked, results = dict[int, list[RankProgram]](), dict[Any, Any]()
     for stage in range(sizes["pp"]):
         for place in range(stride):
             rank = stage * stride * replicas + place

@@ -42,15 +42,7 @@ from megatron.parallel.schedule.schedule_files import read_orders
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.planning.memory import REDUCE_BUCKET
 from megatron.rehearsal.programs import FlatShare, ProgramEntry, RankProgram
-from megatron.rehearsal.recording import (
-    RECEIVE,
-    SEND,
-    RankMessage,
-    RecordedMessages,
-    RecordedTree,
-    Results,
-    imagined_world,
-)
+from megatron.rehearsal.recording import RECEIVE, SEND, RankMessage, RecordedMessages, RecordedTree, imagined_world
 from megatron.train.objectives import build_objective, step_settings
 from megatron.train.start_up.engine_opening import pipeline_settings
 
@@ -76,13 +68,10 @@ def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerSt
 
 
 def walk(
-    config: RunConfig, rank: int, size: int, batches: Sequence[int], results: Results | None = None
+    config: RunConfig, rank: int, size: int, batches: Sequence[int], results: dict[Any, Any] | None = None
 ) -> list[RankProgram]:
     """The programs of a rank in steps of each of these global batches, in an evaluation and in a save, of a run that
-    `rehearsal_problems` lets pass.
-
-    Args:
-        results: those of operations on other ranks, to which this one adds its own.
+    `rehearsal_problems` lets pass; `results` are those of operations on other ranks.
     """
     with imagined_world(rank, size):
         axes, experts = requested_axes(config.parallel, size), requested_experts(config.parallel)
@@ -90,7 +79,7 @@ def walk(
         mesh = dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
         chunks, stack = build_layers(config, mesh)
         with torch.device("meta"):
-            recorded = RecordedMessages(mesh.world.rank, {} if results is None else results)
+            recorded = RecordedMessages(rank, {} if results is None else results)
             return _Walk(config, mesh, chunks, stack, recorded).programs(batches)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.rehearsal.recording import RecordedMessages, Results
+from megatron.rehearsal.recording import RecordedMessages
 
 OPERATIONS = {
     "integer factor": lambda tensor: tensor * 2,
@@ -22,7 +22,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
 def test_a_result_from_memory_is_like_the_first(operation, dtype):
-    results: Results = {}
+    results = {}
     expected = operation(torch.empty(2, 3, dtype=dtype, device="meta"))
     for _ in range(2):
         with RecordedMessages(0, results):
@@ -37,7 +37,7 @@ def test_a_result_from_memory_is_like_the_first(operation, dtype):
 
 
 def test_views_and_values_are_not_made_from_memory():
-    results: Results = {}
+    results = {}
     with RecordedMessages(0, results):
         tensor = torch.empty(4, 2, device="meta")
         assert all(tensor[1:].storage_offset() == 2 for _ in range(2))
