@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -178,15 +179,11 @@ class RecordedTree:
     def _note(self, kind: str, elements: int, dtype: str, operation: str = "") -> None:
         self._recorded.messages.append(RankMessage(kind, self.ranks, elements, dtype, operation))
 
-    def maximum(self, values: np.ndarray) -> np.ndarray:
-        """The values of this rank."""
-        self._note("all-reduce", values.size, str(values.dtype), "max")
+    def _reduced(self, operation: str, values: np.ndarray) -> np.ndarray:
+        self._note("all-reduce", values.size, str(values.dtype), operation)
         return values
 
-    def total(self, values: np.ndarray) -> np.ndarray:
-        """The values of this rank."""
-        self._note("all-reduce", values.size, str(values.dtype), "sum")
-        return values
+    maximum, total = partialmethod(_reduced, "max"), partialmethod(_reduced, "sum")
 
     def broadcast(self, content: bytes, source: int = 0) -> bytes:
         """What this rank gives, or null in JSON."""
