@@ -55,10 +55,6 @@ class Memory:
         """All bytes."""
         return self.counted + self.margin
 
-    def with_margin(self) -> Memory:
-        """The same with its allowance."""
-        return dataclasses.replace(self, margin=int(self.counted * _MARGIN))
-
     def by_kind(self) -> dict[str, int]:
         """Bytes by name, the largest first."""
         names = ("weights", "gradients", "optimizer", "activations", "buffers", "margin")
@@ -99,7 +95,8 @@ def _memory_at(job: Job, layout: Layout, stage: Stage, largest: range, alive: in
     at_peak = gradients + max(0, passing - kept)
     buffers = _buffers(job, layout, largest, last=stage.last)
     host = state.total - state.on_device
-    return Memory(state.parameters, at_peak, optimizer, activations, buffers, gradients, host=host).with_margin()
+    memory = Memory(state.parameters, at_peak, optimizer, activations, buffers, gradients, host=host)
+    return dataclasses.replace(memory, margin=int(memory.counted * _MARGIN))
 
 
 def _state(job: Job, layout: Layout, ends: Parameters, blocks: Parameters) -> Amounts:

@@ -110,9 +110,8 @@ def neighbour_lines(chosen: LayoutEstimate, problems: Callable[[Layout], Sequenc
 def _change(chosen: LayoutEstimate, other: LayoutEstimate) -> str:
     """The difference in speed and its reason: what takes longer, what takes less, or both where they come out even."""
     change = other.tokens_per_second / chosen.tokens_per_second - 1
-    more = f"{(other.memory.total - chosen.memory.total) / _GIB:+.1f}"
-    is_even = abs(change) < _EVEN
-    memory = "as much memory" if more in ("+0.0", "-0.0") else f"{more} GiB"
+    more, is_even = f"{(other.memory.total - chosen.memory.total) / _GIB:+.1f} GiB", abs(change) < _EVEN
+    memory = "as much memory" if more[1:] == "0.0 GiB" else more
     reasons = [f"as fast, {memory}" if is_even else f"{change:+.1%} tokens/s"]
     for sign, before, after in (("+", chosen, other), ("-", other, chosen)):
         part, seconds = _grown(before.time.parts, after.time.parts)

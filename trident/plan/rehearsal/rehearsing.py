@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def rehearse(config: RunConfig, size: int) -> Rehearsal:
     first = {global_batch_size(config.optim, 0): 0}
     for given in steps_of(config, (config.optim.rampup_batch_size or (0, 0, 0))[2] + 1):
         first.setdefault(given.size, given.step)
-    walked: dict[int, list[RankProgram]] = {}
+    walked, results = dict[int, list[RankProgram]](), dict[Any, Any]()
     for stage in range(sizes["pp"]):
         for place in range(stride):
             rank = stage * stride * replicas + place
@@ -99,10 +100,10 @@ def rehearse(config: RunConfig, size: int) -> Rehearsal:
             if tensor > 1 and experts.keeps_tensor:
                 walked[rank] = [program.at(rank) for program in walked[rank - tensor + 1]]
             else:
-                walked[rank] = walk(config, rank, size, list(first))
+                walked[rank] = walk(config, rank, size, list(first), results)
     # A middle one and the last one, whose code may take another way than that of the first.
     places = {replicas // 2, replicas - 1} - {0}
-    further = [walk(config, rank + stride * place, size, list(first)) for rank in walked for place in places]
+    further = [walk(config, rank + stride * place, size, list(first), results) for rank in walked for place in places]
     *programs, evaluation, save = (
         Programs(size, stride, replicas, {rank: each[place] for rank, each in walked.items()}).with_odd(
             *(each[place] for each in further)

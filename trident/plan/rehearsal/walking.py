@@ -67,9 +67,11 @@ def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerSt
         return chunks, LayerStack(chunks.specs).to(getattr(torch, config.precision.dtype_name))
 
 
-def walk(config: RunConfig, rank: int, size: int, batches: Sequence[int]) -> list[RankProgram]:
+def walk(
+    config: RunConfig, rank: int, size: int, batches: Sequence[int], results: dict[Any, Any] | None = None
+) -> list[RankProgram]:
     """The programs of a rank in steps of each of these global batches, in an evaluation and in a save, of a run that
-    `rehearsal_problems` lets pass.
+    `rehearsal_problems` lets pass; `results` are those of operations on other ranks.
     """
     with imagined_world(rank, size):
         axes, experts = requested_axes(config.parallel, size), requested_experts(config.parallel)
@@ -77,15 +79,17 @@ def walk(config: RunConfig, rank: int, size: int, batches: Sequence[int]) -> lis
         mesh = dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
         chunks, stack = build_layers(config, mesh)
         with torch.device("meta"):
-            return _Walk(config, mesh, chunks, stack).programs(batches)
+            recorded = RecordedMessages(rank, {} if results is None else results)
+            return _Walk(config, mesh, chunks, stack, recorded).programs(batches)
 
 
 class _Walk:
     """One rank on its way through a step."""
 
-    def __init__(self, config: RunConfig, mesh: ParallelMesh, chunks: Chunks, stack: LayerStack) -> None:
-        self._config, self._mesh, self._chunks, self._stack = config, mesh, chunks, stack
-        self._recorded = RecordedMessages(mesh.world.rank)
+    def __init__(
+        self, config: RunConfig, mesh: ParallelMesh, chunks: Chunks, stack: LayerStack, recorded: RecordedMessages
+    ) -> None:
+        self._config, self._mesh, self._chunks, self._stack, self._recorded = config, mesh, chunks, stack, recorded
         self._phases: list[tuple[str, tuple[RankMessage, ...]]] = []
         self._trained = [each for each in stack.parameters() if each.requires_grad]
         is_expert = {id(each): mesh.ep.name in shard_spec_of(each).split_axes for each in self._trained}
