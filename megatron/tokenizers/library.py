@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron import log
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.behaviour import TokenizerParts, parts_of, summaries
-from megatron.tokenizers.encoders.fast_encoder import FastEncoder, added_ids, fast_encoder
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, added_ids, fast_encoder, without_panics
 from megatron.tokenizers.encoders.long_text import can_cut_before_spaces
 from megatron.tokenizers.tokenizer_files import sha256
 
@@ -244,8 +244,17 @@ class RustReference:
         return str(self._tokenizer.to_str())
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Ids of all texts back to back, and how many belong to each."""
-        rows = [self._tokenizer.encode(text).ids for text in texts]
+        """Ids of all texts back to back, and how many belong to each.
+
+        Raises:
+            DataError: the library gives a text up, as it does where a pattern takes too many attempts.
+        """
+        try:
+            rows = without_panics(lambda: [self._tokenizer.encode(text).ids for text in texts])
+        except ValueError as failure:
+            raise DataError(
+                f"the tokenizer gives a text up: {failure}. Check the patterns in tokenizer.json."
+            ) from failure
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
         return np.fromiter((token for row in rows for token in row), dtype=np.uint32, count=int(lengths.sum())), lengths
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
-from megatron.tokenizers.library import _bytes_of
+from megatron.errors import DataError
+from megatron.tokenizers.library import RustReference, _bytes_of
 from megatron.tokenizers.tokenizer import build_tokenizer, surround
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
@@ -29,6 +31,13 @@ def test_the_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
 def test_the_bytes_of_single_bytes_and_of_what_is_not_known() -> None:
     assert _bytes_of("<0xE2>") == b"\xe2" and _bytes_of("ðŁ") == b"\xf0\x9f" and _bytes_of("Ġa") == b" a"
     assert _bytes_of("漢") is None and _bytes_of("") is None
+
+
+def test_a_pattern_that_takes_too_many_attempts_ends_in_a_sentence() -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    with pytest.raises(DataError, match="gives a text up: .*retry-limit-in-match over. Check the patterns"):
+        RustReference(tokenizer).encode_flat(["a" * 2000 + "b"])
 
 
 @pytest.mark.parametrize("long_rows", [True, False])
