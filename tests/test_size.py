@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Whoever needs more says why in the same commit; CONTRIBUTING names both numbers.
-MAXIMUM_LINES = {"megatron": 71_600, "trident": 27_000}
-MAXIMUM_REACHED_LINES = 66_800
+MAXIMUM_LINES = {"megatron": 71_600, "trident": 27_150}
+MAXIMUM_REACHED_LINES = 63_750
 
 
 @cache
