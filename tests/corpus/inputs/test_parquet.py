@@ -72,6 +72,18 @@ def test_a_footer_whose_counts_disagree_is_damaged(tmp_path: Path) -> None:
         parquet_module._check_counts(_Lying(metadata, row_group=groups.__getitem__), "in.parquet")
 
 
+def test_a_column_that_would_grow_beyond_all_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a" * 2_000_000] * 2, "number": [1, 2]}), path, compression="zstd")
+    assert len(list(parquet_module.parquet_rows(str(path), ["text"], 1 << 20))) > 0
+    monkeypatch.setattr(parquet_module, "_LONGEST_FREE_BYTES", 1 << 20)
+    assert len(list(parquet_module.parquet_rows(str(path), ["number"], 1 << 20))) == 1
+    with pytest.raises(
+        DataError, match=r"row group 0 has [24],000,\d+ bytes of column 'text' .*: a decompression bomb"
+    ):
+        list(parquet_module.parquet_rows(str(path), ["text"], 1 << 20))
+
+
 def test_missing_rows_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "in.parquet", ["a"] * 10)
     opened = parquet_module._open

@@ -15,6 +15,8 @@ from megatron.files.formats import recognized_file
 from megatron.files.plain import check_plain
 
 _BATCH_ROWS = 1024
+_LONGEST_FREE_BYTES = 64 << 20  # a column of a row group of this size is taken whatever its ratio
+_LARGEST_RATIO = 100  # text is compressed by 3 to 10
 
 
 def check_parquet(path: str, keys: Sequence[str]) -> None:
@@ -101,6 +103,7 @@ def _batches(path: str, keys: Sequence[str]) -> Iterator[Any]:
     with _open(path) as file:
         columns = columns_of(file.schema_arrow.names, path, keys)
         _check_counts(file.metadata, path)
+        _check_ratios(file.metadata, path, columns)
         try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
                 yield batch
@@ -173,6 +176,24 @@ def _check_counts(metadata: Any, path: str) -> None:
                         f"{path}: row group {number} has {group.num_rows} rows, but {values} values in column "
                         f"{group.column(place).path_in_schema!r}. The file is damaged; fetch it again or leave it out."
                     )
+
+
+def _check_ratios(metadata: Any, path: str, columns: Sequence[str]) -> None:
+    """Checks that no column that is read is a few bytes which grow beyond all memory.
+
+    Raises:
+        DataError: one is.
+    """
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for chunk in map(group.column, range(group.num_columns)):
+            size, held = chunk.total_uncompressed_size, chunk.total_compressed_size
+            is_read = chunk.path_in_schema.split(".")[0] in columns
+            if is_read and size > _LONGEST_FREE_BYTES and size > _LARGEST_RATIO * held:
+                raise DataError(
+                    f"{path}: row group {number} has {size:,} bytes of column {chunk.path_in_schema!r} in {held:,} "
+                    "bytes of the file: a decompression bomb. If it is meant, write the file without compression."
+                )
 
 
 def _pyarrow(path: str) -> tuple[Any, Any]:
