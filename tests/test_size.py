@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Whoever needs more says why in the same commit; CONTRIBUTING names both numbers.
-MAXIMUM_LINES = {"megatron": 71_600, "trident": 27_170}
+MAXIMUM_LINES = {"megatron": 71_620, "trident": 27_170}
 MAXIMUM_REACHED_LINES = 63_750
 
 

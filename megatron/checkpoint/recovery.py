@@ -5,6 +5,8 @@ Every rank reads what it needs, and all have verified it before a tensor changes
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manife
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX, unfinished_in
 from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files
+from megatron.checkpoint.record import run_id_of
 from megatron.checkpoint.storage import DISK, Storage, read_head
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.parallel.agreement import is_same_on_all, run_on_all, run_on_first
@@ -33,6 +36,8 @@ _CHECKPOINT_LIKE = re.compile(
 )
 
 _LONGEST_HINT_BYTES = 40
+IDENTITY_NAME = "run.json"  # in it a run names the folder as its own
+LARGEST_IDENTITY_BYTES = 64 * 1024
 
 Check = Callable[[Path, Mapping[str, Any]], None]
 Announce = Callable[[str], None]
@@ -207,17 +212,20 @@ def newest_record(
     """The newest checkpoint whose manifest and file sizes are good; reads no tensors; collective over the whole mesh.
 
     Args:
-        check, also: as in `load_newest`.
+        check: as in `load_newest`; without one, checkpoints of another run than the directory's are skipped.
+        also: as in `load_newest`.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
     """
 
+    if check is None:
+        check = only_of_run(run_on_first(mesh, lambda: _run_of(Path(directory), storage)), Path(directory))
+
     def look(path: Path) -> Found:
         def examine() -> Manifest:
             manifest = read_manifest(path, storage)
-            if check is not None:
-                check(path, manifest.record)
+            check(path, manifest.record)
             check_files(path, manifest, storage, mesh.control.rank, mesh.control.size)
             return manifest
 
@@ -225,6 +233,32 @@ def newest_record(
         return Found(manifest.record, path, manifest)
 
     return _newest((Path(directory), *also), look, mesh, storage)
+
+
+def only_of_run(run_id: str, directory: Path) -> Check:
+    """A check of a checkpoint's record that raises DamagedError, so that it is skipped, if it is of another run.
+
+    Args:
+        run_id: the run that `directory` belongs to; empty accepts every checkpoint.
+    """
+
+    def check(path: Path, record: Mapping[str, Any]) -> None:
+        other = run_id_of(record)
+        if run_id and other and other != run_id:
+            raise DamagedError(
+                f"it belongs to run {other}, and {directory} to run {run_id}. To continue from it on purpose, give "
+                f"--load {path} and another --save."
+            )
+
+    return check
+
+
+def _run_of(directory: Path, storage: Storage) -> str:
+    """The run that a directory says it belongs to; empty if it says nothing."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        value = json.loads(read_head(storage, directory / IDENTITY_NAME, LARGEST_IDENTITY_BYTES))
+        return run_id_of(value) if isinstance(value, Mapping) else ""
+    return ""
 
 
 @dataclass(frozen=True)

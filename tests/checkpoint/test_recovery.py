@@ -43,6 +43,21 @@ def test_an_empty_directory_gives_none_and_an_unknown_format_is_an_error(
     assert "unfinished first save" in capsys.readouterr().err
 
 
+def test_without_a_check_checkpoints_of_another_run_than_the_folders_are_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = "1" * 16, "2" * 16
+    pieces = cut_for_ranks(make_state(), 1, 0)[0]
+    paths = [save(tmp_path, step, pieces, {"run_id": run}, MESH) for step, run in ((3, own), (6, other))]
+    for content, newest in (("", 1), (f'{{"run_id": "{own}"}}', 0), (f'{{"run_id": "{other}"}}', 1), ("[]", 1)):
+        (tmp_path / "run.json").write_text(content)
+        found = newest_record(tmp_path, MESH)
+        assert found is not None and found.path == paths[newest]
+        assert (f"it belongs to run {other}, and {tmp_path} to run {own}" in capsys.readouterr().err) is (newest == 0)
+    named = newest_record(paths[1], MESH)
+    assert named is not None and named.path == paths[1]
+
+
 @pytest.mark.parametrize(
     "name",
     [

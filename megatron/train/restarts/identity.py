@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,12 @@ from megatron.checkpoint import find, read_record
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.record import Record, base_in, run_id_of
-from megatron.checkpoint.recovery import Candidate
+from megatron.checkpoint.recovery import IDENTITY_NAME, LARGEST_IDENTITY_BYTES, Candidate
 from megatron.checkpoint.storage import DISK, read_head, write_file
 from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.files.replacing import replace_file
 
-IDENTITY_NAME = "run.json"
-
-_LARGEST_FILE_BYTES = 64 * 1024
 _RECORDS_ASKED = 4
 
 
@@ -123,7 +120,7 @@ def read_identity(directory: Path) -> RunIdentity | None:
     """The identity that the file in a folder names; None without one. A file that is damaged counts as none."""
     path = directory / IDENTITY_NAME
     try:
-        identity = RunIdentity.from_json(json.loads(read_head(DISK, path, _LARGEST_FILE_BYTES)))
+        identity = RunIdentity.from_json(json.loads(read_head(DISK, path, LARGEST_IDENTITY_BYTES)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as failure:
@@ -201,21 +198,3 @@ def write_identity(directory: Path, identity: RunIdentity) -> None:
             replace_file(path, content)
     except OSError as failure:
         log.warning(f"{path} cannot be written: {failure.strerror or failure}. The checkpoints name their run, too.")
-
-
-def only_of_run(run_id: str, directory: Path) -> Callable[[Path, Mapping[str, Any]], None]:
-    """A check of a checkpoint's record that raises DamagedError, so that it is skipped, if it is of another run.
-
-    Args:
-        run_id: the run that `directory` belongs to; empty accepts every checkpoint.
-    """
-
-    def check(path: Path, record: Mapping[str, Any]) -> None:
-        other = run_id_of(record)
-        if run_id and other and other != run_id:
-            raise DamagedError(
-                f"it belongs to run {other}, and {directory} to run {run_id}. To continue from it on purpose, give "
-                f"--load {path} and another --save."
-            )
-
-    return check

@@ -16,6 +16,7 @@ from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest
 from megatron.checkpoint.keeping.node_copies import Nodes, collect
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manifest
 from megatron.checkpoint.record import Progress, Record
+from megatron.checkpoint.recovery import only_of_run
 from megatron.checkpoint.storage import DISK
 from megatron.config import LoadingConfig, OptimConfig, RunConfig
 from megatron.config.flags.paths import is_address
@@ -39,7 +40,6 @@ from megatron.train.restarts.identity import (
     is_same_base,
     is_same_folder,
     nothing,
-    only_of_run,
     read_identity,
     reject_foreign_save,
     write_identity,

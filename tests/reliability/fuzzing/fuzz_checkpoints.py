@@ -30,6 +30,7 @@ from megatron.checkpoint import SaveOptions, load_newest, newest_record, read_te
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.checkpoint.analysis.summary import summarize, summary_lines
 from megatron.checkpoint.record import Progress, Record
+from megatron.checkpoint.recovery import only_of_run
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
 from megatron.config.program_flags import laid_over
 from megatron.config.schedule import is_done, learning_rate, planned_samples
@@ -40,7 +41,7 @@ from megatron.errors import CheckpointError, MegatronError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron.train.restarts.identity import RunIdentity, only_of_run
+from megatron.train.restarts.identity import RunIdentity
 from megatron.train.sample_order import SampleOrder, samples_of_steps
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
 from tests.helpers.tiny_run import VOCAB_SIZE, TinyCorpus, write_tiny_corpus

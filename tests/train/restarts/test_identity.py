@@ -11,17 +11,16 @@ import pytest
 from megatron.checkpoint import save
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.record import Record
+from megatron.checkpoint.recovery import IDENTITY_NAME, only_of_run
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.restarts.identity import (
-    IDENTITY_NAME,
     RunIdentity,
     base_of,
     base_text,
     checkpoints_in,
     identity_of,
     is_same_base,
-    only_of_run,
     read_identity,
     write_identity,
 )
