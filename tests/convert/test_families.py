@@ -39,10 +39,10 @@ def test_a_branch_that_passes_no_gradient_back_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logits and loss stay equal, and all parameters have gradients: those before the branch are wrong."""
-    forward = FeedForward.forward
+    imported, forward = imported_model("llama"), FeedForward.forward
     monkeypatch.setattr(FeedForward, "forward", lambda layer, hidden, *rest: forward(layer, hidden.detach(), *rest))
     reference = load_reference(tiny_model("llama"))[0]
-    model, network = load_network(imported_model("llama"))
+    model, network = load_network(imported)
     logits, _, expected = run_both(network, model, reference, sample_tokens())
     assert relative(logits.detach(), expected.logits.detach()) <= TOLERANCE
     assert gradient_difference(network, model, reference, tmp_path / "gradients") > 0.01

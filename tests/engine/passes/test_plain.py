@@ -57,6 +57,9 @@ def test_gradients_are_taken_after_each_micro_batch_and_reduced_once() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
 
     class Owner:
+        def begin(self, passes: int) -> None:
+            engine.asked.append(("begin", passes))
+
         def accumulate(self) -> None:
             engine.asked.append(("accumulate", *weight.grad.tolist()))
             weight.grad = None
@@ -67,7 +70,7 @@ def test_gradients_are_taken_after_each_micro_batch_and_reduced_once() -> None:
     stack: Any = lambda inputs, context: inputs * weight  # noqa: E731
     passes = PlainPasses(engine, stack, Owner(), phases.append)  # type: ignore[arg-type]
     passes.train([BATCH, BATCH], losses_of(engine))
-    assert engine.asked == [("accumulate", 0.5, 0.5)] * 2 + [("reduce",), ("step",)]
+    assert engine.asked == [("begin", 2), *[("accumulate", 0.5, 0.5)] * 2, ("reduce",), ("step",)]
     assert phases == ["forward", "backward"] * 2 + ["step"]
     engine.asked.clear()
     passes.evaluate([BATCH], losses_of(engine))

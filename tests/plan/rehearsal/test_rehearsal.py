@@ -27,7 +27,7 @@ from trident.plan.rehearsal.recording import RankMessage
 from trident.plan.rehearsal.rehearsing import Rehearsal, rehearsal_lines
 from trident.plan.rehearsal.shares import Pieces
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "12", "--kv-lora-rank", "8", "--qk-head-dim", "8"),
     *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "8", "--qk-layernorm", "--position-embedding-type", "rope"),

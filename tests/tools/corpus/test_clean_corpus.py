@@ -31,7 +31,7 @@ def test_the_command_with_a_report(tmp_path: Path) -> None:
     for package in ("ftfy", "py3langid"):
         pytest.importorskip(package, reason=f"the {package} package is not installed")
     german = "Man sagt, dass das Haus am Fluss seit mehr als zweihundert Jahren dort steht, und dass es bleiben wird."
-    (tmp_path / "in.jsonl").write_bytes(lines_of(TEXT, german, "short", TEXT, TEXT[:60] + " cafÃ©.") + b"\n")
+    (tmp_path / "in.jsonl").write_bytes(lines_of(TEXT, german, "short", TEXT, TEXT[:60] + " cafÃ©.") + b"{\n")
     words = [
         "--input",
         "*.jsonl",
