@@ -72,19 +72,21 @@ def all_are_whole(place: Path) -> bool:
     return all(verify(candidate.path) for candidate in find(place))
 
 
+def run_with(starts: list[Path]) -> Path:
+    """A new folder of the store with copies of some checkpoints."""
+    place = Path(f"memory://mortal/run{next(NUMBERS)}")
+    for start in starts:
+        copied(start, place)
+    return place
+
+
 @pytest.mark.parametrize("before", [{1: 1}, {1: 1, 2: 9}, {}], ids=["new step", "same step", "first"])
 def test_a_copy_that_dies_leaves_what_was_there(store: MortalStore, before: dict[int, int], tmp_path: Path) -> None:
     source = save_step(tmp_path / "source", 2)
     starts = [save_step(tmp_path / "start", step, seed=seed) for step, seed in before.items()]
 
-    def prepare() -> Path:
-        place = Path(f"memory://mortal/run{next(NUMBERS)}")
-        for start in starts:
-            copied(start, place)
-        return place
-
     seeds = []
-    for place in store.at_every_operation(prepare, lambda place: copied(source, place)):
+    for place in store.at_every_operation(lambda: run_with(starts), lambda place: copied(source, place)):
         seeds.append(loaded_seed(place) if find(place) else 0)
         assert all_are_whole(place)
         copied(source, place)
@@ -99,14 +101,10 @@ def test_a_copy_that_dies_leaves_what_was_there(store: MortalStore, before: dict
 def test_a_deletion_that_dies_leaves_the_checkpoint_whole_or_gone(store: MortalStore, tmp_path: Path) -> None:
     starts = [save_step(tmp_path / "start", step) for step in (1, 2)]
 
-    def prepare() -> Path:
-        place = Path(f"memory://mortal/run{next(NUMBERS)}")
-        for start in starts:
-            copied(start, place)
-        return place
-
     left = []
-    for place in store.at_every_operation(prepare, lambda place: remove_checkpoint(place / "iter_0000001", DISK)):
+    for place in store.at_every_operation(
+        lambda: run_with(starts), lambda place: remove_checkpoint(place / "iter_0000001", DISK)
+    ):
         left.append([candidate.step for candidate in find(place)])
         assert loaded_seed(place) == 2 and all_are_whole(place)
         sweep(place, DISK)
