@@ -37,7 +37,7 @@ _CHECKPOINT_LIKE = re.compile(
 
 _LONGEST_HINT_BYTES = 40
 IDENTITY_NAME = "run.json"  # in it a run names the folder as its own
-LARGEST_IDENTITY_BYTES = 64 * 1024
+_LARGEST_IDENTITY_BYTES = 64 * 1024
 
 Check = Callable[[Path, Mapping[str, Any]], None]
 Announce = Callable[[str], None]
@@ -253,10 +253,19 @@ def only_of_run(run_id: str, directory: Path) -> Check:
     return check
 
 
+def read_run_file(directory: Path, storage: Storage = DISK) -> Any:
+    """The JSON with which a run has named a directory as its own.
+
+    Raises:
+        OSError, ValueError, RecursionError: there is none, or it cannot be read.
+    """
+    return json.loads(read_head(storage, directory / IDENTITY_NAME, _LARGEST_IDENTITY_BYTES))
+
+
 def _run_of(directory: Path, storage: Storage) -> str:
     """The run that a directory says it belongs to; empty if it says nothing."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        value = json.loads(read_head(storage, directory / IDENTITY_NAME, LARGEST_IDENTITY_BYTES))
+        value = read_run_file(directory, storage)
         return run_id_of(value) if isinstance(value, Mapping) else ""
     return ""
 

@@ -140,7 +140,7 @@ def update(
     gradient_factor: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
     copies: Sequence[Sequence[torch.Tensor]] = (),
-    pieces: Sequence[Sequence[torch.Tensor]] = (),
+    unflattened: Sequence[Sequence[torch.Tensor]] = (),
 ) -> None:
     """One update of what has a gradient, by any of the optimizers; waits for nothing.
 
@@ -150,13 +150,13 @@ def update(
         gradient_factor: gradients are multiplied by it; unless the optimizer is compiled, that changes them.
         skip: one float32; unless it is 0, no weight, moment or count changes. For optimizers that `can_skip`.
         copies: for each group and parameter, a tensor that receives the new weights.
-        pieces: for the compiled AdamW, see `FusedAdamW.step`.
+        unflattened: for the compiled AdamW, see `FusedAdamW.step`.
     """
     step: Any = type(optimizer).step
     is_half = all(narrow.dtype is not torch.float32 for group in copies for narrow in group)
     factor = 1.0 if gradient_factor is None else gradient_factor
     if isinstance(optimizer, AdamW) and is_half:
-        step(optimizer, gradient_factor=factor, skip=skip, copies=copies or None, pieces=pieces)
+        step(optimizer, gradient_factor=factor, skip=skip, copies=copies or None, unflattened=unflattened)
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, FusedAdamW):
@@ -203,7 +203,7 @@ class FusedAdamW(torch.optim.AdamW):
         gradient_factor: float | torch.Tensor = 1.0,
         skip: torch.Tensor | None = None,
         copies: Sequence[Sequence[torch.Tensor]] | None = None,
-        pieces: Sequence[Sequence[torch.Tensor]] = (),
+        unflattened: Sequence[Sequence[torch.Tensor]] = (),
     ) -> float | None:
         """Updates the parameters that have a gradient.
 
@@ -211,8 +211,8 @@ class FusedAdamW(torch.optim.AdamW):
             gradient_factor: gradients are multiplied by it. A float32 tensor is read on the device.
             skip: one float32; unless it is 0, nothing changes.
             copies: for each group and parameter, a tensor in half precision that receives the new weights.
-            pieces: for each group, whose only parameter is flat, the gradients of the parts that follow one another
-                from its first element on, in any of the dtypes; in place of its own gradient. For `AdamW`.
+            unflattened: for each group, whose only parameter is flat, the gradients of the parts that follow one
+                another from its first element on, in any of the dtypes; in place of its own gradient. For `AdamW`.
 
         Raises:
             ConfigError: an option of `torch.optim.AdamW` is set that this one lacks.
@@ -229,9 +229,9 @@ class FusedAdamW(torch.optim.AdamW):
         chosen = []
         for number, group in enumerate(self.param_groups):
             _check_options(group)
-            if pieces:
+            if unflattened:
                 narrow = [] if copies is None else list(copies[number])
-                chosen.append(_Chosen(group, group["params"], list(pieces[number]), narrow))
+                chosen.append(_Chosen(group, group["params"], list(unflattened[number]), narrow))
                 continue
             places = [place for place, parameter in enumerate(group["params"]) if parameter.grad is not None]
             if places:

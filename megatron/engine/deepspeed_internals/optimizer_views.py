@@ -168,25 +168,15 @@ class PartitionedView(OwningView):
         self._updates_network = is_whole
         if not self._update_in_place(groups, averaging) and is_whole:
             self._copies = list(wrapper.parallel_partitioned_bit16_groups)
+        how, unflattened = (groups, is_measured, averaging, self._implementation), isinstance(self.optimizer, AdamW)
         if not wrapper.partition_gradients:
             buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
-            return self._main_gradients(buffers, groups, averaging, takes_pieces=is_whole)
+            return MainGradients(buffers, *how, takes_unflattened=is_whole and unflattened)
         parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
         if is_whole:
-            return self._main_gradients(parts, groups, averaging, takes_pieces=True)
+            return MainGradients(parts, *how, takes_unflattened=unflattened)
         self.takes_by_hooks = sum(group.length for group in groups) > wrapper.reduce_bucket_size
         return PartitionGradients(parts, groups, is_measured, averaging, wrapper.reduce_bucket_size)
-
-    def _main_gradients(
-        self,
-        buffers: Sequence[torch.Tensor],
-        groups: Sequence[FlatGroup],
-        averaging: Averaging,
-        *,
-        takes_pieces: bool,
-    ) -> MainGradients:
-        takes_pieces = takes_pieces and isinstance(self.optimizer, AdamW)
-        return MainGradients(buffers, groups, is_measured, averaging, self._implementation, takes_pieces=takes_pieces)
 
     def _update_in_place(self, groups: Sequence[FlatGroup], averaging: Averaging) -> bool:
         """Has the optimizer update this rank's part of the network's own weights instead of DeepSpeed's copy of it, if
@@ -238,8 +228,10 @@ class AccumulatedView(PartitionedView):
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
-        takes_pieces = is_alone and not self.takes_by_hooks  # hooks free one gradient before the next is there
-        return self._main_gradients(wrapper.fp32_groups_gradients_flat, groups, averaging, takes_pieces=takes_pieces)
+        # Hooks free one gradient before the next is there.
+        takes_unflattened = is_alone and isinstance(self.optimizer, AdamW) and not self.takes_by_hooks
+        how = (groups, is_measured, averaging, self._implementation)
+        return MainGradients(wrapper.fp32_groups_gradients_flat, *how, takes_unflattened=takes_unflattened)
 
 
 class SubGroupView(OptimizerView):

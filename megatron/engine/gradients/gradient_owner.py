@@ -107,8 +107,8 @@ class GradientOwner:
         An optimizer that is offloaded has memory of its own for the gradients.
         """
         masters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        pieces = self._sum.pieces
-        for master, part in zip(masters, () if pieces else self._sum.parts, strict=False):
+        unflattened = self._sum.unflattened
+        for master, part in zip(masters, () if unflattened else self._sum.parts, strict=False):
             if master.grad is None:
                 master.grad = part.to(master)
             elif master.grad is not part:
@@ -117,7 +117,9 @@ class GradientOwner:
         if loss_scale is not None:
             factor = loss_scale.value.reciprocal() if factor is None else factor / loss_scale.value
         factor = None if factor is None else factor.to(masters[0].device)
-        return gate.update(partial(update, optimizer, gradient_factor=factor, copies=copies, pieces=pieces), loss_scale)
+        return gate.update(
+            partial(update, optimizer, gradient_factor=factor, copies=copies, unflattened=unflattened), loss_scale
+        )
 
     def watch_micro_batches(self, watcher: Callable[[Iterable[nn.Parameter]], None]) -> None:
         """Has a watcher see the parameters whose gradients of a backward pass are complete, before they are added up;

@@ -157,7 +157,7 @@ class GradientSum(ABC):
         """What this rank updates with, one flat tensor for each group; none if it is `.grad` of the parameters."""
 
     @property
-    def pieces(self) -> Sequence[Sequence[torch.Tensor]]:
+    def unflattened(self) -> Sequence[Sequence[torch.Tensor]]:
         """What it updates with in place of `parts`, for each group the gradient of each parameter; none if it is
         `parts`.
         """

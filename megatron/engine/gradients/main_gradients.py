@@ -30,8 +30,8 @@ class MainGradients(FlatGradients):
         is_counted: whether this rank counts a parameter in the gradient norm.
         averaging: how data-parallel ranks average; each then holds its part of a buffer only.
         implementation: of the addition, for buffers in fp32.
-        takes_pieces: whether the optimizer can update with the gradients of single parameters, in their own dtype; for
-            a rank that averages with no other.
+        takes_unflattened: whether the optimizer can update with the gradients of single parameters, in their own dtype;
+            for a rank that averages with no other.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MainGradients(FlatGradients):
         averaging: Averaging,
         implementation: Implementation = Implementation.TORCH,
         *,
-        takes_pieces: bool = False,
+        takes_unflattened: bool = False,
     ) -> None:
         parts = []
         for buffer, group in zip(buffers, groups, strict=True):
@@ -56,7 +56,7 @@ class MainGradients(FlatGradients):
         self._views: dict[int, torch.Tensor] = {}  # by the parameter's id
         self._written: set[int] = set()
         self._groups, self._is_counted = groups, is_counted
-        self._takes_pieces = takes_pieces and all(group.is_dense for group in groups)
+        self._takes_unflattened = takes_unflattened and all(group.is_dense for group in groups)
         self._is_only = False  # whether this step's gradients stay where its only backward pass leaves them
         self._only: dict[int, torch.Tensor] = {}  # by the parameter's id
         for buffer, group in zip(buffers, groups, strict=True):
@@ -65,11 +65,11 @@ class MainGradients(FlatGradients):
 
     def begin(self, passes: int) -> None:
         """Decides whether the gradients stay where they are."""
-        self._is_only = self._takes_pieces and passes == 1 and self.watcher is None
+        self._is_only = self._takes_unflattened and passes == 1 and self.watcher is None
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         """Has all gradients copied to the buffers: these are changed there."""
-        self._takes_pieces = False
+        self._takes_unflattened = False
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -144,7 +144,7 @@ class MainGradients(FlatGradients):
             self._zero_missing()
 
     @property
-    def pieces(self) -> Sequence[Sequence[torch.Tensor]]:
+    def unflattened(self) -> Sequence[Sequence[torch.Tensor]]:
         """The gradients of a step's only backward pass, zero where it left none."""
         if not self._is_only:
             return ()
@@ -173,7 +173,7 @@ class MainGradients(FlatGradients):
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         """What it counts of each parameter, in the buffers, to which all gradients are copied from now on."""
         self._copy_only()
-        self._takes_pieces = False
+        self._takes_unflattened = False
         return super().by_parameter()
 
     def clear(self) -> None:

@@ -24,8 +24,8 @@ from megatron.checkpoint import find, read_record
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.record import Record, base_in, run_id_of
-from megatron.checkpoint.recovery import IDENTITY_NAME, LARGEST_IDENTITY_BYTES, Candidate
-from megatron.checkpoint.storage import DISK, read_head, write_file
+from megatron.checkpoint.recovery import IDENTITY_NAME, Candidate, read_run_file
+from megatron.checkpoint.storage import DISK, write_file
 from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.files.replacing import replace_file
@@ -120,7 +120,7 @@ def read_identity(directory: Path) -> RunIdentity | None:
     """The identity that the file in a folder names; None without one. A file that is damaged counts as none."""
     path = directory / IDENTITY_NAME
     try:
-        identity = RunIdentity.from_json(json.loads(read_head(DISK, path, LARGEST_IDENTITY_BYTES)))
+        identity = RunIdentity.from_json(read_run_file(directory))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as failure:

@@ -39,7 +39,7 @@ def made(
     rank: int = 0,
     ranks: int = 1,
     *,
-    takes_pieces: bool = False,
+    takes_unflattened: bool = False,
 ) -> Made:
     """The gradients of one of several ranks."""
     groups, buffers = [], []
@@ -52,7 +52,7 @@ def made(
     parameters = [parameter for group in groups for parameter in group.parameters]
     flags = dict(zip(map(id, parameters), counted, strict=True))
     averaging = Averaging(Axis("gradient", rank, ranks, tuple(range(ranks))), torch.float32)
-    main = MainGradients(buffers, groups, lambda each: flags[id(each)], averaging, takes_pieces=takes_pieces)
+    main = MainGradients(buffers, groups, lambda each: flags[id(each)], averaging, takes_unflattened=takes_unflattened)
     return Made(main, buffers, parameters)
 
 
@@ -175,24 +175,24 @@ def test_no_products_are_added_where_gradients_are_watched_or_the_device_cannot(
 
 
 def test_gradients_of_the_only_pass_stay_where_they_are() -> None:
-    own = made((True, False, True, True, True), takes_pieces=True)
+    own = made((True, False, True, True, True), takes_unflattened=True)
     add, rubbish = own.main.product_adder(torch.float32), [buffer.clone() for buffer in own.buffers]
     own.main.begin(1)
     assert add is not None and not add(own.parameters[0], torch.ones(3, 1), torch.ones(1, 4))
     gradients = give(own, 1, missing=2)
     own.main.reduce()
     assert all(torch.equal(*pair) for pair in zip(own.buffers, rubbish, strict=True))  # nothing is copied
-    pieces = [piece for group in own.main.pieces for piece in group]
+    pieces = [piece for group in own.main.unflattened for piece in group]
     gradients[2].zero_()
     assert all(torch.equal(*pair) for pair in zip(pieces, gradients, strict=True))
     assert [part.shape for part in own.main.counted] == [SHAPES[0], SHAPES[3], SHAPES[4]]
     assert all(torch.equal(total, gradient.float()) for total, gradient in zip(own.sums, gradients, strict=True))
-    assert not own.main.pieces and [part.numel() for part in own.main.counted] == [12, 8, 7]  # copied for a reader
+    assert not own.main.unflattened and [part.numel() for part in own.main.counted] == [12, 8, 7]  # copied for a reader
 
 
 @pytest.mark.parametrize("reason", ["two passes", "a watcher", "sums over ranks", "figures of parameters"])
 def test_gradients_are_copied_where_one_reads_their_sums(reason: str) -> None:
-    own = made((True,) * 5, takes_pieces=True)
+    own = made((True,) * 5, takes_unflattened=True)
     if reason == "a watcher":
         own.main.watcher = list
     elif reason == "sums over ranks":
@@ -202,5 +202,5 @@ def test_gradients_are_copied_where_one_reads_their_sums(reason: str) -> None:
     own.main.begin(2 if reason == "two passes" else 1)
     gradients = give(own, 1)
     own.main.reduce()
-    assert not own.main.pieces
+    assert not own.main.unflattened
     assert torch.equal(own.main.parts[1][:7], torch.cat([each.flatten() for each in gradients[3:]]).float())

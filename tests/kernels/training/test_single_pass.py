@@ -47,7 +47,7 @@ def _trained(rank: int, tp: int, kernels_at: str) -> list[tuple[Trained, Trained
             engine = build_engine(config, dataclasses.replace(mesh, kernels=kernels))
             sums = engine.view._sum
             assert isinstance(sums, MainGradients)
-            sums._takes_pieces &= not with_sums
+            sums._takes_unflattened &= not with_sums
             curve, alone = [], []
             for step, passes in enumerate(PASSES):
                 batches = [*local_batches(RECIPE, config, mesh, step, True)] * passes
