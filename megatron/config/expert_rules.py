@@ -35,7 +35,7 @@ def expert_notices(model: ModelRequest, parallel: ParallelRequest) -> Iterator[s
 
 
 def balancing_notices(model: ModelConfig, *, is_by_choice: bool) -> Iterator[str]:
-    """What gradients depend on besides the global batch, unless the user has chosen the scope that makes them."""
+    """A notice that gradients depend on the micro-batch size, unless the user has chosen the scope that makes them."""
     is_over_micro_batch = model.moe_aux_loss_scope == MICRO_BATCH and model.moe_aux_loss_coeff > 0
     if model.expert_counts and is_over_micro_batch and not is_by_choice:
         yield (

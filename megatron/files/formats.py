@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, for the errors of readers that expected something else."""
+"""Formats of files by their first bytes, for the errors of readers that expected another one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NO_JSON_LINES = (
 
 
 def recognized(beginning: bytes, *, as_lines: bool = False) -> str:
-    """What the first bytes of a file that cannot be read say it is, and the way out; empty if they say nothing.
+    """The format of a file that cannot be read, by its first bytes, and the way out; empty if it is not known.
 
     Args:
         as_lines: lines of JSON are expected, so that other JSON and tables are something else.
@@ -52,7 +52,7 @@ def recognized(beginning: bytes, *, as_lines: bool = False) -> str:
 
 
 def recognized_file(path: str) -> str:
-    """What `recognized` says of a file; nothing where it is what its name says."""
+    """The sentence of `recognized` for a file; empty where the file is what its name says."""
     with contextlib.suppress(OSError), open_plain(path) as file:
         words = recognized(file.read(FIRST_BYTES))
         return "" if words.endswith(Path(path).suffix or " ") else words

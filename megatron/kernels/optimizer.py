@@ -26,7 +26,7 @@ _Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 
 
 class _Chosen(NamedTuple):
-    """What an update changes of a group: parameters, and the copy of each in half precision, if they are kept.
+    """The parameters of a group that an update changes, and the copy of each in half precision, if they are kept.
 
     There is a gradient for each parameter, or for each part of the only one, from its first element on.
     """

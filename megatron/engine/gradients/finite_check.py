@@ -32,13 +32,13 @@ class FiniteCheck:
             self._buckets.append((parameters, torch.stack(torch._foreach_norm(list(gradients), math.inf))))
 
     def is_wrong(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """Whether this rank's loss, or something that it has looked at, is not finite. Shapes: `[1]`; result `[]`."""
+        """True if this rank's loss or a gradient that it has looked at is not finite. Shapes: `[1]`; result `[]`."""
         self._loss = loss_sum.clone()
         return torch.cat([self._loss, *(largest for _, largest in self._buckets)]).isfinite().logical_not().any()
 
     def describe(self, layers: Sequence[str], mesh: ParallelMesh) -> str:
-        """Which ranks have what, those first where it is nearest to the loss, from where a backward pass spreads it;
-        collective over all ranks.
+        """A sentence on the ranks with NaN or infinity, those nearest to the loss first, from where a backward pass
+        spreads it; collective over all ranks.
 
         Args:
             layers: global names of the layers of the whole network.

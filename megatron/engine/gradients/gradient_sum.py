@@ -44,7 +44,7 @@ class FlatGroup(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether no parameter begins behind a gap: padding is at the end."""
+        """True if no parameter begins behind a gap: padding is at the end."""
         sizes = [parameter.numel() for parameter in self.parameters]
         return list(self.starts) == [sum(sizes[:number]) for number in range(len(sizes))]
 
@@ -158,7 +158,7 @@ class GradientSum(ABC):
 
     @property
     def unflattened(self) -> Sequence[Sequence[torch.Tensor]]:
-        """What it updates with in place of `parts`, for each group the gradient of each parameter; none if it is
+        """The gradient of each parameter of each group, for an update in place of `parts`; none if that uses
         `parts`.
         """
         return ()

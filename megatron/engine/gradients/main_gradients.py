@@ -164,14 +164,14 @@ class MainGradients(FlatGradients):
 
     @property
     def counted(self) -> Sequence[torch.Tensor]:
-        """What it counts of its parts, or of the gradients of a step's only backward pass."""
+        """The counted elements of its parts, or of the gradients of a step's only backward pass."""
         if not self._is_only:
             return super().counted
         parameters = (each for group in self._groups for each in group.parameters if id(each) in self._only)
         return [self._only[id(each)] for each in parameters if self._is_counted(each)]
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """What it counts of each parameter, in the buffers, to which all gradients are copied from now on."""
+        """The counted elements of each parameter, in the buffers, to which all gradients are copied from now on."""
         self._copy_only()
         self._takes_unflattened = False
         return super().by_parameter()

@@ -105,7 +105,7 @@ def is_same_base(one: Mapping[str, Any], other: Mapping[str, Any], *, at_any_ste
 
 
 def is_same_folder(one: str | Path | None, other: str | Path | None) -> bool:
-    """Whether two paths lead to one folder; not if one is not given."""
+    """True if two paths lead to one folder; False if one is not given."""
     return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -165,7 +165,7 @@ def checkpoints_in(directory: Path) -> list[Candidate]:
 
 
 def holds_checkpoint_of(run_id: str, candidates: Sequence[Candidate]) -> bool:
-    """Whether a checkpoint is of a run, or is damaged and may be, which is reported where it is loaded."""
+    """True if a checkpoint is of a run, or is damaged and may be, which is reported where it is loaded."""
     for candidate in candidates:
         try:
             if run_id_of(read_record(candidate.path)) == run_id:
