@@ -23,7 +23,8 @@ from megatron.config.flags.legacy import REFUSED, legacy_flags
 from megatron.config.flags.section import ConfigSection, Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.parse import field_flags, help_groups
-from megatron.config.run_config import RunConfig, fields_of
+from megatron.config.run_config import RunConfig
+from megatron.config.run_sections import fields_of
 from megatron.config.sections.parallel import ParallelRequest, without_training
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal

@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron import log
 from megatron.config import OptimConfig
+from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.config.sections.optimizers import MUON
 from megatron.device import Stopwatch, as_local_rank
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
@@ -28,7 +29,7 @@ from megatron.engine.deepspeed_internals.set_up import (
     skip_optimizer_check,
     skip_shared_memory_build,
 )
-from megatron.engine.ds_config import offloaded_ratio, without_ratio
+from megatron.engine.ds_config import without_ratio
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.making import make_optimizer

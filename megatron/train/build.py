@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.config import RunRequest, check_resume
-from megatron.config.expert_rules import balancing_notices
+from megatron.config.rules.experts import balancing_notices
 from megatron.train.checkpoints import Saves, open_writer
 from megatron.train.objectives import build_objective
 from megatron.train.part import Part, PartSetup

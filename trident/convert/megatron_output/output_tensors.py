@@ -20,7 +20,7 @@ import torch
 from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.config import ModelConfig
-from megatron.config.layout import heads_problems, widths_problems
+from megatron.config.rules.layout import heads_problems, widths_problems
 from megatron.config.sections.optimizers import SCHEDULE_FREE
 from megatron.errors import ConversionError, StorageError
 from megatron.files.replacing import write_new
