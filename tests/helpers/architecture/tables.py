@@ -229,20 +229,19 @@ USES_RUN_CONFIG = (
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
-# Methods that a base class describes: an override says nothing new.
-DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
-_SAMPLES = {"prefix", "read", "source_of", "locate", "spans"}
-# The methods that an interface of ours describes, by the name of a class that has them.
-DESCRIBED_BY_INTERFACE: dict[str, set[str]] = {
-    "Part": {
-        *("of", "restore", "opened", "before_step", "after_step", "entering", "at_evaluation", "before_save"),
-        *("after_save", "failed_save", "state", "trained", "close"),
-    },
-    **{name: _SAMPLES for name in ("SampleDataset", "SegmentedSamples", "SampleRoute", "ChangedSamples")},
-    "RowSource": {"fingerprint", "chunk_rows", "blocks", "read", "locate"},
-    "BlockWork": {"recipe", "run", "pack", "unpack", "finish"},
-    "StoreBackend": {"names", "facts", "imports", "texts", "scan", "indices", "count", "close"},
-}
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 60
 MAXIMUM_FOLDER_FILES = 15
+# Folders that are lists, one file an entry: they may be long.
+LISTS = (
+    "examples/configs/",
+    "megatron/config/architecture/",
+    "megatron/config/rules/",
+    "megatron/config/sections/",
+    "megatron/kernels/",
+    "megatron/model/blocks/",
+    "megatron/presets/",
+    "megatron/train/callbacks/",
+    "megatron/train/parts/",
+    "trident/convert/hugging_face/families/",
+)
