@@ -99,7 +99,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "keeping",
         "analysis",
     ),
-    "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
+    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
     "megatron.engine": (
         "gradients",
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
@@ -215,7 +215,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "part", "run", "run_data")),
+    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "callback", "run", "run_data")),
     *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
     "trident/plan/rehearsal/",
     "megatron/train/preflight/",
@@ -224,8 +224,8 @@ USES_RUN_CONFIG = (
     "megatron/engine/cuda_graphs.py",
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
-    "megatron/train/parts/distillation.py",  # likewise
-    "megatron/train/parts/start_record.py",
+    "megatron/train/callbacks/distillation.py",  # likewise
+    "megatron/train/callbacks/start_record.py",
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
@@ -242,6 +242,5 @@ LISTS = (
     "megatron/model/blocks/",
     "megatron/presets/",
     "megatron/train/callbacks/",
-    "megatron/train/parts/",
     "trident/convert/hugging_face/families/",
 )

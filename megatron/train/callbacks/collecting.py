@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
 from megatron.train.validation import Evaluation
 
 
-class CollectingGarbage(Part):
+class CollectingGarbage(Callback):
     """Collects every so many steps and after an evaluation, and never in between.
 
     The collector would otherwise stop one rank in one step and another in the next, while the others wait for it. The
@@ -22,7 +22,7 @@ class CollectingGarbage(Part):
         self._was_enabled = False
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         interval_steps = setup.config.kernels.manual_gc_interval
         return cls(interval_steps) if interval_steps else None
 

@@ -12,7 +12,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.observe.metrics_file import read_records
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import build_tokenizer
-from megatron.train.parts.evaluation_tasks import open_tasks
+from megatron.train.callbacks.evaluation_tasks import open_tasks
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus
 from tests.helpers.vocabulary import write_vocabulary
 from tests.train.samples import model_config

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.errors import DataError, PeerLostError
 from megatron.parallel.watch.position import END
-from megatron.train.parts.watching import Watching
+from megatron.train.callbacks.watching import Watching
 from megatron.train.watchdog import Watch
 
 

@@ -17,7 +17,7 @@ from megatron.evaluation.scoring import Query, Score
 from megatron.objective.scoring import ScoringObjective
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh, standard_axes
-from megatron.train.parts.engine_scorer import EngineScorer
+from megatron.train.callbacks.engine_scorer import EngineScorer
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.networks import build_gpt, forward
 from tests.helpers.ranks import run_ranks

@@ -19,10 +19,10 @@ from megatron.config.flags.paths import is_address
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError, LaunchError, StorageError
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 
 
-class Keeping(Part):
+class Keeping(Callback):
     """Links, copies and deletes checkpoints as the flags of a run say.
 
     Nothing that fails here harms the checkpoint that was saved: it is a warning.
@@ -41,7 +41,7 @@ class Keeping(Part):
         self._beat = beat
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         return cls(setup.config.saving, lambda: setup.watch.beat("save"))
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:

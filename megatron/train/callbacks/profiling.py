@@ -7,20 +7,20 @@ from pathlib import Path
 from megatron import log
 from megatron.config.schedule import planned_iterations
 from megatron.observe.step_profiler import StepProfiler, check_profile_ranks, profile_notices
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
 
 
-class Profiling(Part):
+class Profiling(Callback):
     """Profiles the steps that the flags name, on the ranks that they name."""
 
-    def __init__(self, setup: PartSetup) -> None:
+    def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
         self._profiler = StepProfiler.idle()
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         watching = setup.config.watching
         check_profile_ranks(watching, setup.mesh.world.size)
         return cls(setup) if watching.profiled_steps is not None else None

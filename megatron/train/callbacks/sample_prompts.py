@@ -16,8 +16,8 @@ from megatron.parallel.agreement import run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_prompt
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.part import Part, PartSetup
-from megatron.train.parts.engine_scorer import EngineScorer
+from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callbacks.engine_scorer import EngineScorer
 from megatron.train.run import Run
 from megatron.train.validation import Evaluation
 
@@ -40,7 +40,7 @@ class Prompts:
         return [tokenizer.decode(tokens) for tokens in continued]
 
 
-class SamplePrompts(Part):
+class SamplePrompts(Callback):
     """Continues the prompts with every evaluation of the validation split, and shows and records the texts."""
 
     def __init__(self, prompts: Prompts, activity: Activity) -> None:
@@ -48,14 +48,14 @@ class SamplePrompts(Part):
         self._activity = activity
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         prompts = open_prompts(setup.config.evaluation, setup.tokenizer, setup.config.model, setup.mesh)
         return None if prompts is None else cls(prompts, setup.activity)
 
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation.split != "valid":
             return
-        run.parts.entering(run, "evaluation")
+        run.callbacks.entering(run, "evaluation")
         prompts = self._prompts.texts
         texts = self._prompts.complete(EngineScorer.of(run), run.data.tokenizer)
         for prompt, text in zip(prompts, texts, strict=True):

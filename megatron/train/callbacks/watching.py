@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.watch.position import END
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 from megatron.train.watchdog import Watch
 
 
-class Watching(Part):
+class Watching(Callback):
     """Tells the watchdog of the phases of the run."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         return cls(setup.watch)
 
     def opened(self, run: Run) -> None:

@@ -6,7 +6,7 @@ import gc
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.train.parts.collecting import CollectingGarbage
+from megatron.train.callbacks.collecting import CollectingGarbage
 
 
 def setup_with(interval_steps: int) -> Any:
@@ -17,10 +17,10 @@ def test_garbage_is_collected_at_chosen_steps_only() -> None:
     collected: list[int] = []
     run: Any = SimpleNamespace(progress=SimpleNamespace(step=0))
     watching = lambda phase, info: collected.append(run.progress.step) if phase == "start" else None  # noqa: E731
-    part = CollectingGarbage.of(setup_with(4))
-    assert part is not None
+    callback = CollectingGarbage.of(setup_with(4))
+    assert callback is not None
     before = gc.get_threshold()
-    part.opened(run)
+    callback.opened(run)
     gc.callbacks.append(watching)
     try:
         assert gc.get_freeze_count() > 0
@@ -28,11 +28,11 @@ def test_garbage_is_collected_at_chosen_steps_only() -> None:
             cycles = [[] for _ in range(2 * before[0])]  # the collector would run at least twice a step
             for cycle in cycles:
                 cycle.append(cycle)
-            part.after_step(run, step=None)  # type: ignore[arg-type]
-        part.at_evaluation(run, evaluation=None)  # type: ignore[arg-type]
+            callback.after_step(run, step=None)  # type: ignore[arg-type]
+        callback.at_evaluation(run, evaluation=None)  # type: ignore[arg-type]
     finally:
         gc.callbacks.remove(watching)
-        part.close(run, None)
+        callback.close(run, None)
     assert collected == [4, 8, 9]
     assert gc.isenabled() and gc.get_freeze_count() == 0
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from megatron.observe.activity import Activity
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 
 
-class ActivityReports(Part):
+class ActivityReports(Callback):
     """Writes them into the run folder, from rank 0."""
 
-    def __init__(self, setup: PartSetup) -> None:
+    def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
         self._until_end = contextlib.ExitStack()
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         return cls(setup) if setup.mesh.world.rank == 0 else None
 
     def opened(self, run: Run) -> None:

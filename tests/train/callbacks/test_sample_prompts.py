@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 from megatron.evaluation.scoring import Query, Score
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import build_tokenizer
-from megatron.train.parts.sample_prompts import Prompts, complete_greedily, open_prompts, read_prompts
+from megatron.train.callbacks.sample_prompts import Prompts, complete_greedily, open_prompts, read_prompts
 from tests.helpers.vocabulary import write_vocabulary
 from tests.train.samples import model_config
 

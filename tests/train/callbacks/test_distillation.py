@@ -16,7 +16,7 @@ from megatron.config import Machine, TokenizerFacts, parse, resolve
 from megatron.objective.distillation import DistillationObjective
 from megatron.observe.metrics_file import read_steps
 from megatron.train.build import open_run
-from megatron.train.parts.distillation import teacher_problems
+from megatron.train.callbacks.distillation import teacher_problems
 from tests.config.command_lines import small
 from tests.helpers.networks import tiny_config
 from tests.helpers.ranks import run_ranks

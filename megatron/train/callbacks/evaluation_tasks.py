@@ -14,8 +14,8 @@ from megatron.evaluation.tasks.tasks_file import read_tasks
 from megatron.parallel.agreement import run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.part import Part, PartSetup
-from megatron.train.parts.engine_scorer import EngineScorer
+from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callbacks.engine_scorer import EngineScorer
 from megatron.train.run import Run
 from megatron.train.validation import Evaluation
 
@@ -33,21 +33,21 @@ class TrainingTask:
         return result_of(self.task, measured, self.items.count, {}, self.items.notes)
 
 
-class EvaluationTasks(Part):
+class EvaluationTasks(Callback):
     """Runs tasks with every evaluation of the validation split, and reports their figures."""
 
     def __init__(self, tasks: Sequence[TrainingTask]) -> None:
         self._tasks = tuple(tasks)
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         config = setup.config
         tasks = open_tasks(config.evaluation.eval_tasks, setup.tokenizer, config.model, setup.mesh)
         return cls(tasks) if tasks else None
 
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         for task in self._tasks if evaluation.split == "valid" else ():
-            run.parts.entering(run, "evaluation")
+            run.callbacks.entering(run, "evaluation")
             run.report.task(run.progress, evaluation.prefix, task.run(EngineScorer.of(run)))
 
 

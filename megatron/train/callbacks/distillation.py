@@ -24,19 +24,19 @@ from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.pieces import filling_weights
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 
 
-class Distillation(Part):
+class Distillation(Callback):
     """Adds the teacher that the flags name to what the engine learns, until --kd-iters are trained."""
 
-    def __init__(self, setup: PartSetup) -> None:
+    def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
         self._student: LanguageModelObjective | None = None
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         is_on = setup.config.distillation.is_on and not setup.config.evaluation.eval_only
         return cls(setup) if is_on else None
 

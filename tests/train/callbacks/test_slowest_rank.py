@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.parallel.watch.limits import WatchLimits
-from megatron.train.parts import slowest_rank
+from megatron.train.callbacks import slowest_rank
 from megatron.train.watchdog import Watch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus

@@ -12,7 +12,7 @@ from megatron.checkpoint import read_record, verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import ExitCode, LaunchError
-from megatron.train.parts import keeping
+from megatron.train.callbacks import keeping
 from tests.checkpoint.made.saved_state import MESH, save_state
 from tests.helpers.samples import sampled
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus

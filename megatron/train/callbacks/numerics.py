@@ -1,4 +1,4 @@
-"""Parts that guard the numerics of a run: batches that are skipped, spikes, and replicas that must stay equal."""
+"""Callbacks that guard the numerics of a run: batches that are skipped, spikes, and replicas that must stay equal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron.config.schedule import range_to_skip
 from megatron.engine.engine import Engine
 from megatron.engine.replicas import find_differences
 from megatron.errors import NumericsError
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
 
 
-class SkippedRanges(Part):
+class SkippedRanges(Callback):
     """Skips the data of the ranges without training on them."""
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         return cls() if setup.config.safety.skip_ranges else None
 
     def before_step(self, run: Run) -> None:
@@ -31,7 +31,7 @@ class SkippedRanges(Part):
             run.pass_over(last - first + 1)
 
 
-class PoisonedBatches(Part):
+class PoisonedBatches(Callback):
     """Skips the batches; as with a range that is skipped, the step is then taken on the batch after them.
 
     Args:
@@ -43,7 +43,7 @@ class PoisonedBatches(Part):
         self._passed: list[Mapping[str, int]] = []
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         return cls(setup.passes)
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
@@ -63,7 +63,7 @@ class PoisonedBatches(Part):
         return {"passed_batches": tuple(self._passed)}
 
 
-class Spikes(Part):
+class Spikes(Callback):
     """Makes a resumed run skip the steps that an uninterrupted run would skip."""
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
@@ -77,7 +77,7 @@ class Spikes(Part):
 _DESCRIBED = 5
 
 
-class ReplicaCheck(Part):
+class ReplicaCheck(Callback):
     """Checks that all ranks hold the same values, at an interval and before they are saved.
 
     Args:
@@ -88,7 +88,7 @@ class ReplicaCheck(Part):
         self._interval = interval
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         interval = setup.config.safety.check_replicas_interval
         return cls(interval) if interval != 0 else None
 

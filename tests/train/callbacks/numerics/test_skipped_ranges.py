@@ -10,7 +10,7 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config import OptimConfig
 from megatron.config.schedule import StepRange
-from megatron.train.parts.numerics import PoisonedBatches, SkippedRanges
+from megatron.train.callbacks.numerics import PoisonedBatches, SkippedRanges
 from megatron.train.run import Run
 from tests.train.samples import optim_config
 
@@ -70,21 +70,21 @@ def test_a_run_without_ranges_has_no_part() -> None:
 
 def test_a_batch_of_failed_starts_is_passed_over_like_a_range_of_one_step() -> None:
     run: Any = ConsumingRun(Progress(step=2, consumed_samples=16, consumed_tokens=160))
-    expected, part = after_skipping(run.progress, (3, 3)), PoisonedBatches((3, 7))
-    part.before_step(run)
+    expected, callback = after_skipping(run.progress, (3, 3)), PoisonedBatches((3, 7))
+    callback.before_step(run)
     assert run.progress == expected
-    assert part.state(run) == {"passed_batches": ({"step": 3, "first_sample": 16, "last_sample": 23},)}
+    assert callback.state(run) == {"passed_batches": ({"step": 3, "first_sample": 16, "last_sample": 23},)}
     run.progress = expected.after(8, 80)
-    part.before_step(run)
+    callback.before_step(run)
     assert run.progress == expected.after(8, 80) and len(run.passed) == 1
 
 
 def test_two_batches_of_one_step_are_passed_over_one_after_the_other() -> None:
     run: Any = ConsumingRun(Progress())
     record: Any = SimpleNamespace(passed_batches=({"step": 1, "first_sample": 0, "last_sample": 7},))
-    part, engine = PoisonedBatches((1, 2, 1)), run
-    part.restore(engine, run.progress, record)
-    part.before_step(run)
+    callback, engine = PoisonedBatches((1, 2, 1)), run
+    callback.restore(engine, run.progress, record)
+    callback.before_step(run)
     assert run.progress == Progress(0, 16, 160)
     assert [(batch["first_sample"], batch["last_sample"], number) for batch, number in run.passed] == [
         (0, 7, 2),

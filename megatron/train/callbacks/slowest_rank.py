@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from megatron import log
 from megatron.observe.slowest_rank import REPORTS_TO_NAME, PaceComparison
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
 
 INTERVAL_STEPS = 100
 
 
-class SlowestRankReports(Part):
+class SlowestRankReports(Callback):
     """Says of each step how long this rank needed for it; rank 0 compares.
 
     What the ranks say goes over the connections of the watch, with its signs of life: no rank waits for another. What a
     GPU has done is looked at one step later, when it has.
     """
 
-    def __init__(self, setup: PartSetup) -> None:
+    def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
         self._before: TrainedStep | None = None
         self._comparison: PaceComparison | None = None
         self._named = -1
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         return cls(setup) if setup.mesh.world.size > 1 else None
 
     def opened(self, run: Run) -> None:

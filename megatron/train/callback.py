@@ -1,4 +1,4 @@
-"""The parts of a run: what it does besides training, and when each of them is called."""
+"""The callbacks of a run: what it does besides training, and when each of them is called."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron.train.watchdog import Watch
 
 
 @dataclass(frozen=True)
-class PartSetup:
-    """What parts are made from, before the network is built.
+class CallbackSetup:
+    """What callbacks are made from, before the network is built.
 
     Attributes:
         watch: watches all ranks already; later it knows the run folder.
         history: the history of the run's starts; it is open on global rank 0.
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
-        activity: what the run shows to those who watch it; nothing is written until a part opens it.
+        activity: what the run shows to those who watch it; nothing is written until a callback opens it.
     """
 
     config: RunConfig
@@ -41,16 +41,16 @@ class PartSetup:
     activity: Activity = field(default_factory=Activity)
 
 
-class Part:
-    """Something that a run does besides training. A part overrides only the methods it needs.
+class Callback:
+    """Something that a run does besides training. A callback overrides only the methods it needs.
 
     All but `after_save` are called in the main thread, on every rank and at the same point of the run, so that they may
     communicate. What they raise ends the run.
     """
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
-        """The part, whose flags and files it checks here; None for a run that does without it. Collective."""
+    def of(cls, setup: CallbackSetup) -> Callback | None:
+        """The callback, whose flags and files it checks here; None for a run that does without it. Collective."""
         return cls()
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
@@ -100,75 +100,75 @@ class Part:
         """No step follows, and the last one is saved."""
 
     def close(self, run: Run, error: BaseException | None) -> None:
-        """The run ends; the last part is closed first. Called once `opened` was, whether or not that raised.
+        """The run ends; the last callback is closed first. Called once `opened` was, whether or not that raised.
 
         Args:
             error: what ends the run early, if anything does.
         """
 
 
-class PartSequence(Part):
-    """The parts of one run, each called in its turn."""
+class CallbackList(Callback):
+    """The callbacks of one run, each called in its turn."""
 
-    def __init__(self, parts: Iterable[Part] = ()) -> None:
-        self._parts = tuple(parts)
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self._callbacks = tuple(callbacks)
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
-        for part in self._parts:
-            part.restore(engine, progress, record)
+        for callback in self._callbacks:
+            callback.restore(engine, progress, record)
 
     @contextlib.contextmanager
     def open(self, run: Run) -> Iterator[None]:
-        """Opens the parts, and closes each of them at the end."""
+        """Opens the callbacks, and closes each of them at the end."""
         with contextlib.ExitStack() as closing:
-            for part in self._parts:
-                closing.enter_context(_opened(part, run))
+            for callback in self._callbacks:
+                closing.enter_context(_opened(callback, run))
             yield
 
     def before_step(self, run: Run) -> None:
-        for part in self._parts:
-            part.before_step(run)
+        for callback in self._callbacks:
+            callback.before_step(run)
 
     def after_step(self, run: Run, step: TrainedStep) -> None:
-        for part in self._parts:
-            part.after_step(run, step)
+        for callback in self._callbacks:
+            callback.after_step(run, step)
 
     def entering(self, run: Run, phase: str) -> None:
-        for part in self._parts:
-            part.entering(run, phase)
+        for callback in self._callbacks:
+            callback.entering(run, phase)
 
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        for part in self._parts:
-            part.at_evaluation(run, evaluation)
+        for callback in self._callbacks:
+            callback.at_evaluation(run, evaluation)
 
     def before_save(self, run: Run) -> None:
-        for part in self._parts:
-            part.before_save(run)
+        for callback in self._callbacks:
+            callback.before_save(run)
 
     def after_save(self, path: Path, mesh: ParallelMesh) -> None:
-        for part in self._parts:
-            part.after_save(path, mesh)
+        for callback in self._callbacks:
+            callback.after_save(path, mesh)
 
     def failed_save(self, run: Run, step: int, reason: str) -> None:
-        for part in self._parts:
-            part.failed_save(run, step, reason)
+        for callback in self._callbacks:
+            callback.failed_save(run, step, reason)
 
     def state(self, run: Run) -> Mapping[str, Any]:
-        return {name: entry for part in self._parts for name, entry in part.state(run).items()}
+        return {name: entry for callback in self._callbacks for name, entry in callback.state(run).items()}
 
     def trained(self, run: Run) -> None:
-        for part in self._parts:
-            part.trained(run)
+        for callback in self._callbacks:
+            callback.trained(run)
 
 
 @contextlib.contextmanager
-def _opened(part: Part, run: Run) -> Iterator[None]:
+def _opened(callback: Callback, run: Run) -> Iterator[None]:
     error: BaseException | None = None
     try:
-        part.opened(run)
+        callback.opened(run)
         yield
     except BaseException as failure:
         error = failure
         raise
     finally:
-        part.close(run, error)
+        callback.close(run, error)

@@ -10,8 +10,8 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import NumericsError
-from megatron.train.parts import numerics
-from megatron.train.parts.numerics import ReplicaCheck, check_replicas
+from megatron.train.callbacks import numerics
+from megatron.train.callbacks.numerics import ReplicaCheck, check_replicas
 
 STEP: Any = None
 
@@ -23,7 +23,7 @@ def run_at(step: int) -> Any:
     )
 
 
-def part_of(interval: int | None) -> Any:
+def callback_of(interval: int | None) -> Any:
     safety = SafetyConfig(check_replicas_interval=interval)
     setup: Any = SimpleNamespace(config=SimpleNamespace(safety=safety))
     return ReplicaCheck.of(setup)
@@ -50,16 +50,16 @@ def test_copies_are_checked_before_a_save(
     """Unless that is turned off, or they were checked at the end of this step."""
     checked: list[str] = []
     monkeypatch.setattr(numerics, "find_differences", lambda engine: checked.append(engine) or [])
-    part = part_of(interval)
-    if part is not None:
-        part.before_save(run_at(7))
+    callback = callback_of(interval)
+    if callback is not None:
+        callback.before_save(run_at(7))
     assert checked == (["engine"] if is_checked else [])
 
 
 def test_copies_are_compared_at_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     monkeypatch.setattr(numerics, "check_replicas", lambda run: compared.append(run.progress.step))
-    part = part_of(2)
+    callback = callback_of(2)
     for step in range(1, 6):
-        part.after_step(run_at(step), STEP)
+        callback.after_step(run_at(step), STEP)
     assert compared == [2, 4]

@@ -1,4 +1,4 @@
-"""A part of a run that no file of `megatron/` knows, and how large what calls the parts may be."""
+"""A callback of a run that no file of `megatron/` knows, and how large what calls the callbacks may be."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron.config import Program
 from megatron.config.parse import parse
 from megatron.errors import DataError, ExitCode
 from megatron.train.build import open_run
+from megatron.train.callback import Callback, CallbackList, CallbackSetup
 from megatron.train.loop import run_to_end
-from megatron.train.part import Part, PartSequence, PartSetup
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
@@ -31,14 +31,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
     return write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def noting_part(events: list[Any]) -> type[Part]:
-    """A part that notes all it sees, and counts the steps of all starts of the run."""
+def noting_callback(events: list[Any]) -> type[Callback]:
+    """A callback that notes all it sees, and counts the steps of all starts of the run."""
 
-    class Noting(Part):
+    class Noting(Callback):
         steps = 0
 
         @classmethod
-        def of(cls, setup: PartSetup) -> Part | None:
+        def of(cls, setup: CallbackSetup) -> Callback | None:
             events.append("made")
             return cls() if setup.config.optim.train_iters else None
 
@@ -82,8 +82,8 @@ def noting_part(events: list[Any]) -> type[Part]:
 
 
 def train(flags: list[str], events: list[Any]) -> int:
-    """Trains as a program does that brings this part."""
-    return pretrain_gpt.train(flags, Program(parts=lambda: [noting_part(events)]))
+    """Trains as a program does that brings this callback."""
+    return pretrain_gpt.train(flags, Program(callbacks=lambda: [noting_callback(events)]))
 
 
 def test_a_part_sees_every_event_in_order_and_continues(corpus: TinyCorpus, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_a_run_without_such_a_part_is_as_ever(corpus: TinyCorpus
 def test_every_part_is_closed_with_what_ends_the_run() -> None:
     events: list[Any] = []
 
-    class Closing(Part):
+    class Closing(Callback):
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -127,22 +127,22 @@ def test_every_part_is_closed_with_what_ends_the_run() -> None:
             events.append((self.name, str(error)))
 
     run: Any = None
-    with pytest.raises(DataError), PartSequence(map(Closing, "abcd")).open(run):
+    with pytest.raises(DataError), CallbackList(map(Closing, "abcd")).open(run):
         events.append("open")
     assert events == [("c", "no data"), ("b", "no data"), ("a", "no data")]
 
 
 def test_a_part_needs_no_method() -> None:
     nothing: Any = None
-    parts = PartSequence([Part(), Part()])
-    parts.restore(nothing, Progress(), None)
-    with parts.open(nothing):
-        for event in (parts.before_step, parts.before_save, parts.trained):
+    callbacks = CallbackList([Callback(), Callback()])
+    callbacks.restore(nothing, Progress(), None)
+    with callbacks.open(nothing):
+        for event in (callbacks.before_step, callbacks.before_save, callbacks.trained):
             event(nothing)
-        for pair in (parts.after_step, parts.entering, parts.at_evaluation, parts.after_save):
+        for pair in (callbacks.after_step, callbacks.entering, callbacks.at_evaluation, callbacks.after_save):
             pair(nothing, nothing)
-        parts.failed_save(nothing, 1, "no space")
-        assert parts.state(nothing) == {}
+        callbacks.failed_save(nothing, 1, "no space")
+        assert callbacks.state(nothing) == {}
 
 
 def test_a_run_is_small_and_only_its_progress_is_assigned() -> None:
@@ -178,16 +178,16 @@ def test_what_ends_a_run_is_recorded_before_its_parts_are_closed(corpus: TinyCor
     """Closing may wait for other ranks, and a scheduler does not wait for that."""
     seen: list[str] = []
 
-    class Failing(Part):
+    class Failing(Callback):
         def after_step(self, run: Run, step: Any) -> None:
-            raise DataError("a bad part")
+            raise DataError("a bad callback")
 
         def close(self, run: Run, error: BaseException | None) -> None:
             seen.extend(path.read_text().splitlines()[-1] for path in (history, events))
 
     history, events = tmp_path / "checkpoints/history.jsonl", tmp_path / "run/events.jsonl"
-    with pytest.raises(DataError, match="a bad part"):
-        pretrain_gpt.train(corpus.flags(folder=tmp_path, train_iters=2), Program(parts=lambda: [Failing]))
+    with pytest.raises(DataError, match="a bad callback"):
+        pretrain_gpt.train(corpus.flags(folder=tmp_path, train_iters=2), Program(callbacks=lambda: [Failing]))
     ends = [json.loads(line) for line in seen]
-    assert [(end["code"], end["text"]) for end in ends] == [(ExitCode.DATA, "a bad part")] * 2
+    assert [(end["code"], end["text"]) for end in ends] == [(ExitCode.DATA, "a bad callback")] * 2
     assert [history.read_text().splitlines()[-1], events.read_text().splitlines()[-1]] == seen

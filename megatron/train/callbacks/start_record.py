@@ -10,14 +10,14 @@ from megatron.config import RunConfig
 from megatron.errors import MegatronError
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.part import Part, PartSetup
+from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.history import RestartHistory
 from megatron.train.restarts.restore import Start
 from megatron.train.run import Run
 
 
-class StartRecord(Part):
+class StartRecord(Callback):
     """Writes the step of the run, and its regular end, into the history. Errors are recorded by its `recording`."""
 
     def __init__(self, history: RestartHistory) -> None:
@@ -25,7 +25,7 @@ class StartRecord(Part):
         self._has_begun = False
 
     @classmethod
-    def of(cls, setup: PartSetup) -> Part | None:
+    def of(cls, setup: CallbackSetup) -> Callback | None:
         return cls(setup.history)
 
     def before_step(self, run: Run) -> None:
