@@ -28,7 +28,7 @@ PACKAGE_PLACES = {
     "inference": 18,
 }
 # The packages of `trident/`, each of which imports `megatron` and no other of them; the trainer imports none.
-COMPANIONS = frozenset({"convert", "corpus", "dashboard", "launch", "plan", "serve"})
+COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "launch", "plan", "serve"})
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -97,7 +97,6 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "manifests",
         ".",
         "keeping",
-        "analysis",
     ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
     "megatron.engine": (
