@@ -12,9 +12,9 @@ PACKAGE_PLACES = {
     "cuda_driver": 3,
     "host_memory": 3,
     "processor": 3,
+    "slurm": 3,
     "config": 4,
     "kernels": 5,
-    "launch": 5,
     "tokenizers": 6,
     "data": 7,
     "parallel": 9,
@@ -28,7 +28,7 @@ PACKAGE_PLACES = {
     "inference": 18,
 }
 # The packages of `trident/`, each of which imports `megatron` and no other of them; the trainer imports none.
-COMPANIONS = frozenset({"convert", "corpus", "dashboard", "plan", "serve"})
+COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "launch", "plan", "serve"})
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -97,7 +97,6 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "manifests",
         ".",
         "keeping",
-        "analysis",
     ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
     "megatron.engine": (
@@ -125,7 +124,7 @@ HOMES = {
     "os.environ": (
         "megatron/device.py",
         "megatron/cuda_driver.py",
-        "megatron/launch/launching.py",
+        "trident/launch/launching.py",
         "megatron/parallel/joining.py",
         "megatron/parallel/rank_start.py",
     ),

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint, batches
-from megatron.checkpoint.catalogue import ITEM_BYTES
+from megatron.checkpoint.catalogue import ITEM_BYTES, CheckpointTensor
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.config.run_config import in_current_sections
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind
+from trident.checkpoints.slices import batches
 
 _LONGEST_VALUE = 60
 _UNITS = ("bytes", "KB", "MB", "GB", "TB")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from megatron import log
 from megatron.errors import LaunchError
-from megatron.launch import LAUNCH_VARIABLE
-from megatron.launch.supervise import Child, Patience, Supervisor
+from megatron.parallel.launchers import LAUNCH_VARIABLE
+from trident.launch.supervise import Child, Patience, Supervisor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import SaveOptions, save
-from megatron.checkpoint.analysis.slices import OpenCheckpoint
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.config import ModelConfig
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import State, cut_for_ranks

@@ -10,8 +10,8 @@ from typing import BinaryIO
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.observe.run_copy import CopyPlace, place_of
 from tests.helpers.machines.fake_ssh import FakeSsh
+from trident.checkpoints.run_copy import CopyPlace, place_of
 
 ODD = "it's $HOME; `id` && *\nend"
 CONTENT = b"\0\xff" + b"bytes" * 100

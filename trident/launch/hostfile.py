@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.errors import ConfigError, LaunchError, printable
 from megatron.files.plain import read_plain_text
-from megatron.launch.slurm import expand_hostlist
+from megatron.slurm import expand_hostlist
 
 _MOST_BYTES = 16 << 20
 # A name that starts with a hyphen would be an option of ssh.

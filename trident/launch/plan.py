@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.errors import ConfigError, LaunchError
-from megatron.launch.hostfile import Host
-from megatron.launch.slurm import find_slurm_job
-from megatron.launch.supervise import Patience
+from megatron.slurm import find_slurm_job
+from trident.launch.hostfile import Host
+from trident.launch.supervise import Patience
 
 # Variables that steer Python, torch, its communication libraries and the packages of the project. CUDA_VISIBLE_DEVICES
 # is not among them: it is one machine's.

@@ -16,12 +16,12 @@ from megatron import log
 from megatron.config import NO_PROGRAM, ConfigSection, PathUse, Program, flag, parse
 from megatron.config.world import fit_layout, world_problems
 from megatron.errors import ConfigError, ExitCode
-from megatron.launch.hostfile import Host, named_hosts, read_hostfile
-from megatron.launch.node import Node, rank_commands, run_node
-from megatron.launch.plan import Plan, choose_devices, choose_hosts, passed_environment, slurm_hosts
-from megatron.launch.remote import become_srun, free_port, run_by_ssh
-from megatron.launch.supervise import Patience
 from megatron.secret_text import masked
+from trident.launch.hostfile import Host, named_hosts, read_hostfile
+from trident.launch.node import Node, rank_commands, run_node
+from trident.launch.plan import Plan, choose_devices, choose_hosts, passed_environment, slurm_hosts
+from trident.launch.remote import become_srun, free_port, run_by_ssh
+from trident.launch.supervise import Patience
 
 
 @dataclass(frozen=True)

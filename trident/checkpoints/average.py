@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import OpenCheckpoint, batches
 from megatron.checkpoint.keeping.copying import point_to_newest
 from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
 from megatron.checkpoint.record import Record
-from megatron.checkpoint.recovery import find
+from megatron.checkpoint.recovery import OpenCheckpoint, find
 from megatron.checkpoint.saving import write_snapshot
 from megatron.checkpoint.snapshot import Snapshot
 from megatron.checkpoint.storage import DISK
@@ -24,6 +23,7 @@ from megatron.config.resume import architecture_differences
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
+from trident.checkpoints.slices import batches
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.analysis import slices
-from megatron.checkpoint.analysis.differences import TensorDifference, compare, comparison_lines
-from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.made.fake_pieces import SHAPES, make_state
+from tests.checkpoint.made.stored import save_checkpoint
 from tests.helpers.networks import tiny_config
+from trident.checkpoints import slices
+from trident.checkpoints.differences import TensorDifference, compare, comparison_lines
 
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 

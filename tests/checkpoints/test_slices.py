@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.analysis import slices
-from megatron.checkpoint.analysis.slices import OpenCheckpoint, batches
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.errors import CheckpointError, DamagedError
-from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.made.fake_pieces import make_state
+from tests.checkpoint.made.stored import save_checkpoint
+from trident.checkpoints import slices
+from trident.checkpoints.slices import batches
 
 
 def test_slices_make_up_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

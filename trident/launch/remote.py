@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.errors import LaunchError
-from megatron.launch.plan import Plan
-from megatron.launch.supervise import Child, Supervisor
+from trident.launch.plan import Plan
+from trident.launch.supervise import Child, Supervisor
 
 _SSH_FAILED = 255
 _PORT_SECONDS = 60.0

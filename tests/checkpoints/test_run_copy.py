@@ -11,9 +11,9 @@ import pytest
 
 from megatron.checkpoint import verify
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from megatron.observe.run_copy import CopyPlace, copy_run, place_of
 from tests.checkpoint.keeping.checkpoints import OTHER_RUN, loaded_seed, save_step
 from tests.helpers.machines.fake_ssh import FakeSsh
+from trident.checkpoints.run_copy import CopyPlace, copy_run, place_of
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.analysis import slices
-from megatron.checkpoint.analysis.summary import ValueFigures, summarize, summary_lines
 from megatron.errors import CheckpointError
-from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.made.fake_pieces import make_state
+from tests.checkpoint.made.stored import save_checkpoint
+from trident.checkpoints import slices
+from trident.checkpoints.summary import ValueFigures, summarize, summary_lines
 
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint, batches
-from megatron.checkpoint.analysis.summary import chosen_tensors, flat_config, heading, shape_text, table, value_text
+from megatron.checkpoint.catalogue import CheckpointTensor
 from megatron.checkpoint.layout import is_regrouped
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.parallel.pieces import Kind
+from trident.checkpoints.slices import batches
+from trident.checkpoints.summary import chosen_tensors, flat_config, heading, shape_text, table, value_text
 
 
 @dataclass

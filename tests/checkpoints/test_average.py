@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron.checkpoint import read_record, read_tensors
-from megatron.checkpoint.analysis import slices
-from megatron.checkpoint.analysis.average import WeightedCheckpoint, average
 from megatron.checkpoint.record import Record
 from megatron.errors import CheckpointError
 from megatron.tokenizers.record import TokenizerRecord
-from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.made.fake_pieces import SHAPES, make_state
+from tests.checkpoint.made.stored import save_checkpoint
 from tests.helpers.networks import tiny_config
+from trident.checkpoints import slices
+from trident.checkpoints.average import WeightedCheckpoint, average
 
 
 def test_the_mean_is_weighted_and_of_any_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
