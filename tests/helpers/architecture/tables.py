@@ -40,6 +40,8 @@ PROGRAMS = frozenset(
     }
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
+# Modules there that a program imports after reading its flags, as `megatron.config.Program` does every `log_style.py`.
+LOADED_LATER = ("examples/demo_texts/", "tools/corpus/examination.py")
 
 # Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
 PROJECTS = r"all.?in.?one|gpt2.?all.?in|hello.?deepspeed|jax.?lm|dsgpt2"
@@ -63,7 +65,6 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
     "megatron.data": ("formats", "stores", "order", "datasets", "sources", "."),
     "trident.corpus": (
-        "generated",
         "inputs",
         "workers",
         "preprocess",

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.demo_texts import turkish_grammar as grammar
+from examples.demo_texts import turkish_words as words
+from examples.demo_texts.turkish_grammar import Word, capitalized
 from megatron.files.failures import storage_error
 from megatron.files.replacing import check_writable, write_atomically
-from trident.corpus.generated import turkish_grammar as grammar
-from trident.corpus.generated import turkish_words as words
-from trident.corpus.generated.turkish_grammar import Word, capitalized
 
 _CASES = {
     "belirtme": grammar.ACCUSATIVE,

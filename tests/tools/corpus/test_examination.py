@@ -13,8 +13,8 @@ from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, write_sidecar
 from megatron.errors import DataError
 from megatron.tokenizers.record import TokenizerRecord
-from trident.corpus.preprocess import examination as check_module
-from trident.corpus.preprocess.examination import examine, report, sample_documents
+from tools.corpus import examination as check_module
+from tools.corpus.examination import examine, report, sample_documents
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [], [[1, 2, 3]], [[1], [2, 3]], [[7] * 100], []]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo_texts.turkish import documents, questions, write_turkish_corpus
 from megatron.errors import StorageError
-from trident.corpus.generated.turkish import documents, questions, write_turkish_corpus
 
 COUNT = 500
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trident.corpus.generated import turkish_grammar as grammar
-from trident.corpus.generated.turkish_grammar import Word, aorist, conjugated, progressive
+from examples.demo_texts import turkish_grammar as grammar
+from examples.demo_texts.turkish_grammar import Word, aorist, conjugated, progressive
 
 NOUN_SUFFIXES = (
     grammar.PLURAL,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trident.corpus.generated import turkish_words as words
-from trident.corpus.generated.turkish_grammar import Word
+from examples.demo_texts import turkish_words as words
+from examples.demo_texts.turkish_grammar import Word
 
 LISTS = [name for name in vars(words) if name.isupper()]
 LETTERS = set("abcçdefgğhıijklmnoöprsştuüvyzâ")
