@@ -23,8 +23,7 @@ from tests.data.databases import Database, new_database, numbered
 from tests.helpers.architecture.budget import reached
 from trident.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
 from trident.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, share_of
-from trident.corpus.inputs.lines import parse_lines
-from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
+from trident.corpus.inputs.lines import LONG_LINE_BYTES, parse_lines
 from trident.corpus.preprocess.encode import EncodeOptions
 from trident.corpus.preprocess.partitions import divide, preprocess_in_parts
 from trident.corpus.preprocess.preprocess_corpus import preprocess

@@ -14,7 +14,7 @@ from megatron.data.stores.backend import PLAIN_COLUMN, CollectionFacts
 from megatron.data.stores.document_store import chosen_collections, open_backend, text_column
 from megatron.errors import ConfigError
 from trident.corpus.inputs.block import InputBlock
-from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
+from trident.corpus.inputs.lines import LONG_LINE_BYTES
 from trident.corpus.inputs.tables import InputTable
 
 
