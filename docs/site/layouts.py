@@ -68,7 +68,9 @@ TESTED_BY: Mapping[str, str] = {
     "next tokens": _PARITY,
     "masked tokens": "tests/parity/test_bert.py::test_a_layout_equals_plain_torch",
     "labels alone": _PARITY,
-    "a teacher too": ("tests/train/parts/test_distillation.py::test_every_layout_learns_the_same_and_a_resume_goes_on"),
+    "a teacher too": (
+        "tests/train/callbacks/test_distillation.py::test_every_layout_learns_the_same_and_a_resume_goes_on"
+    ),
     "all trained": _PARITY,
     "some frozen": ("tests/engine/test_freezing.py::test_every_layout_trains_the_same_and_leaves_frozen_weights"),
     "full samples": _PARITY,

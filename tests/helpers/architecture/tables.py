@@ -40,6 +40,8 @@ PROGRAMS = frozenset(
     }
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
+# Modules there that a program imports after reading its flags, as `megatron.config.Program` does every `log_style.py`.
+LOADED_LATER = ("examples/demo_texts/", "tools/corpus/examination.py")
 
 # Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
 PROJECTS = r"all.?in.?one|gpt2.?all.?in|hello.?deepspeed|jax.?lm|dsgpt2"
@@ -63,7 +65,6 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
     "megatron.data": ("formats", "stores", "order", "datasets", "sources", "."),
     "trident.corpus": (
-        "generated",
         "inputs",
         "workers",
         "preprocess",
@@ -98,7 +99,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
         "keeping",
     ),
-    "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
+    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
     "megatron.engine": (
         "gradients",
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
@@ -214,7 +215,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "part", "run", "run_data")),
+    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "callback", "run", "run_data")),
     *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
     "trident/plan/rehearsal/",
     "megatron/train/preflight/",
@@ -223,25 +224,23 @@ USES_RUN_CONFIG = (
     "megatron/engine/cuda_graphs.py",
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
-    "megatron/train/parts/distillation.py",  # likewise
-    "megatron/train/parts/start_record.py",
+    "megatron/train/callbacks/distillation.py",  # likewise
+    "megatron/train/callbacks/start_record.py",
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
-# Methods that a base class describes: an override says nothing new.
-DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
-_SAMPLES = {"prefix", "read", "source_of", "locate", "spans"}
-# The methods that an interface of ours describes, by the name of a class that has them.
-DESCRIBED_BY_INTERFACE: dict[str, set[str]] = {
-    "Part": {
-        *("of", "restore", "opened", "before_step", "after_step", "entering", "at_evaluation", "before_save"),
-        *("after_save", "failed_save", "state", "trained", "close"),
-    },
-    **{name: _SAMPLES for name in ("SampleDataset", "SegmentedSamples", "SampleRoute", "ChangedSamples")},
-    "RowSource": {"fingerprint", "chunk_rows", "blocks", "read", "locate"},
-    "BlockWork": {"recipe", "run", "pack", "unpack", "finish"},
-    "StoreBackend": {"names", "facts", "imports", "texts", "scan", "indices", "count", "close"},
-}
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 60
 MAXIMUM_FOLDER_FILES = 15
+# Folders that are lists, one file an entry: they may be long.
+LISTS = (
+    "examples/configs/",
+    "megatron/config/architecture/",
+    "megatron/config/rules/",
+    "megatron/config/sections/",
+    "megatron/kernels/",
+    "megatron/model/blocks/",
+    "megatron/presets/",
+    "megatron/train/callbacks/",
+    "trident/convert/hugging_face/families/",
+)

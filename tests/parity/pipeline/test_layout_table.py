@@ -23,7 +23,7 @@ from megatron.objective.distillation import DistillationObjective
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.parts.distillation import teacher_of
+from megatron.train.callbacks.distillation import teacher_of
 from megatron.train.start_up.engine_opening import build_engine, find_freezing
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_flags, local_batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -17,7 +17,13 @@ from trident.corpus.inputs.input_blocks import check_documents
 from trident.corpus.inputs.input_paths import Shard, expand_inputs, share_of
 from trident.corpus.preprocess.encode import EncodeOptions
 from trident.corpus.preprocess.merge import merge, remove_pair
-from trident.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
+from trident.corpus.preprocess.preprocess_corpus import (
+    BLOCK_BYTES,
+    PreprocessResult,
+    preprocess,
+    preprocess_blocks,
+    written,
+)
 from trident.corpus.workers.progress_line import ProgressLine
 from trident.corpus.workers.ranks import JobRanks
 
@@ -103,26 +109,15 @@ def preprocess_on_ranks(
     shards = [f"{place}_{rank}" for rank in range(ranks.size)]
     wholes = options.prefixes(output_prefix)
 
-    def encode_own() -> list[object]:
-        done = encode(shards[ranks.rank])
-        return [done.documents, list(done.empty_of_key), done.skipped, list(done.tokens_of_key), done.text_bytes]
-
     try:
-        counts = ranks.run_on_all(encode_own)
+        ranks.run_on_all(lambda: encode(shards[ranks.rank]).documents)
         for whole, *parts in zip(wholes, *map(options.prefixes, shards), strict=True):
             _merge(parts, whole, f"{place}_serial{whole.removeprefix(output_prefix)}", merging, ranks)
+        _, documents, empty, skipped, tokens = ranks.run_on_first(lambda: astuple(written(wholes)))
     finally:
         for part in options.prefixes(shards[ranks.rank]):
             remove_pair(part)
-    documents, empty, skipped, tokens, text_bytes = zip(*counts, strict=True)
-    return PreprocessResult(
-        wholes,
-        sum(documents),
-        tuple(map(sum, zip(*empty, strict=True))),
-        sum(skipped),
-        tuple(map(sum, zip(*tokens, strict=True))),
-        sum(text_bytes),
-    )
+    return PreprocessResult(wholes, documents, tuple(empty), skipped, tuple(tokens))
 
 
 def _merge(parts: Sequence[str], whole: str, copy: str, merging: str, ranks: JobRanks) -> None:
