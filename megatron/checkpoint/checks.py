@@ -78,15 +78,16 @@ def check_extent(record: Any) -> None:
     """
     letters = 0
     for values, (value, level) in enumerate(every_value(record), start=1):
-        letters += len(value) if isinstance(value, str) else 0
+        if type(value) is str:
+            letters += len(value)
+        elif type(value) is int and abs(value) >= _LEAST_LONG_NUMBER:
+            raise ValueError(f"{str(value)[:20]}... is not an integer in range: it has 20 digits or more")
         if values > _MOST_RECORD_VALUES or letters > _MOST_RECORD_LETTERS:
             raise ValueError(
                 f"it holds more than {_MOST_RECORD_VALUES} values or {_MOST_RECORD_LETTERS} letters, which no run needs"
             )
         if level > _DEEPEST:
             raise ValueError(f"it is nested {level} levels deep or deeper; {_DEEPEST} are allowed")
-        if isinstance(value, int) and abs(value) >= _LEAST_LONG_NUMBER:
-            raise ValueError(f"{str(value)[:20]}... is not an integer in range: it has 20 digits or more")
 
 
 @dataclass(frozen=True)

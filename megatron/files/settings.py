@@ -171,12 +171,13 @@ def every_value(tree: Any) -> Iterator[tuple[Any, int]]:
     """Each value in a tree of lists and objects, the names in objects included, with its level; the root has 1."""
     waiting: list[Iterator[Any]] = [iter((tree,))]
     while waiting:
+        level = len(waiting)
         for value in waiting[-1]:
-            yield value, len(waiting)
+            yield value, level
             if isinstance(value, dict):
                 waiting.append(itertools.chain.from_iterable(value.items()))
                 break
-            if isinstance(value, list | tuple | set | frozenset):
+            if isinstance(value, (list, tuple, set, frozenset)):
                 waiting.append(iter(value))
                 break
         else:
