@@ -230,7 +230,7 @@ USES_RUN_CONFIG = (
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
     "megatron/train/callbacks/distillation.py",  # likewise
-    "megatron/train/callbacks/start_record.py",
+    "megatron/train/restarts/restart_policy.py",
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
