@@ -94,6 +94,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.parallel": ("schedule", ".", "expert", "sequence", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
+    "megatron.model.blocks": ("dropout", "norm", "position", "attention_forms", "."),
     "megatron.checkpoint": (
         "object_storage",
         "storage",
