@@ -9,10 +9,10 @@ from megatron import log
 from megatron.config import RunRequest, check_resume
 from megatron.config.expert_rules import balancing_notices
 from megatron.train.callback import Callback, CallbackSetup
-from megatron.train.callbacks.start_record import check_history
 from megatron.train.callbacks.table import make_callbacks
 from megatron.train.checkpoints import Saves, open_writer
 from megatron.train.objectives import build_objective
+from megatron.train.restarts.restart_policy import check_history
 from megatron.train.restarts.restore import check_tokenizer, find_start, load_tensors, warn_if_done
 from megatron.train.run import Run
 from megatron.train.run_data import open_data, show_notices

@@ -1,17 +1,20 @@
-"""Whether a run that keeps failing may start again: a pure function of how its earlier starts ended."""
+"""Decides whether a run that keeps failing may start again, by how its earlier starts ended."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron import __version__
-from megatron.config import SafetyConfig
-from megatron.errors import ExitCode
-from megatron.train.restarts.history import Attempt
+from megatron import __version__, log
+from megatron.config import RunConfig, SafetyConfig
+from megatron.errors import ExitCode, MegatronError
+from megatron.parallel.agreement import run_on_first
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.restarts.history import Attempt, RestartHistory
+from megatron.train.restarts.restore import Start
 
 # What decides the outcome of a step; sizes of the machine may change between restarts without anyone's doing.
 _SECTIONS = ("model", "precision", "recompute", "documents", "loss", "random", "kernels", "optim", "data")
@@ -26,20 +29,40 @@ _FIELDS = (
 _MOST_SHOWN = 10
 
 
-@dataclass(frozen=True)
-class StartDecision:
-    """Whether a run may start.
+def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: RestartHistory) -> tuple[int, ...]:
+    """Reads how earlier starts of the run ended, and opens the history of this one; collective over the mesh.
 
-    Attributes:
-        refusal: why not, with the history and the ways out; None if it may.
-        passes: the steps before which a batch is passed over, one entry for each batch.
+    Returns:
+        the steps before which a batch is passed over, one entry for each batch.
+
+    Raises:
+        MegatronError: the run keeps ending at one step, and must not start without a change.
     """
+    save, safety = config.saving.save, config.safety
+    if save is None or config.evaluation.eval_only:
+        if safety.resume_skip_poisoned and mesh.world.rank == 0:
+            log.warning("--resume-skip-poisoned has no effect without --save, whose folder holds the run's history")
+        return ()
+    is_resume = start.saved is not None and not config.loading.finetune
+    resumed_step = start.saved.record.progress.step if start.saved is not None and is_resume else 0
 
-    refusal: str | None
-    passes: tuple[int, ...] = ()
+    def begin() -> list[Any]:
+        settings = settings_digest(config.to_json())
+        attempts = history.open(Path(save), start.identity.run_id)
+        refusal, passes = decide(attempts, resumed_step, settings, safety)
+        if refusal is None:
+            history.started(resumed_step, settings, passes, __version__)
+        return [refusal, passes]
+
+    refusal, passes = run_on_first(mesh, begin)
+    if refusal:
+        raise MegatronError(refusal)
+    return tuple(passes)
 
 
-def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety: SafetyConfig) -> StartDecision:
+def decide(
+    attempts: Sequence[Attempt], resumed_step: int, settings: str, safety: SafetyConfig
+) -> tuple[str | None, tuple[int, ...]]:
     """Refuses the start of a run that has ended at one step --max-failed-starts times and saved nothing since.
 
     An end counts if it came during training and was not asked for. Ends in NaN can be answered by passing over the
@@ -50,17 +73,21 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
         attempts: the earlier starts of the run, oldest first; all have ended.
         resumed_step: the step of the checkpoint that the run would continue from.
         settings: as in `Attempt`; a start with others is a new attempt.
+
+    Returns:
+        why it may not start, with the history and the ways out, None if it may; and the steps before which a batch is
+        passed over, one entry for each batch.
     """
     passes = attempts[-1].passes if attempts and attempts[-1].settings == settings else ()
     failures = _failures_in_a_row(attempts, resumed_step, settings, passes)
     limit = safety.max_failed_starts
     if limit == 0 or len(failures) < limit:
-        return StartDecision(None, passes)
+        return None, passes
     step = failures[-1].step or 0
     is_poisoned = all(attempt.code == ExitCode.NUMERICS and attempt.blames_step for attempt in failures[-limit:])
     if safety.resume_skip_poisoned and is_poisoned and passes.count(step) < limit:
-        return StartDecision(None, (*passes, step))
-    return StartDecision(_refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned))
+        return None, (*passes, step)
+    return _refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned), ()
 
 
 def settings_digest(config: Mapping[str, Any]) -> str:
@@ -82,7 +109,7 @@ def _failures_in_a_row(
     failures: list[Attempt] = []
     next_start = resumed_step
     for attempt in reversed(attempts):
-        if not attempt.entered_loop or attempt.was_asked or attempt.step is None:
+        if attempt.was_asked or attempt.step is None:
             continue
         is_same = (attempt.settings, attempt.passes) == (settings, passes)
         if not is_same or attempt.step != (failures or [attempt])[0].step or attempt.resumed_step > next_start:

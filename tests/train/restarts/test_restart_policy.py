@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.config.sections.safety import SafetyRequest
-from megatron.train.restarts.breaker import StartDecision, decide, settings_digest
 from megatron.train.restarts.history import Attempt
+from megatron.train.restarts.restart_policy import decide, settings_digest
 
 
 def end(step: int | None, resumed: int = 4, code: int | None = 77, **changes: object) -> Attempt:
     """A start that came as far as training and ended at a step."""
-    found = Attempt("key", resumed, "s", (), "2026-01-01T00:00:00Z", True, True, step, code, "loss nan")
+    found = Attempt("key", resumed, "s", (), "2026-01-01T00:00:00Z", True, step, code, "loss nan")
     changes = {"blames_step": code == 77, **changes}
     return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
 
 
 KILLED = end(7, code=None)
 ASKED = end(5, code=75, was_asked=True)
-STARTING = end(None, code=None, entered_loop=False)
+STARTING = end(None, code=None)
 PASSED = {"passes": (7,)}
 
 # name: history, step of the checkpoint to start from, flags; whether the start is refused, or what it passes over.
@@ -68,24 +68,24 @@ SCENARIOS: dict[str, tuple[Sequence[Attempt], int, dict[str, object], bool | tup
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_who_may_start(name: str) -> None:
     attempts, resumed, flags, expected = SCENARIOS[name]
-    decision = decide(attempts, resumed, "s", SafetyRequest(**flags))  # type: ignore[arg-type]
-    assert (decision.refusal is not None) == (expected is True)
+    refusal, passes = decide(attempts, resumed, "s", SafetyRequest(**flags))  # type: ignore[arg-type]
+    assert (refusal is not None) == (expected is True)
     if expected is not True:
-        assert decision == StartDecision(None, expected or ())
+        assert passes == (expected or ())
 
 
 def test_no_loop_is_endless() -> None:
     """A run that fails the same way whenever it may start is refused in the end, with the flag for NaN, too."""
     for flags, most in (({}, 3), ({"resume_skip_poisoned": True}, 3 * 4)):
         attempts: list[Attempt] = []
-        while (decision := decide(attempts, 4, "s", SafetyRequest(**flags))).refusal is None:
-            attempts.append(end(7, passes=decision.passes))
+        while (decided := decide(attempts, 4, "s", SafetyRequest(**flags)))[0] is None:
+            attempts.append(end(7, passes=decided[1]))
             assert len(attempts) <= most
         assert len(attempts) == most
 
 
 def test_a_refusal_shows_the_history_and_the_ways_out() -> None:
-    text = decide([end(7), end(7), end(7)], 4, "s", SafetyRequest()).refusal or ""
+    text = decide([end(7), end(7), end(7)], 4, "s", SafetyRequest())[0] or ""
     assert "ended 3 times in a row at iteration 7 without a checkpoint newer than that of iteration 4" in text
     assert text.count("  2026-01-01T00:00:00Z: from iteration 4, ended at iteration 7, exit code 77: loss nan\n") == 3
     for way in (
@@ -95,11 +95,11 @@ def test_a_refusal_shows_the_history_and_the_ways_out() -> None:
         "--max-failed-starts 0",
     ):
         assert f"\n  {way}" in text
-    again = decide([end(7, **PASSED)] * 3, 4, "s", SafetyRequest()).refusal or ""
+    again = decide([end(7, **PASSED)] * 3, 4, "s", SafetyRequest())[0] or ""
     assert "--resume-skip-poisoned passes over one more batch of iteration 7, in addition to 1" in again
-    killed = decide([KILLED] * 3, 4, "s", SafetyRequest()).refusal or ""
+    killed = decide([KILLED] * 3, 4, "s", SafetyRequest())[0] or ""
     assert "--resume-skip-poisoned" not in killed and "killed without a message" in killed
-    once = decide([end(7)] * 20, 4, "s", SafetyRequest(max_failed_starts=1)).refusal or ""
+    once = decide([end(7)] * 20, 4, "s", SafetyRequest(max_failed_starts=1))[0] or ""
     assert "20 times in a row" in once and once.count("loss nan") == 10
 
 
