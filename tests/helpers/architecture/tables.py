@@ -41,7 +41,12 @@ PROGRAMS = frozenset(
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
 # Modules there that a program imports after reading its flags, as `megatron.config.Program` does every `log_style.py`.
-LOADED_LATER = ("examples/demo_texts/", "tools/corpus/examination.py")
+LOADED_LATER = (
+    "examples/demo_texts/",
+    "tools/corpus/examination.py",
+    "tools/runs/schedule_comparison.py",
+    "tools/runs/schedule_drawing.py",
+)
 
 # Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
 PROJECTS = r"all.?in.?one|gpt2.?all.?in|hello.?deepspeed|jax.?lm|dsgpt2"
@@ -63,7 +68,7 @@ METADATA = frozenset(
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.tokenizers": ("encoders", ".", "chat"),
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
-    "megatron.data": ("formats", "stores", "order", "datasets", "sources", "."),
+    "megatron.data": ("formats", "order", "datasets", "sources", "stores", "."),
     "trident.corpus": (
         "inputs",
         "workers",
@@ -183,7 +188,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("megatron/tokenizers/hugging_face.py", "trident/convert/hugging_face/reference.py"),
     "gigatoken": ("megatron/tokenizers/encoders/fast_encoder.py",),
     "sentencex": ("trident/corpus/preprocess/sentences.py",),
-    "orjson": ("trident/corpus/inputs/lines.py", "trident/corpus/inputs/tables.py"),
+    "orjson": ("trident/corpus/inputs/lines.py", "trident/corpus/stores/store_table.py"),
     "zstandard": ("trident/corpus/inputs/compressed.py",),
     "ftfy": ("trident/corpus/cleaning/documents/repair.py",),
     "py3langid": ("trident/corpus/cleaning/filters/language.py",),

@@ -25,7 +25,8 @@ from deepspeed.utils import logger
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.config.files.deepspeed_table import Range, Values, deepspeed_keys
 from megatron.config.files.flag_files import preset_names, preset_path
-from megatron.data.stores.address import StoreAddress, is_store_address
+from megatron.data.formats.store_names import is_store_address
+from megatron.data.stores.address import StoreAddress
 from megatron.engine.ds_config import deepspeed_config
 from megatron.errors import ConfigError
 from megatron.observe.console import argument_lines

@@ -12,9 +12,10 @@ from pathlib import Path
 from megatron import log
 from megatron.errors import ConfigError, StorageError
 from megatron.files.plain import open_plain
-from trident.corpus.inputs.hub_rows import HubRows, drawn_rows, is_hub_name, is_saved_data, open_rows
+from trident.corpus.inputs.hub_rows import HubRows, drawn_rows, is_hub_name, open_rows
 from trident.corpus.inputs.input_blocks import check_documents
 from trident.corpus.inputs.input_paths import Shard, expand_inputs, share_of
+from trident.corpus.inputs.tables import is_saved_data
 from trident.corpus.preprocess.encode import EncodeOptions
 from trident.corpus.preprocess.merge import merge, remove_pair
 from trident.corpus.preprocess.preprocess_corpus import (
@@ -83,9 +84,9 @@ def share_of_rank(
     if draw.is_shuffled and seed is None:
         seed = ranks.run_on_first(lambda: secrets.randbits(32))
         log.info(f"--shuffle without --seed: --seed {seed} gives this order again.")
-    drawn = drawn_rows(len(rows), draw.count, seed)
+    drawn = drawn_rows(rows.rows, draw.count, seed)
     own = drawn[len(drawn) * ranks.rank // ranks.size : len(drawn) * (ranks.rank + 1) // ranks.size]
-    source = rows.blocks(options.keys, own, BLOCK_BYTES)
+    source = rows.drawn_blocks(options.keys, own, BLOCK_BYTES)
     return lambda prefix: preprocess_blocks(source, prefix, options, 1, progress)
 
 

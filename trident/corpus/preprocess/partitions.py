@@ -28,7 +28,7 @@ from megatron.secret_text import masked
 from megatron.tokenizers.record import TokenizerRecord
 from trident.corpus.inputs.input_blocks import blocks, check_documents, total_bytes
 from trident.corpus.inputs.input_paths import InputPart, Shard, share_of
-from trident.corpus.inputs.tables import file_beneath, is_table, open_table
+from trident.corpus.inputs.tables import is_table, open_table
 from trident.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from trident.corpus.preprocess.merge import merge
 from trident.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess_blocks, written
@@ -152,11 +152,12 @@ def _description(shares: Shares, options: EncodeOptions, encoder: BlockEncoder) 
 
 def _state(path: str) -> list[int]:
     """What changes when an input does: size and time of change of a file, rows of a table."""
-    rows = [open_table(path).rows] if is_table(path) else []
-    beneath = file_beneath(path)
-    if not os.path.isfile(beneath):
+    table = open_table(path) if is_table(path) else None
+    rows = [] if table is None else [table.rows]
+    file = path if table is None else table.file
+    if file is None or not os.path.isfile(file):
         return rows
-    state = os.stat(beneath)
+    state = os.stat(file)
     return [*rows, state.st_size, state.st_mtime_ns]
 
 

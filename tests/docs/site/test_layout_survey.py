@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import support
-from megatron.config.support import AXES, problems_of, refusals, survey, words_of
+from docs.site import layout_survey
+from docs.site.layout_survey import AXES, problems_of, refusals, survey, words_of
 from tests.config.command_lines import words
 
 
@@ -18,7 +18,7 @@ def test_values_have_names_of_their_own_and_flags_that_are_known() -> None:
 
 def test_as_few_values_as_possible_make_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: AXES[name] for name in ("ZeRO", "experts", "compiled blocks")}
-    monkeypatch.setattr(support, "AXES", few)
+    monkeypatch.setattr(layout_survey, "AXES", few)
     assert {one.values for one in refusals(words(), most=3)} == {
         ("ZeRO 3", "compiled"),
         ("4 experts", "compiled"),

@@ -11,7 +11,7 @@ import pytest
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.parallel.schedule.actions import Schedule
 from megatron.parallel.schedule.building import build_schedule
-from trident.plan.schedule_drawing import spans_of, svg, text_lines, title_of
+from tools.runs.schedule_drawing import spans_of, svg, text_lines, title_of
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

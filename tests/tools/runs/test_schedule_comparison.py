@@ -6,7 +6,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule
-from trident.plan.schedule_comparison import held_text, schedule_with_sizes, table_lines
+from tools.runs.schedule_comparison import held_text, schedule_with_sizes, table_lines
 
 
 def test_a_name_gets_the_fewest_chunks_it_takes() -> None:

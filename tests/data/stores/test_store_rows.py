@@ -14,7 +14,7 @@ from megatron.data.build import build_split_datasets, check_sources, data_finger
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse
-from megatron.data.sources.store_rows import DocumentEncoder, StoreRows
+from megatron.data.stores.store_rows import DocumentEncoder, StoreRows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.library import Tokenizer
 from megatron.tokenizers.tokenizer import build_tokenizer

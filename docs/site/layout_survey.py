@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.config.parse import RequestDraft, read_flags
 from megatron.config.pipeline_rules import schedule_name
 from megatron.config.program_flags import flags_with_fields
-from megatron.config.sections.optimizers import OPTIMIZERS, SCHEDULE_FREE
+from megatron.config.sections.optimizers import AVERAGING, OPTIMIZERS
 from megatron.config.sections.pipelines import DEEPSPEED, ENGINES, OWN, SCHEDULE_CHUNKS
 from megatron.errors import ConfigError
 
@@ -81,8 +81,7 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
         },
         "compiled blocks": {"not compiled": "--no-compile", "compiled": "--compile"},
         "optimizer": {
-            **{name: f"--optimizer {name}" for name in OPTIMIZERS if name != SCHEDULE_FREE},
-            SCHEDULE_FREE: f"--optimizer {SCHEDULE_FREE} --lr-decay-style constant",
+            name: f"--optimizer {name}" + " --lr-decay-style constant" * (name in AVERAGING) for name in OPTIMIZERS
         },
         "optimizer state": {"on the device": "--no-cpu-optimizer", "on the host": "--cpu-optimizer"},
     }

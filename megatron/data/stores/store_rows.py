@@ -32,16 +32,17 @@ class DocumentEncoder:
 
     Args:
         sequence_length: tokens of a sample, without the one that is only a label.
+        lock: held while a text is encoded; one of its own unless given.
 
     Raises:
         ConfigError: the tokenizer has no end-of-document token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sequence_length: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, sequence_length: int, lock: threading.Lock | None = None) -> None:
         self.length = sequence_length + 1
         self._tokenizer = tokenizer
         self._eod_id = tokenizer.eod_id
-        self._lock = threading.Lock()
+        self._lock = lock or threading.Lock()
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.int64], int]:
         """The sample of a text [s + 1], padded with end-of-document, and how many ids the text has with its end."""
