@@ -1,4 +1,4 @@
-"""What runs do besides training, one callback per file. A file says from the configuration whether a run has it.
-
-`table.py` lists the callbacks in the order in which they are called.
+"""What runs do besides training their steps, one callback per file. Every run reports its steps, evaluates and saves; of
+the others, which `table.py` lists in the order in which they are called, each says from the configuration whether a run
+has it.
 """

@@ -10,7 +10,7 @@ from megatron.config import RunConfig
 from megatron.errors import MegatronError
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callback import Callback
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.history import RestartHistory
 from megatron.train.restarts.restore import Start
@@ -23,10 +23,6 @@ class StartRecord(Callback):
     def __init__(self, history: RestartHistory) -> None:
         self._history = history
         self._has_begun = False
-
-    @classmethod
-    def of(cls, setup: CallbackSetup) -> Callback | None:
-        return cls(setup.history)
 
     def before_step(self, run: Run) -> None:
         if not self._has_begun:

@@ -215,7 +215,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "callback", "run", "run_data")),
+    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "callback", "run", "run_data")),
     *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
     "trident/plan/rehearsal/",
     "megatron/train/preflight/",
@@ -225,6 +225,7 @@ USES_RUN_CONFIG = (
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
     "megatron/train/callbacks/distillation.py",  # likewise
+    "megatron/train/callbacks/saving.py",
     "megatron/train/callbacks/start_record.py",
 )
 
@@ -235,8 +236,8 @@ _SAMPLES = {"prefix", "read", "source_of", "locate", "spans"}
 # The methods that an interface of ours describes, by the name of a class that has them.
 DESCRIBED_BY_INTERFACE: dict[str, set[str]] = {
     "Callback": {
-        *("of", "restore", "opened", "before_step", "after_step", "entering", "at_evaluation", "before_save"),
-        *("after_save", "failed_save", "state", "trained", "close"),
+        *("of", "restore", "opened", "before_step", "after_step", "at_evaluation", "before_save"),
+        *("after_save", "failed_save", "state", "trained", "finished", "close"),
     },
     **{name: _SAMPLES for name in ("SampleDataset", "SegmentedSamples", "SampleRoute", "ChangedSamples")},
     "RowSource": {"fingerprint", "chunk_rows", "blocks", "read", "locate"},
