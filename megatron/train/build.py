@@ -11,10 +11,11 @@ from megatron.config.expert_rules import balancing_notices
 from megatron.train.callback import Callback, CallbackList, CallbackSetup
 from megatron.train.callbacks.evaluator import Evaluator
 from megatron.train.callbacks.saving import Saving, open_writer
-from megatron.train.callbacks.start_record import StartRecord, check_history
+from megatron.train.callbacks.start_record import StartRecord
 from megatron.train.callbacks.step_reports import StepReports
 from megatron.train.callbacks.table import make_callbacks
 from megatron.train.objectives import build_objective
+from megatron.train.restarts.restart_policy import check_history
 from megatron.train.restarts.restore import check_tokenizer, find_start, load_tensors, warn_if_done
 from megatron.train.run import Run
 from megatron.train.run_data import open_data, show_notices
