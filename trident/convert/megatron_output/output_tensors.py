@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint
+from megatron.checkpoint.catalogue import CheckpointTensor
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.config import ModelConfig
 from megatron.config.layout import heads_problems, widths_problems
