@@ -32,12 +32,10 @@ class ProgressDisplay:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self._start_at
 
     @property
     def is_bar(self) -> bool:
-        """Whether there is a terminal to draw on."""
         return self._write_bar is not None
 
     def is_due(self) -> bool:
