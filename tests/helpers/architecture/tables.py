@@ -80,6 +80,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "quantities",
         "routing",
         "metrics",
+        "names",
         "console",
         "destinations",
         ".",

@@ -7,34 +7,47 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.checkpoint.record import Progress
-from megatron.engine.gradients.gradient_figures import NoiseEstimate
+from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS, GradientFigures
+from megatron.engine.weight_norms import norm_metrics
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, dropped_tokens, expert_tokens
 from megatron.objective import distillation, language_model, masked, multi_token
+from megatron.objective.metric import Metric, MetricSpec, Reduction, StepMetrics, metrics_of
 from megatron.observe.console import Moment
 from megatron.observe.destinations.tensorboard import step_scalars
-from megatron.observe.destinations.weights_and_biases import interval_values
-from megatron.observe.metrics import StepMetrics, Waits
 from megatron.observe.metrics_file import MetricsFile
+from megatron.observe.names import named
 from megatron.observe.report import Pace, Report, ReportOutputs
 from megatron.observe.styles import megatron, short
 from tests.train.samples import WORKLOAD, Outcome, optim_config, report_config
 
 GOLDEN = Path(__file__).parent / "golden" / "step.json"
 EVERYTHING = dataclasses.replace(WORKLOAD, model_flops_per_sample=1e12, peak_flops_per_second=8e12, stages=3)
+SPECS = {
+    language_model.SOURCE_LOSSES: MetricSpec(("web/a_text", "none", "books"), Reduction.WEIGHTED_MEAN),
+    language_model.Z_LOSS: MetricSpec(),
+    language_model.SAMPLE_LOSS: MetricSpec(),
+    masked.ORDER_LOSS: MetricSpec(),
+    distillation.DISTILLATION_LOSS: MetricSpec(),
+    multi_token.MTP_LOSSES: MetricSpec(("mtp_1", "mtp_2")),
+}
 SUMS = {
-    language_model.SOURCE_LOSS: (6.0, 0.0, 8.0),
-    language_model.SOURCE_TOKENS: (2.0, 0.0, 4.0),
-    language_model.Z_LOSS: (3.0,),
+    language_model.SOURCE_LOSSES: (6.0, 0.0, 8.0, 2.0, 0.0, 4.0),
+    language_model.Z_LOSS: (3.0, 128.0),
     language_model.SAMPLE_LOSS: (6.0, 4.0),
     masked.ORDER_LOSS: (1.0, 8.0),
     distillation.DISTILLATION_LOSS: (5.0, 4.0),
-    multi_token.MTP_LOSS: (6.0, 8.0, 4.0, 2.0),
+    multi_token.MTP_LOSSES: (6.0, 8.0, 4.0, 2.0),
+}
+ROUTED = {
     BALANCE_LOSS: (5.0,),
     Z_LOSS: (10.0,),
     ENTROPY: (3.0,),
@@ -43,18 +56,25 @@ SUMS = {
     expert_tokens(2): (2.0, 2.0, 3.0, 1.0),
 }
 DROPPED = {dropped_tokens(0): (3.0, 0.0, 0.0, 0.0), dropped_tokens(2): (0.0, 0.0, 1.0, 0.0)}
+GRADIENTS = SimpleNamespace(layers=("embedding", "decoder.layers.0"), sizes={NORMS: 2, ZEROS: 1, NOISE: 2})
 
 
-def full(**changes: Any) -> Outcome:
+def outcome_of(sums: Mapping[str, Sequence[float]], routed: Any, gradients: Any = (), **values: Any) -> Outcome:
+    """A step with these sums."""
+    metrics = StepMetrics()
+    for name, spec in SPECS.items():
+        metrics.add(*spec.metrics(name, sums[name]))
+    if gradients:
+        metrics.add(*GradientFigures.metrics(GRADIENTS, torch.tensor(gradients, dtype=torch.float64), 1, 8))
+    return Outcome(metrics=metrics, sums=routed, **values)
+
+
+def full(
+    noise: float = 12.0, signal: float = 4.0, sums: Mapping[str, Sequence[float]] = SUMS, **changes: Any
+) -> Outcome:
     """A step of which everything is measured."""
-    values: dict[str, Any] = {
-        "loss_scale": 65536.0,
-        "metrics": {**SUMS, **DROPPED},
-        "gradient_norms": {"embedding": 0.25, "decoder.layers.0": 0.5},
-        "zero_gradients": 12,
-        "noise": NoiseEstimate(12.0, 4.0),
-    }
-    return Outcome(**{**values, **changes})
+    gradients = (0.25, 0.5, 12.0, signal + noise, signal + noise / 8)
+    return outcome_of(sums, {**ROUTED, **DROPPED}, gradients, loss_scale=65536.0, **changes)
 
 
 class Taker:
@@ -74,11 +94,17 @@ class Taker:
         )
 
     def interval(self, metrics: StepMetrics) -> None:
-        self.values.append(dict(sorted(interval_values(metrics).items())))
+        self.values.append(dict(sorted(named(metrics, "wandb"))))
         self.short += short.iteration_lines(metrics, Moment(3, 9))
 
     def close(self) -> None:
         pass
+
+
+def waits(data: float, communication: float, transfers: float, memory: int) -> list[Metric]:
+    """What a step waited for."""
+    seconds = {"data_wait_seconds": data, "communication_seconds": communication, "transfer_seconds": transfers}
+    return [*metrics_of(seconds, Reduction.RATE), Metric("memory_bytes", memory, reduction=Reduction.LAST)]
 
 
 def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -92,20 +118,19 @@ def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         ReportOutputs(megatron, [file, taker]),
         pace=Pace(lambda: next(times)),
         shows_loss_scale=True,
-        source_names=("web/a_text", "none", "books"),
     )
-    norms = {"embedding": 3.0, "decoder.layers.0": 4.0}
+    norms = list(norm_metrics(("embedding", "decoder.layers.0"), torch.tensor([3.0, 4.0])))
     report._pace.mark(0)
-    report.step(Progress(1, 8, 128), full(), 0.1, 0.5, Waits(0.25, 0.125, 0.0625, 2**31))
-    second = full(loss=3.5, noise=NoiseEstimate(4.0, 4.0), metrics={**SUMS, **DROPPED, masked.ORDER_LOSS: (3.0, 8.0)})
-    report.step(Progress(2, 16, 256), second, 0.1, 0.5, Waits(0.75, 0.375, 0.1875, 2**32), norms)
-    report.step(Progress(3, 24, 384), full(loss=9.0, skipped=True), 0.2, 1.0, Waits(0.5, 0.25, 0.125, 2**32), norms)
+    report.step(Progress(1, 8, 128), full(), 0.1, 0.5, waits(0.25, 0.125, 0.0625, 2**31))
+    second = full(4.0, 4.0, {**SUMS, masked.ORDER_LOSS: (3.0, 8.0)}, loss=3.5)
+    report.step(Progress(2, 16, 256), second, 0.1, 0.5, [*waits(0.75, 0.375, 0.1875, 2**32), *norms])
+    skipped = full(loss=9.0, skipped=True)
+    report.step(Progress(3, 24, 384), skipped, 0.2, 1.0, [*waits(0.5, 0.25, 0.125, 2**32), *norms])
     report.flush()
-    plain = Outcome(gradient_norm=0.125, metrics=SUMS)
-    report.step(Progress(4, 32, 512), plain, 0.3, 0.5)
+    report.step(Progress(4, 32, 512), outcome_of(SUMS, ROUTED, gradient_norm=0.125), 0.3, 0.5)
     report.flush()
-    nothing = {name: (0.0,) * len(sums) for name, sums in SUMS.items()}
-    empty = Outcome(loss=None, token_count=0, gradient_norm=0.0, metrics=nothing)
+    nothing, unrouted = ({name: (0.0,) * len(values) for name, values in sums.items()} for sums in (SUMS, ROUTED))
+    empty = outcome_of(nothing, unrouted, loss=None, token_count=0, gradient_norm=0.0)
     report.step(Progress(5, 40, 640), empty, 0.3, 0.5)
     report.close()
     return {
