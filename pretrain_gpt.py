@@ -58,7 +58,7 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         from trident.plan.out_of_memory import explained_memory
 
         log.doing("building the network")
-        with explained_memory(argv, request), open_run(request, signals, program.parts()) as run:
+        with explained_memory(argv, request), open_run(request, signals, program.callbacks()) as run:
             return run_to_end(run)
 
 

@@ -155,9 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _list(flags: ListFlags) -> int:
     from megatron.checkpoint import find
-    from megatron.checkpoint.analysis.summary import table
     from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.storage import DISK
+    from trident.checkpoints.summary import table
 
     directory = Path(flags.load)
     entries = entries_in(directory, DISK)
@@ -190,7 +190,7 @@ def _say_best(entries: Sequence[ListedCheckpoint]) -> None:
 
 
 def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
-    from megatron.checkpoint.analysis.summary import size_text
+    from trident.checkpoints.summary import size_text
 
     known = entry.summary
     size = "" if entry.size_bytes is None else size_text(entry.size_bytes)
@@ -204,9 +204,9 @@ def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
 
 def _inspect(flags: InspectFlags) -> int:
     from megatron.checkpoint import verify
-    from megatron.checkpoint.analysis.differences import compare, comparison_lines
-    from megatron.checkpoint.analysis.slices import OpenCheckpoint
-    from megatron.checkpoint.analysis.summary import summarize, summary_lines
+    from megatron.checkpoint.recovery import OpenCheckpoint
+    from trident.checkpoints.differences import compare, comparison_lines
+    from trident.checkpoints.summary import summarize, summary_lines
 
     paths = [Path(path) for path in (flags.load, flags.compare) if path is not None]
     opened = [OpenCheckpoint.newest(path) for path in paths]
@@ -229,7 +229,7 @@ def _show(flags: InspectFlags, value: object, lines: Iterator[str]) -> None:
 
 def _verify(flags: VerifyFlags) -> int:
     from megatron.checkpoint import verify
-    from megatron.checkpoint.analysis.summary import size_text
+    from trident.checkpoints.summary import size_text
 
     paths = _checkpoints(Path(flags.load), flags.steps)
     wrong = 0
@@ -246,8 +246,8 @@ def _verify(flags: VerifyFlags) -> int:
 
 
 def _average(flags: AverageFlags) -> int:
-    from megatron.checkpoint.analysis.average import WeightedCheckpoint, average
-    from megatron.checkpoint.analysis.slices import OpenCheckpoint
+    from megatron.checkpoint.recovery import OpenCheckpoint
+    from trident.checkpoints.average import WeightedCheckpoint, average
 
     opened = [OpenCheckpoint.newest(path) for path in _folders(flags)]
     coefficients = flags.coefficients or (1.0,) * len(opened)
@@ -305,7 +305,7 @@ def _prune(flags: PruneFlags) -> int:
 
 
 def _tell(verb: str, summaries: Sequence[ManifestSummary]) -> None:
-    from megatron.checkpoint.analysis.summary import size_text
+    from trident.checkpoints.summary import size_text
 
     for summary in summaries:
         log.line(f"{verb} {summary.path} ({size_text(summary.size_bytes)})")

@@ -7,6 +7,7 @@ progression is a run of one part. The parts in a file lie side by side in the or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -86,6 +87,29 @@ class StoredRun:
         return range(first // self.length, -(-last // self.length)) if first < last else range(0)
 
 
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor of a checkpoint.
+
+    Args:
+        kinds: what is stored of it, with the element types as safetensors names them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kinds: Mapping[Kind, str]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def weight_kind(self) -> Kind:
+        """The kind that holds its weights; the first of all if it has none."""
+        return next((kind for kind in self.kinds if kind in ("weight", "master")), next(iter(self.kinds)))
+
+
 @final
 class Catalogue:
     """The runs of a checkpoint, found by tensor name and kind, and the place of every part.
@@ -108,6 +132,13 @@ class Catalogue:
         self._item_bytes = np.array([ITEM_BYTES[run.dtype] for run in runs], dtype=np.int64)
         self._remembered = 0  # places in `_places`
         self._places: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+
+    def tensors(self) -> dict[str, CheckpointTensor]:
+        """All tensors by name, in the order of the files."""
+        kinds: dict[str, dict[Kind, str]] = {}
+        for run in self.runs:
+            kinds.setdefault(run.key.name, {})[run.key.kind] = run.dtype
+        return {name: CheckpointTensor(name, self.shape(name) or (), stored) for name, stored in kinds.items()}
 
     def names(self) -> list[str]:
         """The names of the stored tensors, each once, sorted."""

@@ -3,7 +3,7 @@
 `manifest.json` is JSON text whose last entry is the SHA-256 of all bytes before that entry, so no byte of it can change
 unnoticed. A digest tells nothing about who wrote the text, so nothing in it is trusted before it was checked: what it
 takes in memory is bounded, names are plain, numbers are in range, the pieces of a file are contiguous up to its end,
-and pieces make up whole tensors. `manifests` has both versions of the format.
+and pieces make up whole tensors. `manifests` has the format.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_valu
 from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
 from megatron.config.flags.command_line import CommandLineReading, read_command_line
 from megatron.config.flags.fields import Flag, as_written, flags_of
-from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, Legacy, legacy_flags
+from megatron.config.flags.legacy import DEPRECATED, IGNORING, Legacy, legacy_flags
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import (
     bound_problems,
@@ -27,6 +27,7 @@ from megatron.config.flags.section import (
     relevant_problems,
 )
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
+from megatron.config.flags.status_table import IGNORED, REFUSED
 from megatron.config.request_rules import (
     checkpoint_problems,
     compile_problems,

@@ -19,9 +19,10 @@ from typing import Any, Generic, TypeVar
 
 from megatron.config.flags.command_line import CommandLineReading, areas_of, read_command_line
 from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
-from megatron.config.flags.legacy import REFUSED, legacy_flags
+from megatron.config.flags.legacy import legacy_flags
 from megatron.config.flags.section import ConfigSection, Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
+from megatron.config.flags.status_table import REFUSED
 from megatron.config.parse import field_flags, help_groups
 from megatron.config.run_config import RunConfig, fields_of
 from megatron.config.sections.parallel import ParallelRequest, without_training

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.config import OptimConfig, PrecisionConfig
+from megatron.config import PrecisionConfig
 from megatron.device import GraphCapturer
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
@@ -31,9 +31,7 @@ from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
-from megatron.engine.optimizers.averages import AveragedWeights
-from megatron.engine.optimizers.muon import Muon, held_matrices, is_orthogonalized
-from megatron.engine.optimizers.schedule_free import IterateMeans, ScheduleFree
+from megatron.engine.optimizers.plan import OptimizerPlan
 from megatron.engine.passes.plain import Passes, PlainPasses
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
@@ -42,6 +40,7 @@ from megatron.engine.pipeline.deepspeed_pipeline import DeepSpeedPasses, StageMo
 from megatron.engine.pipeline.executor import Executor
 from megatron.engine.pipeline.passes import ONE_FORWARD_ONE_BACKWARD, PipelinePasses, PipelineSettings
 from megatron.engine.stage_build import build_stack, partial_parameters, sum_in_backward
+from megatron.engine.tensor_parts import is_block_matrix
 from megatron.engine.totals import StepResult
 from megatron.model.interface.network import LayerSpec
 from megatron.model.interface.step_context import StepSettings
@@ -58,7 +57,7 @@ class Engine:
     Args:
         network: the layers of the whole network; each rank builds only its own.
         objective: computes the loss; it may be replaced between steps.
-        optim: the resolved optimizer section.
+        plan: which optimizer is built, and how.
         precision: dtype and loss scaling.
         mesh: the mesh, with its process groups open.
         settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
@@ -86,7 +85,7 @@ class Engine:
         self,
         network: Sequence[LayerSpec],
         objective: Objective,
-        optim: OptimConfig,
+        plan: OptimizerPlan[Any],
         precision: PrecisionConfig,
         mesh: ParallelMesh,
         settings: Mapping[str, Any],
@@ -99,7 +98,7 @@ class Engine:
         checks_own: bool = False,
     ) -> None:
         self.objective = objective
-        self.optim = optim
+        self.plan = plan
         self.precision = precision
         self.mesh = mesh
         self.steps = dataclasses.replace(steps, sequence_parallel=mesh.sequence_parallel)
@@ -119,14 +118,13 @@ class Engine:
         self.tied = tied_weights(network, self.stack, mesh)
         by_deepspeed = pipeline.by_deepspeed and mesh.pp.size > 1
         self.module: nn.Module = StageModule(self.stack, mesh) if by_deepspeed else self.stack
-        self.deepspeed = initialize(settings, optim, mesh, self.module, freezing, [weight for weight, _ in self.tied])
-        clipping = Clipping(optim.clip_grad, mesh.model, mesh.device, mesh.kernels.optimizer)
+        self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, [weight for weight, _ in self.tied])
+        clipping = Clipping(plan.optim.clip_grad, mesh.model, mesh.device, mesh.kernels.optimizer)
         self.view = view_of(self.deepspeed, self.zero_stage, mesh, clipping)
-        if isinstance(self.optimizer, Muon):
-            trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]
-            self.optimizer.connect(held_matrices(trained, self.view.slice_of, mesh))
+        trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]
+        plan.connect(self.optimizer, trained, self.view.slice_of, mesh)
         self.optimizer.register_step_pre_hook(lambda *_: self._prepare_change())
-        self.averages = self._build_averages(optim.ema_decay)
+        self.averages = plan.averages(self.optimizer, self.view.masters())
         self._losses = StepLoss(objective, self.steps, mesh, 1.0, 1)
         self._passes = self._build_passes(pipeline)
         self.placement = pipeline.placement(mesh.pp.size) if isinstance(self._passes, PipelinePasses) else None
@@ -142,17 +140,12 @@ class Engine:
         matrices = [
             parameter
             for parameter in self.parameters()
-            if is_orthogonalized(parameter)
+            if is_block_matrix(parameter)
             and is_measured(parameter)
             and not shard_spec_of(parameter).summed_over
             and ".experts." not in parameter.global_name  # type: ignore[attr-defined]
         ]
         return GradientFigures(self.layer_names, measures, self.view, matrices, self.mesh)
-
-    def _build_averages(self, decay: float | None) -> AveragedWeights | IterateMeans | None:
-        if isinstance(self.optimizer, ScheduleFree):
-            return IterateMeans(self.optimizer, self.view.masters())
-        return None if decay is None else AveragedWeights(self.view.masters(), decay)
 
     def _build_passes(self, pipeline: PipelineSettings) -> Passes:
         gradients, partial = self.view if isinstance(self.view, GradientOwner) else None, partial_parameters(self.stack)
@@ -189,7 +182,7 @@ class Engine:
 
     @property
     def averaging_weight(self) -> float:
-        """What the iterates of a schedule-free optimizer count in its mean so far; 0 for others; may wait as well."""
+        """The sum of `OptimizerPlan.weight_of` over the updates so far; may wait for the device as well."""
         self._count_updates(0)
         return self._averaging_weight
 
@@ -289,7 +282,7 @@ class Engine:
             weight_decay: the weight decay of this step; the last step's if left out.
         """
         count = len(micro_batches)
-        deepspeed_samples = count * self.optim.micro_batch_size * self.mesh.gradient.size
+        deepspeed_samples = count * self.plan.optim.micro_batch_size * self.mesh.gradient.size
         if deepspeed_samples != self.deepspeed.train_batch_size():
             self.deepspeed.set_train_batch_size(deepspeed_samples)
         set_learning_rate(self.optimizer, learning_rate)
@@ -307,14 +300,13 @@ class Engine:
         self._update_states()
         if self.averages is not None:
             self.averages.update(self.gate.is_applied())
-        weight = self.optimizer.weight_of(learning_rate) if isinstance(self.optimizer, ScheduleFree) else 0.0
-        self._uncounted.append((verdict, weight))
+        self._uncounted.append((verdict, self.plan.weight_of(self.optimizer, learning_rate)))
         self._count_updates(self.gate.steps_in_flight)
         return StepResult(
             self._step_figures,
             self.objective,
-            sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
-            micro_batch_size=self.optim.micro_batch_size,
+            sample_count=count * self.plan.optim.micro_batch_size * self.mesh.batch.size,
+            micro_batch_size=self.plan.optim.micro_batch_size,
             verdict=verdict,
             loss_scale=self._loss_scale(),
             gradients=self._gradient_figures,

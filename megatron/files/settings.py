@@ -6,9 +6,10 @@ path or record can hold are refused before anything is built from them; every re
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.errors import ConfigError
@@ -155,23 +156,32 @@ def check_values(tree: Any, name: str) -> None:
     Raises:
         ConfigError: a text in it holds a NUL or half of a surrogate pair, or values are nested too deeply.
     """
-    waiting = [(tree, 1)]
-    while waiting:
-        value, level = waiting.pop()
+    for value, level in every_value(tree):
         if isinstance(value, str) and (unusable := _UNUSABLE.search(value)):
             letter = "a NUL" if unusable.group() == "\0" else f"U+{ord(unusable.group()):04X}, half of a surrogate pair"
             raise ConfigError(
                 f'{name}: the text "{_shown(value)}" contains {letter}, which no path and no record can contain. Write '
                 "it again."
             )
-        inner: Iterable[Any] = ()
-        if isinstance(value, dict):
-            inner = (*value.keys(), *value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            inner = value
-        if inner and level > MOST_LEVELS:
+        if level > MOST_LEVELS + 1:
             raise ConfigError(_depth_text(name))
-        waiting += [(item, level + 1) for item in inner]
+
+
+def every_value(tree: Any) -> Iterator[tuple[Any, int]]:
+    """Each value in a tree of lists and objects, the names in objects included, with its level; the root has 1."""
+    waiting: list[Iterator[Any]] = [iter((tree,))]
+    while waiting:
+        level = len(waiting)
+        for value in waiting[-1]:
+            yield value, level
+            if isinstance(value, dict):
+                waiting.append(itertools.chain.from_iterable(value.items()))
+                break
+            if isinstance(value, (list, tuple, set, frozenset)):
+                waiting.append(iter(value))
+                break
+        else:
+            waiting.pop()
 
 
 def _check_expansion(root: Any, name: str) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from megatron import log
 from megatron.config import RunRequest, check_resume
 from megatron.config.expert_rules import balancing_notices
+from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callbacks.table import make_callbacks
 from megatron.train.checkpoints import Saves, open_writer
 from megatron.train.objectives import build_objective
-from megatron.train.part import Part, PartSetup
-from megatron.train.parts.start_record import check_history
-from megatron.train.parts.table import make_parts
+from megatron.train.restarts.restart_policy import check_history
 from megatron.train.restarts.restore import check_tokenizer, find_start, load_tensors, warn_if_done
 from megatron.train.run import Run
 from megatron.train.run_data import open_data, show_notices
@@ -27,7 +27,7 @@ from megatron.train.validation import Evaluator
 
 @contextlib.contextmanager
 def open_run(
-    request: RunRequest, signals: StopSignals | None = None, parts: Sequence[type[Part]] = ()
+    request: RunRequest, signals: StopSignals | None = None, callbacks: Sequence[type[Callback]] = ()
 ) -> Iterator[Run | None]:
     """Builds a run, from its process groups to its progress, and tears it down afterwards.
 
@@ -35,7 +35,7 @@ def open_run(
 
     Args:
         signals: where stop signals are noted, if the caller has installed that; else it is done here.
-        parts: parts to add to those that the flags ask for.
+        callbacks: classes to add to those that the flags ask for.
 
     Raises:
         MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
@@ -49,17 +49,17 @@ def open_run(
         contextlib.ExitStack() as closing,
         environment.explaining_failures(),
     ):
-        run = _build(environment, parts)
+        run = _build(environment, callbacks)
         if run.saves.writer is not None:
             closing.enter_context(run.saves.writer)
         closing.callback(run.stopping.close)
         closing.callback(run.data.close)
         closing.callback(run.report.close)
-        closing.enter_context(run.parts.open(run))
+        closing.enter_context(run.callbacks.open(run))
         yield run
 
 
-def _build(environment: RunEnvironment, more_parts: Sequence[type[Part]]) -> Run:
+def _build(environment: RunEnvironment, more_callbacks: Sequence[type[Callback]]) -> Run:
     config, mesh, tokenizer, watch = environment.config, environment.mesh, environment.tokenizer, environment.watch
     start = find_start(config, mesh)
     config, saved = start.config, start.saved
@@ -72,7 +72,8 @@ def _build(environment: RunEnvironment, more_parts: Sequence[type[Part]]) -> Run
     else:
         is_by_choice = config.was_given("model.moe_aux_loss_scope")
         show_notices([*balancing_notices(config.model, is_by_choice=is_by_choice)], mesh)
-    parts = make_parts(PartSetup(config, mesh, tokenizer, watch, environment.history, passes), more_parts)
+    setup = CallbackSetup(config, mesh, tokenizer, watch, environment.history, passes)
+    callbacks = make_callbacks(setup, more_callbacks)
     engine, sizes = open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config, engine, environment.lock)
     loaded, progress = load_tensors(config, engine, saved)
@@ -81,7 +82,7 @@ def _build(environment: RunEnvironment, more_parts: Sequence[type[Part]]) -> Run
         warn_if_done(config.optim, progress)
     data = open_data(config, mesh, tokenizer, progress, None if resumed is None else resumed.data_plan, passes)
     engine.objective = build_objective(config, mesh, sources=data.source_names)
-    parts.restore(engine, progress, resumed)
+    callbacks.restore(engine, progress, resumed)
     is_resume = loaded is not None or start.is_restart
     report, folder = open_report(config, mesh, sizes[1], data.plan, is_resume=is_resume)
     watch.report_folder = folder
@@ -91,8 +92,8 @@ def _build(environment: RunEnvironment, more_parts: Sequence[type[Part]]) -> Run
         lock=environment.lock,
         writer=writer,
         saved_step=None if resumed is None else progress.step,
-        after_commit=parts.after_save,
+        after_commit=callbacks.after_save,
         beat=lambda: watch.beat("save"),
     )
     stopping = Stopping(environment.rules, mesh, watch)
-    return Run(config, mesh, engine, data, report, Evaluator(), saves, stopping, parts, progress)
+    return Run(config, mesh, engine, data, report, Evaluator(), saves, stopping, callbacks, progress)

@@ -30,8 +30,8 @@ from megatron.tokenizers.record import TokenizerRecord
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.run import Run
 
-# Entries of parts that are not under `parts`, because older versions look for them elsewhere.
-_RECORD_FIELDS_OF_PARTS = ("recent", "passed_batches")
+# Entries of callbacks that are not under `parts`, because older versions look for them elsewhere.
+_RECORD_FIELDS_OF_CALLBACKS = ("recent", "passed_batches")
 
 
 def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) -> BackgroundWriter | None:
@@ -127,9 +127,9 @@ class Saves:
 
         Raises:
             StorageError: the file system failed; earlier checkpoints are intact.
-            MegatronError: a part of the run refuses, or an earlier save in the background failed for another reason.
+            MegatronError: a callback refuses, or an earlier save in the background failed for another reason.
         """
-        run.parts.entering(run, "save")
+        run.callbacks.entering(run, "save")
         if run.config.saving.save is None:
             return
         log.doing(f"saving step {run.progress.step}")
@@ -141,7 +141,7 @@ class Saves:
         began_at, waited_seconds = time.monotonic(), writer.stall_seconds
         record = run_on_all(run.mesh, lambda: self._record_to_save(run, must_succeed=must_succeed))
         if record is not None:
-            run.parts.before_save(run)
+            run.callbacks.before_save(run)
             writer.begin(run.progress.step, _pieces(run), record)
         elif self.saved_step != run.progress.step:
             self._save_at_once(run, must_succeed=True)
@@ -196,7 +196,7 @@ class Saves:
 
     def _save_at_once(self, run: Run, *, must_succeed: bool) -> None:
         directory, record = Path(str(run.config.saving.save)), run_record(run).to_json()
-        run.parts.before_save(run)
+        run.callbacks.before_save(run)
         try:
             options = SaveOptions(self._lock, self._after_commit, self._beat, run.report.style.SAVE_LINES)
             save_checkpoint(directory, run.progress.step, _pieces(run), record, run.mesh, options)
@@ -215,7 +215,7 @@ class Saves:
         """
         self.failed += 1
         run.report.failed_save(run.progress, step, str(failure), self.failed)
-        run.parts.failed_save(run, step, str(failure))
+        run.callbacks.failed_save(run, step, str(failure))
         saving = run.config.saving
         if must_succeed:
             return failure
@@ -238,8 +238,8 @@ class Saves:
 
 def run_record(run: Run) -> Record:
     """The state of a run without its tensors."""
-    identity, state = run.saves.identity, dict(run.parts.state(run))
-    fields = {name: state.pop(name) for name in _RECORD_FIELDS_OF_PARTS if name in state}
+    identity, state = run.saves.identity, dict(run.callbacks.state(run))
+    fields = {name: state.pop(name) for name in _RECORD_FIELDS_OF_CALLBACKS if name in state}
     return Record(
         progress=run.progress,
         optimizer_updates=run.engine.update_count,

@@ -31,7 +31,7 @@ def train(run: Run) -> ExitCode:
         if verdict is StopVerdict.CONTINUE:
             steps.check_trained()
         run.saves.save(run, must_succeed=True)
-        run.parts.trained(run)
+        run.callbacks.trained(run)
     return finish(run) if verdict is StopVerdict.CONTINUE else stop(run, verdict)
 
 
@@ -39,12 +39,12 @@ def train_steps(run: Run, steps: StepReports) -> StopVerdict:
     """Trains, evaluates and saves step by step; returns why it stopped, CONTINUE if all samples are consumed."""
     evaluation, saving, is_save_due = run.config.evaluation, run.config.saving, False
     while not run.is_done:
-        run.parts.before_step(run)
+        run.callbacks.before_step(run)
         consumed, step = run.progress.consumed_samples, train_step(run)
         run.progress = step.progress
         ends_epoch = run.completed_epoch(consumed)
         steps.add(step)
-        run.parts.after_step(run, step)
+        run.callbacks.after_step(run, step)
         if run.is_due(evaluation.eval_interval) or (ends_epoch and evaluation.eval_each_epoch):
             steps.flush()
             run.evaluator.evaluate(run, f"iteration {run.progress.step}")

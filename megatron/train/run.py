@@ -19,8 +19,8 @@ from megatron.train.run_data import RunData
 from megatron.train.stop import Stopping
 
 if TYPE_CHECKING:  # their methods are given the run
+    from megatron.train.callback import CallbackList
     from megatron.train.checkpoints import Saves
-    from megatron.train.part import PartSequence
     from megatron.train.validation import Evaluator
 
 
@@ -38,7 +38,7 @@ class Run:
     evaluator: Evaluator
     saves: Saves
     stopping: Stopping
-    parts: PartSequence
+    callbacks: CallbackList
     progress: Progress
 
     @property

@@ -41,7 +41,7 @@ class Evaluator:
         self._empty: set[tuple[str, str]] = set()
 
     def evaluate(self, run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float | None]:
-        """Evaluates every named group of a split and reports its loss; the parts of the run follow. Where means of the
+        """Evaluates every named group of a split and reports its loss; the callbacks follow. Where means of the
         weights are kept, they are evaluated.
 
         Args:
@@ -60,13 +60,13 @@ class Evaluator:
             count = run.data.evaluation_samples(split, name)
             if count == 0:  # a resumed plan may hold samples that --eval-iters 0 does not ask for
                 continue
-            run.parts.entering(run, "evaluation")
+            run.callbacks.entering(run, "evaluation")
             log.doing(f"evaluating the {name} data after step {run.progress.step}")
             losses[name] = mean_loss(run, dataset, count)
             run.report.evaluation(run.progress, name, prefix, losses[name])
             if losses[name] is None:
                 self._warn_of_empty(run, split, name, count)
-        run.parts.at_evaluation(run, Evaluation(split, prefix, losses))
+        run.callbacks.at_evaluation(run, Evaluation(split, prefix, losses))
         known = [loss for loss in losses.values() if loss is not None]
         if known and split == "valid":
             self._validated_step, self._validation_loss = run.progress.step, math.fsum(known) / len(known)
@@ -100,7 +100,7 @@ def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float | None:
     batch_size = run.config.optim.global_batch_size
     with run.data.loader(dataset) as loader:
         for first in range(0, count, batch_size):
-            run.parts.entering(run, "evaluation")
+            run.callbacks.entering(run, "evaluation")
             batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, count))
             loss_sum += batch_sum
             token_count += batch_tokens

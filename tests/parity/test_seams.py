@@ -23,6 +23,7 @@ from megatron.checkpoint import load, save
 from megatron.config import RunConfig
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
+from megatron.engine.optimizers.plans import plan_of
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
@@ -158,7 +159,9 @@ def toy_engine(name: str) -> Engine:
     )
     mesh = build_mesh(sizes, torch.device("cpu"), 0, timedelta(minutes=2))
     settings, steps = deepspeed_config(config), StepSettings(hidden_size=WIDTH)
-    return Engine(toy_network(mesh), ToyObjective(), config.optim, config.precision, mesh, settings, steps, SEED)
+    return Engine(
+        toy_network(mesh), ToyObjective(), plan_of(config.optim), config.precision, mesh, settings, steps, SEED
+    )
 
 
 def toy_batches(engine: Engine, step: int) -> list[ToyBatch]:

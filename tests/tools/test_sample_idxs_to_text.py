@@ -38,7 +38,7 @@ def consume(flags: Sequence[str], steps: int) -> list[Rows]:
         assert run is not None
         run.report.started(run.progress)
         for _ in range(steps):
-            run.parts.before_step(run)
+            run.callbacks.before_step(run)
             batches = run.train_batches()
             seen.append(
                 [row for one in batches for row in np.concatenate([one.tokens, one.labels[:, -1:]], axis=1).tolist()]

@@ -20,7 +20,7 @@ from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import open_run
-from megatron.train.part import PartSequence
+from megatron.train.callback import CallbackList
 from megatron.train.run import Run
 from megatron.train.run_data import RunData
 from megatron.train.start_up import environment
@@ -53,8 +53,8 @@ def run_of(text: str = "", *, train: Any = None, progress: Progress | None = Non
     plan: Any = SimpleNamespace(train=None)
     tokenizer: Any = SimpleNamespace(eod_id=999)
     data = RunData(config, mesh, tokenizer, SplitDatasets(train, {"valid": "v"}, {"test": "t"}), plan)
-    rules, parts = Stopping(nothing, mesh), PartSequence()
-    return Run(config, mesh, nothing, data, nothing, Evaluator(), nothing, rules, parts, progress or Progress())
+    rules, callbacks = Stopping(nothing, mesh), CallbackList()
+    return Run(config, mesh, nothing, data, nothing, Evaluator(), nothing, rules, callbacks, progress or Progress())
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.observe.styles import megatron
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
+from megatron.train.callback import Callback, CallbackList
 from megatron.train.checkpoints import Saves, run_record
-from megatron.train.part import Part, PartSequence
 from megatron.train.restarts.identity import RunIdentity
 from tests.checkpoint.made.records import PLAN
 
@@ -58,7 +58,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return fake
 
 
-class Remembering(Part):
+class Remembering(Callback):
     """Has something to keep, and notes the saves that fail."""
 
     def __init__(self, told: list[tuple[Any, ...]]) -> None:
@@ -108,7 +108,7 @@ def run_at(step: int, *, rank: int = 0, writer: Any = None, **saving: Any) -> An
         ),
         evaluator=SimpleNamespace(validation_loss=lambda at: 2.25 if at == step else None),
         report=SimpleNamespace(style=megatron, failed_save=lambda progress, *words: told.append(words)),
-        parts=PartSequence([Remembering(told)]),
+        callbacks=CallbackList([Remembering(told)]),
         told=told,
     )
 

@@ -1,4 +1,4 @@
-"""The order of events in a run, seen by parts that only write down when they are called."""
+"""The order of events in a run, seen by callbacks that only write down when they are called."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.errors import DataError, ExitCode, NumericsError
 from megatron.objective.metric import Metric
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.parallel.messages import TRANSFER
+from megatron.train.callback import Callback, CallbackList
 from megatron.train.loop import run_to_end
-from megatron.train.part import Part, PartSequence
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Stopping, StopVerdict
 from tests.train.samples import Outcome, optim_config, run_config
 
 
-class Noting(Part):
+class Noting(Callback):
     """Notes when each step of a run begins, and when the last one is saved."""
 
     def __init__(self, events: list[Any]) -> None:
@@ -37,7 +37,7 @@ class Noting(Part):
 
 
 class FakeRun:
-    """A run of three steps whose parts note their calls in `events`."""
+    """A run of three steps whose callbacks note their calls in `events`."""
 
     def __init__(self, *, train_iters: int = 3, outcome: Outcome | None = None, **flags: Any) -> None:
         self.events: list[Any] = []
@@ -62,7 +62,7 @@ class FakeRun:
         self.gate = SimpleNamespace(has_open_row=False)
         self.engine = SimpleNamespace(train_batch=self._train, gate=self.gate, update_count=0)
         self.next_length = 10
-        self.parts = PartSequence([Noting(self.events)])
+        self.callbacks = CallbackList([Noting(self.events)])
         self.evaluator = SimpleNamespace(
             evaluate=self._evaluate, has_validated=lambda step: step == self.validated_step
         )

@@ -13,7 +13,7 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config import EvaluationConfig
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.part import Part, PartSequence
+from megatron.train.callback import Callback, CallbackList
 from megatron.train.validation import Evaluation, Evaluator, mean_loss
 
 
@@ -37,7 +37,7 @@ class FakeRun:
         self.open_loaders = 0
         self.most_samples = 100
         self.data = self
-        self.parts = PartSequence()
+        self.callbacks = CallbackList()
         self.evaluator = Evaluator()
         self.mesh = ParallelMesh.single()
         self._answers = iter(answers)
@@ -119,12 +119,12 @@ def test_a_split_without_data_reports_nothing() -> None:
 
 
 def test_the_parts_follow_every_evaluation() -> None:
-    class Following(Part):
+    class Following(Callback):
         def at_evaluation(self, run: Any, evaluation: Evaluation) -> None:
             run.reported.append(evaluation)
 
     run = FakeRun([(4.0, 4), (8.0, 4), (math.inf, 4)])
-    run.parts = PartSequence([Following()])
+    run.callbacks = CallbackList([Following()])
     run.evaluator.evaluate(run, "the end", split="test")
     run.evaluator.evaluate(run, "iteration 5")
     losses = {"news": 1.5, "code": math.inf}

@@ -20,6 +20,7 @@ from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
 from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS
+from megatron.engine.optimizers.plans import plan_of
 from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
@@ -59,7 +60,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
     engine = Engine(
         network_layers(config.model, mesh),
         build_objective(config, mesh),
-        config.optim,
+        plan_of(config.optim),
         config.precision,
         mesh,
         deepspeed_config(config),

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.flags.fields import Flag
-from megatron.config.flags.legacy import DEPRECATED, IGNORED, IGNORING, REFUSED, Legacy, legacy_flags
+from megatron.config.flags.legacy import DEPRECATED, IGNORING, Legacy, legacy_flags
 from megatron.config.flags.shorthands import shorthand_flags
+from megatron.config.flags.status_table import IGNORED, REFUSED
 from megatron.config.parse import field_flags
 from megatron.errors import ConfigError
 from tests.config.command_lines import flag_table, small

@@ -13,7 +13,7 @@ import torch
 
 from megatron.engine.gradients.gradient_figures import NoiseEstimate
 from megatron.engine.gradients.gradient_owner import GradientOwner
-from megatron.engine.optimizers.muon import is_orthogonalized
+from megatron.engine.tensor_parts import is_block_matrix
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.start_up.engine_opening import build_engine
@@ -88,7 +88,7 @@ def computed_of(extra: list[str]) -> Figures:
         del sums[1:]
         result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), 1e-3)
     squares: dict[str, float] = defaultdict(float)
-    chosen = [each for each in engine.parameters() if is_orthogonalized(each) and not shard_spec_of(each).summed_over]
+    chosen = [each for each in engine.parameters() if is_block_matrix(each) and not shard_spec_of(each).summed_over]
     matrices = {name for name in (each.global_name for each in chosen) if ".experts." not in name}  # type: ignore[attr-defined]
     total, small = sums[-1], 0.0
     for name, gradient in total.items():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.dsgpt2 import ds_trainer
-from megatron.data.sources import store_rows
+from megatron.data.stores import store_rows
 from megatron.observe.metrics_file import read_steps
 from megatron.train.steps import StepReports, TrainedStep
 from megatron.train.validation import Evaluator

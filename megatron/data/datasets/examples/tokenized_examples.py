@@ -20,8 +20,6 @@ from megatron import log
 from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, read_records
 from megatron.data.datasets.examples.records import Example, example_of, with_copied_prompts
 from megatron.data.order.index_cache import IndexCache, description_sha256
-from megatron.data.stores.address import StoreAddress
-from megatron.data.stores.record_store import PairStore
 from megatron.errors import ConfigError, DataError
 from megatron.secret_text import masked
 from megatron.tokenizers.chat import ChatTemplate
@@ -69,16 +67,6 @@ class RecordSource:
                     yield RecordPlace(place, number), record
 
         return RecordSource(names, lambda: files_fingerprint(prefix), records)
-
-    @staticmethod
-    def of_store(address: str) -> RecordSource:
-        """The pairs of a document store, each with the number of its document."""
-        store = PairStore(StoreAddress.of(address))
-
-        def records() -> Iterator[tuple[RecordPlace, Any]]:
-            return ((RecordPlace(0, number), record) for number, record in enumerate(store.records()))
-
-        return RecordSource((masked(address),), store.fingerprint, records)
 
 
 def check_first_records(prefix: str) -> None:
