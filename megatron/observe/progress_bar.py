@@ -11,10 +11,10 @@ from tqdm import tqdm
 from megatron import log
 from megatron.config import ReportConfig, WatchingConfig
 from megatron.device import environment
+from megatron.files.progress import ProgressDisplay
 from megatron.objective.metric import StepMetrics
 from megatron.observe.quantities import duration, short_count
 
-_SECONDS = 0.1
 _DECAY = 0.95
 
 
@@ -38,7 +38,7 @@ class Smoothed:
         return self._sum / self._weight if self._weight else None
 
 
-class ProgressBar:
+class ProgressBar(ProgressDisplay):
     """Draws the line, at most ten times a second.
 
     Args:
@@ -55,13 +55,11 @@ class ProgressBar:
         columns: Callable[[], int] = lambda: log.terminal_columns("stderr"),
         has_colour: bool = False,
     ) -> None:
-        self._show = show
-        self._clock = clock
+        super().__init__(show, show, 0.0, clock)
         self._columns = columns
         self._colour = "green" if has_colour else None
         self._loss, self._seconds, self._tokens = Smoothed(), Smoothed(), Smoothed()
-        self._shown_at = -math.inf
-        self._newest: StepMetrics | None = None
+        self._shown_at = -math.inf  # the first step is shown at once
 
     def step(self, metrics: StepMetrics) -> None:
         """Takes the figures of a step, and draws the line if it is time."""
@@ -70,16 +68,8 @@ class ProgressBar:
             self._loss.add(loss)
         self._seconds.add(seconds)
         self._tokens.add(metrics.value("tokens_per_second") * seconds)
-        self._newest = metrics
-        is_last = metrics.value("iteration") >= metrics.value("train_iterations")
-        if is_last or self._clock() - self._shown_at >= _SECONDS:
-            self.draw()
-
-    def draw(self) -> None:
-        """Draws the line as it is now."""
-        if self._newest is not None:
-            self._shown_at = self._clock()
-            self._show(self.text(self._newest))
+        if self.is_due() or metrics.value("iteration") >= metrics.value("train_iterations"):
+            self.show(self.text(metrics))
 
     def text(self, metrics: StepMetrics) -> str:
         """The line, cut to the width of the terminal."""
