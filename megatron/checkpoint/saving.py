@@ -31,7 +31,7 @@ from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name, read_manifest
 from megatron.checkpoint.manifests.compaction import FileDescription, compact, describe
 from megatron.checkpoint.manifests.contents import StoredFile
-from megatron.checkpoint.manifests.version_2 import FORMAT, FORMAT_VERSION, manifest_texts, record_text
+from megatron.checkpoint.manifests.writing import FORMAT, FORMAT_VERSION, manifest_texts, record_text
 from megatron.checkpoint.publish import discard, open_temporary, publish, temporary_folder, write_hint
 from megatron.checkpoint.snapshot import Pieces, Snapshot, piece_name, take_snapshot
 from megatron.checkpoint.storage import Storage, append, cannot_write, write_file, writing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callback import Callback
 from megatron.train.restarts.history import RestartHistory
 from megatron.train.run import Run
 
@@ -13,10 +13,6 @@ class StartRecord(Callback):
     def __init__(self, history: RestartHistory) -> None:
         self._history = history
         self._has_begun = False
-
-    @classmethod
-    def of(cls, setup: CallbackSetup) -> Callback | None:
-        return cls(setup.history)
 
     def before_step(self, run: Run) -> None:
         if not self._has_begun:

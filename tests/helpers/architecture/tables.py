@@ -95,6 +95,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.parallel": ("schedule", ".", "expert", "sequence", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
+    "megatron.model.blocks": ("dropout", "norm", "position", "attention_forms", "."),
     "megatron.checkpoint": (
         "object_storage",
         "storage",
@@ -221,7 +222,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "callback", "run", "run_data")),
+    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "callback", "run", "run_data")),
     *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
     "trident/plan/rehearsal/",
     "megatron/train/preflight/",
@@ -231,6 +232,7 @@ USES_RUN_CONFIG = (
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
     "megatron/train/callbacks/distillation.py",  # likewise
+    "megatron/train/callbacks/saving.py",
     "megatron/train/restarts/restart_policy.py",
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from megatron.checkpoint import CheckpointLock, SaveOptions
 from megatron.checkpoint import save as save_checkpoint
 from megatron.checkpoint.background_writer import BackgroundWriter, memory_problem
 from megatron.checkpoint.record import Record
-from megatron.checkpoint.saving import AfterCommit
 from megatron.config import RunConfig
 from megatron.data.build import data_fingerprint
 from megatron.engine.engine import Engine
@@ -27,8 +26,13 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_gather_json
 from megatron.parallel.pieces import PieceKey
 from megatron.tokenizers.record import TokenizerRecord
+from megatron.train.callback import Callback
+from megatron.train.callbacks.evaluator import Evaluator
+from megatron.train.callbacks.step_reports import StepReports
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.run import Run
+from megatron.train.steps import TrainedStep
+from megatron.train.stop import StopVerdict
 
 # Entries of callbacks that are not under `parts`, because older versions look for them elsewhere.
 _RECORD_FIELDS_OF_CALLBACKS = ("recent", "passed_batches")
@@ -75,15 +79,17 @@ def _reserve(writer: BackgroundWriter, size_bytes: int, mesh: ParallelMesh) -> s
     return next((f"rank {rank}: {text}" for rank, text in enumerate(answers) if text), None)
 
 
-class Saves:
-    """The saves of a run, and what became of them.
+class Saving(Callback):
+    """Saves a run when that is due and after its last step, and notes what became of it.
 
     Args:
         identity: which run the checkpoints belong to.
+        followers: what is told of each save, and adds to the record.
+        reports: reports all steps before a save.
+        evaluator: knows the validation loss of the step that is saved.
+        lock: of the folder.
         writer: saves in the background; None if each save holds up training until it is written.
         saved_step: step of the last checkpoint that is committed.
-        after_commit: what follows each save, on every rank: in the writer's thread, or in this one without a writer.
-        beat: called while a save makes progress.
 
     Attributes:
         failed: consecutive failures of the file system.
@@ -93,28 +99,51 @@ class Saves:
     def __init__(
         self,
         identity: RunIdentity,
-        *,
+        followers: Callback,
+        reports: StepReports,
+        evaluator: Evaluator,
         lock: CheckpointLock | None = None,
         writer: BackgroundWriter | None = None,
         saved_step: int | None = None,
-        after_commit: AfterCommit | None = None,
-        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.identity = identity
         self.writer = writer
         self.saved_step = saved_step
         self.failed = 0
         self.failure: Exception | None = None
+        self._followers = followers
+        self._reports = reports
+        self._evaluator = evaluator
         self._lock = lock
-        self._after_commit = after_commit
-        self._beat = beat
-        if writer is not None:
-            writer.after_commit, writer.beat = after_commit, beat
+        self._is_due = False
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
-        return self.writer is not None and self.writer.is_writing
+    def opened(self, run: Run) -> None:
+        writer = self.writer
+        if writer is not None:
+            writer.after_commit, writer.beat = self._followers.after_save, lambda: run.watch.beat("save")
+            run.watch.writes_beside = lambda: writer.is_writing
+
+    def after_step(self, run: Run, step: TrainedStep) -> None:
+        saving = run.config.saving
+        self._is_due |= run.is_due(saving.save_interval) or (step.ends_epoch and saving.save_each_epoch)
+        # Not after a bad step: if the weights themselves are to blame, the last good checkpoint stays the newest.
+        if self._is_due and not run.engine.gate.has_open_row:
+            self._is_due = False
+            self._reports.flush(run)
+            self.save(run)
+        self.note_outcome(run)
+        if self.failure is not None:
+            run.stopping.request(StopVerdict.FAILED_SAVE)
+
+    def trained(self, run: Run) -> None:
+        """Saves the last step.
+
+        Raises:
+            MegatronError: it cannot be saved, or the run ends because saving in the background became impossible.
+        """
+        if run.stopping.verdict is StopVerdict.FAILED_SAVE:
+            run_on_all(run.mesh, lambda: self._wait_for_writer(run))
+        self.save(run, must_succeed=True)
 
     def save(self, run: Run, *, must_succeed: bool = False) -> None:
         """Saves the run at its current step, unless `--save` is not given or that step has been saved; collective.
@@ -129,7 +158,7 @@ class Saves:
             StorageError: the file system failed; earlier checkpoints are intact.
             MegatronError: a callback refuses, or an earlier save in the background failed for another reason.
         """
-        run.callbacks.entering(run, "save")
+        run.watch.enter("save", run.progress.step)
         if run.config.saving.save is None:
             return
         log.doing(f"saving step {run.progress.step}")
@@ -141,7 +170,7 @@ class Saves:
         began_at, waited_seconds = time.monotonic(), writer.stall_seconds
         record = run_on_all(run.mesh, lambda: self._record_to_save(run, must_succeed=must_succeed))
         if record is not None:
-            run.callbacks.before_save(run)
+            self._followers.before_save(run)
             writer.begin(run.progress.step, _pieces(run), record)
         elif self.saved_step != run.progress.step:
             self._save_at_once(run, must_succeed=True)
@@ -167,14 +196,6 @@ class Saves:
         else:
             self.failure = outcome.failure
 
-    def raise_failure(self, run: Run) -> None:
-        """Raises what made saving in the background impossible, on all ranks; collective.
-
-        Raises:
-            MegatronError: as the save did.
-        """
-        run_on_all(run.mesh, lambda: self._wait_for_writer(run))
-
     def _record_to_save(self, run: Run, *, must_succeed: bool) -> dict[str, Any] | None:
         """Waits for the save that is being written; then makes the record of the next one, unless that is to be made at
         once, or there is none to make.
@@ -185,7 +206,7 @@ class Saves:
         self._wait_for_writer(run, may_try_again=must_succeed)
         if must_succeed or self.saved_step == run.progress.step:
             return None
-        return run_record(run).to_json()
+        return self.record(run).to_json()
 
     def _wait_for_writer(self, run: Run, *, may_try_again: bool = False) -> None:
         if self.writer is not None:
@@ -195,10 +216,12 @@ class Saves:
             raise self.failure
 
     def _save_at_once(self, run: Run, *, must_succeed: bool) -> None:
-        directory, record = Path(str(run.config.saving.save)), run_record(run).to_json()
-        run.callbacks.before_save(run)
+        directory, record = Path(str(run.config.saving.save)), self.record(run).to_json()
+        self._followers.before_save(run)
         try:
-            options = SaveOptions(self._lock, self._after_commit, self._beat, run.report.style.SAVE_LINES)
+            options = SaveOptions(
+                self._lock, self._followers.after_save, lambda: run.watch.beat("save"), run.report.style.SAVE_LINES
+            )
             save_checkpoint(directory, run.progress.step, _pieces(run), record, run.mesh, options)
         except StorageError as failure:
             last = self._noted(run, run.progress.step, failure, must_succeed=must_succeed)
@@ -215,7 +238,7 @@ class Saves:
         """
         self.failed += 1
         run.report.failed_save(run.progress, step, str(failure), self.failed)
-        run.callbacks.failed_save(run, step, str(failure))
+        self._followers.failed_save(run, step, str(failure))
         saving = run.config.saving
         if must_succeed:
             return failure
@@ -235,30 +258,29 @@ class Saves:
             )
         return None
 
-
-def run_record(run: Run) -> Record:
-    """The state of a run without its tensors."""
-    identity, state = run.saves.identity, dict(run.callbacks.state(run))
-    fields = {name: state.pop(name) for name in _RECORD_FIELDS_OF_CALLBACKS if name in state}
-    return Record(
-        progress=run.progress,
-        optimizer_updates=run.engine.update_count,
-        loss_scale=run.engine.loss_scale_state,
-        config=run.config.to_json(),
-        data_plan=run.data.plan,
-        data=data_fingerprint(run.config.data) if run.mesh.control.rank == 0 else {},
-        tokenizer=TokenizerRecord.of(run.data.tokenizer),
-        program_version=__version__,
-        run_id=identity.run_id,
-        finetuned_from=identity.finetuned_from,
-        forked_from=identity.forked_from,
-        validation_loss=run.evaluator.validation_loss(run.progress.step),
-        began_at=run.engine.freezing.began_at,
-        averaged_from=run.engine.freezing.averaged_from,
-        averaging_weight=run.engine.averaging_weight,
-        parts=state,
-        **fields,
-    )
+    def record(self, run: Run) -> Record:
+        """The state of a run without its tensors."""
+        identity, state = self.identity, dict(self._followers.state(run))
+        fields = {name: state.pop(name) for name in _RECORD_FIELDS_OF_CALLBACKS if name in state}
+        return Record(
+            progress=run.progress,
+            optimizer_updates=run.engine.update_count,
+            loss_scale=run.engine.loss_scale_state,
+            config=run.config.to_json(),
+            data_plan=run.data.plan,
+            data=data_fingerprint(run.config.data) if run.mesh.control.rank == 0 else {},
+            tokenizer=TokenizerRecord.of(run.data.tokenizer),
+            program_version=__version__,
+            run_id=identity.run_id,
+            finetuned_from=identity.finetuned_from,
+            forked_from=identity.forked_from,
+            validation_loss=self._evaluator.validation_loss(run.progress.step),
+            began_at=run.engine.freezing.began_at,
+            averaged_from=run.engine.freezing.averaged_from,
+            averaging_weight=run.engine.averaging_weight,
+            parts=state,
+            **fields,
+        )
 
 
 def _pieces(run: Run) -> Iterator[tuple[PieceKey, torch.Tensor]]:

@@ -11,16 +11,18 @@ import pytest
 from megatron import __version__
 from megatron.checkpoint import SaveOptions
 from megatron.checkpoint.background_writer import SaveOutcome
-from megatron.checkpoint.record import Progress
+from megatron.checkpoint.record import Progress, Record
 from megatron.config import SavingConfig
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED
 from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.observe.styles import megatron
 from megatron.parallel.mesh import ParallelMesh, standard_axes
-from megatron.train import checkpoints
 from megatron.train.callback import Callback, CallbackList
-from megatron.train.checkpoints import Saves, run_record
+from megatron.train.callbacks import saving
+from megatron.train.callbacks.saving import Saving
 from megatron.train.restarts.identity import RunIdentity
+from megatron.train.stop import StopVerdict
+from megatron.train.watchdog import Watch
 from tests.checkpoint.made.records import PLAN
 
 
@@ -52,9 +54,9 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     fake = Disk()
-    monkeypatch.setattr(checkpoints, "save_checkpoint", fake.save)
-    monkeypatch.setattr(checkpoints, "owned_pieces", lambda engine, *, with_optimizer: ("pieces", with_optimizer))
-    monkeypatch.setattr(checkpoints, "data_fingerprint", lambda data: {"of": data})
+    monkeypatch.setattr(saving, "save_checkpoint", fake.save)
+    monkeypatch.setattr(saving, "owned_pieces", lambda engine, *, with_optimizer: ("pieces", with_optimizer))
+    monkeypatch.setattr(saving, "data_fingerprint", lambda data: {"of": data})
     return fake
 
 
@@ -80,7 +82,10 @@ def run_at(step: int, *, rank: int = 0, writer: Any = None, **saving: Any) -> An
     told: list[tuple[Any, ...]] = []
     mesh = ParallelMesh.at(standard_axes(2), rank) if writer is None else ParallelMesh.single()
     lock: Any = "lock"
-    after: Any = "after"
+    reports: Any = SimpleNamespace(flush=lambda run: None)
+    evaluator: Any = SimpleNamespace(validation_loss=lambda at: 2.25 if at == step else None)
+    identity = RunIdentity("0123456789abcdef", {"run_id": "fedcba9876543210", "step": 3})
+    followers = CallbackList([Remembering(told)])
     return SimpleNamespace(
         config=SimpleNamespace(
             data="data",
@@ -100,38 +105,40 @@ def run_at(step: int, *, rank: int = 0, writer: Any = None, **saving: Any) -> An
             tokenizer=SimpleNamespace(fingerprint="f", vocab_size=600, name="GPT2BPE", eod_id=0, behaviour={}),
         ),
         progress=Progress(step, 8 * step, 80 * step),
-        saves=Saves(
-            RunIdentity("0123456789abcdef", {"run_id": "fedcba9876543210", "step": 3}),
-            lock=lock,
-            writer=writer,
-            after_commit=after,
-        ),
-        evaluator=SimpleNamespace(validation_loss=lambda at: 2.25 if at == step else None),
+        saving=Saving(identity, followers, reports, evaluator, lock, writer),
+        stopping=SimpleNamespace(verdict=StopVerdict.CONTINUE),
+        watch=Watch(),
+        followers=followers,
         report=SimpleNamespace(style=megatron, failed_save=lambda progress, *words: told.append(words)),
-        callbacks=CallbackList([Remembering(told)]),
         told=told,
     )
 
 
+def record_of(run: Any) -> Record:
+    record: Record = run.saving.record(run)
+    return record
+
+
 def save(run: Any, *, must_succeed: bool = False) -> None:
-    run.saves.save(run, must_succeed=must_succeed)
+    run.saving.save(run, must_succeed=must_succeed)
 
 
 def test_a_step_is_saved_once(disk: Disk) -> None:
     run = run_at(4)
-    run.saves.save(run)
-    run.saves.save(run, must_succeed=True)
+    run.saving.save(run)
+    run.saving.save(run, must_succeed=True)
     assert disk.steps == [4]
-    assert run.saves.saved_step == 4
+    assert run.saving.saved_step == 4
     directory, pieces, record, lock, after = disk.calls[0]
-    assert (directory, pieces, lock, after) == (Path("checkpoints"), ("pieces", True), "lock", "after")
-    assert record == run_record(run).to_json()
+    assert (directory, pieces, lock) == (Path("checkpoints"), ("pieces", True), "lock")
+    assert after == run.followers.after_save
+    assert record == run.saving.record(run).to_json()
 
 
 def test_a_step_that_was_loaded_is_not_saved_again(disk: Disk) -> None:
     run = run_at(4)
-    run.saves.saved_step = 4
-    run.saves.save(run)
+    run.saving.saved_step = 4
+    run.saving.save(run)
     assert disk.calls == []
 
 
@@ -148,34 +155,34 @@ def test_the_optimizer_state_can_be_omitted(disk: Disk) -> None:
 def test_a_failed_save_is_reported_and_training_continues(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4)
     disk.refusals = 1
-    run.saves.save(run)
+    run.saving.save(run)
     said = capsys.readouterr().err
     assert "cannot write checkpoints: No space left on device." in said
     assert "Training continues; the next attempt to save is at the next --save-interval." in said
     assert "The run ends if 2 more in a row fail (--max-failed-saves 3)." in said
     assert run.told[0] == (4, "cannot write checkpoints: No space left on device.", 1) and len(run.told) == 2
-    assert (run.saves.saved_step, run.saves.failed) == (None, 1)
+    assert (run.saving.saved_step, run.saving.failed) == (None, 1)
     run.progress = Progress(6, 48, 480)
-    run.saves.save(run)
-    assert (disk.steps, run.saves.saved_step, run.saves.failed) == ([6], 6, 0)
+    run.saving.save(run)
+    assert (disk.steps, run.saving.saved_step, run.saving.failed) == ([6], 6, 0)
 
 
 def test_one_rank_reports_a_failed_save(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4, rank=1)
     disk.refusals = 1
-    run.saves.save(run)
+    run.saving.save(run)
     assert capsys.readouterr().err == ""
-    assert run.saves.failed == 1
+    assert run.saving.failed == 1
 
 
 def test_the_last_of_many_failures_in_a_row_ends_the_run(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4)
     disk.refusals = 3
-    run.saves.save(run)
-    run.saves.save(run)
+    run.saving.save(run)
+    run.saving.save(run)
     assert capsys.readouterr().err.count("the checkpoint of iteration 4 was not saved: cannot write checkpoints") == 2
     with pytest.raises(StorageError, match="No space left.* 3 saves in a row failed .--max-failed-saves 3"):
-        run.saves.save(run)
+        run.saving.save(run)
     assert [told[2] for told in run.told if len(told) == 3] == [1, 2, 3]
 
 
@@ -193,7 +200,7 @@ def test_non_consecutive_failures_do_not_accumulate(disk: Disk) -> None:
     for step in (2, 4, 6, 8):
         run.progress = Progress(step, 8 * step, 80 * step)
         disk.refusals = 1 if step in (2, 6) else 0
-        run.saves.save(run)
+        run.saving.save(run)
     assert disk.steps == [4, 8]
 
 
@@ -201,7 +208,7 @@ def test_the_last_save_must_succeed(disk: Disk) -> None:
     disk.refusals = 1
     run = run_at(4)
     with pytest.raises(StorageError, match="cannot write checkpoints: No space left"):
-        run.saves.save(run, must_succeed=True)
+        run.saving.save(run, must_succeed=True)
     assert run.told[0][0] == 4
 
 
@@ -209,13 +216,13 @@ def test_other_errors_are_not_treated_as_storage_failures(disk: Disk, monkeypatc
     def broken(*arguments: Any, **keywords: Any) -> None:
         raise ValueError("a mistake of ours")
 
-    monkeypatch.setattr(checkpoints, "save_checkpoint", broken)
+    monkeypatch.setattr(saving, "save_checkpoint", broken)
     with pytest.raises(ValueError, match="a mistake of ours"):
         save(run_at(4))
 
 
 def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
-    assert run_record(run_at(4)).to_json() == {
+    assert record_of(run_at(4)).to_json() == {
         "progress": {"step": 4, "consumed_samples": 32, "consumed_tokens": 320, "skipped_steps": 0},
         "optimizer_updates": 3,
         "loss_scale": {"cur_scale": 2.0},
@@ -236,11 +243,11 @@ def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
 def test_a_validation_loss_is_that_of_the_saved_step(disk: Disk) -> None:
     run = run_at(4)
     run.progress = Progress(5, 40, 400)
-    assert run_record(run).validation_loss is None
+    assert run.saving.record(run).validation_loss is None
 
 
 def test_only_one_rank_reads_the_data_files(disk: Disk) -> None:
-    assert run_record(run_at(4, rank=1)).data == {}
+    assert record_of(run_at(4, rank=1)).data == {}
 
 
 class Writer:
@@ -278,64 +285,65 @@ def run(disk: Disk) -> Any:
 
 
 def test_only_what_is_committed_counts_as_saved(run: Any, disk: Disk) -> None:
-    run.saves.save(run)
-    run.saves.note_outcome(run)
-    assert (run.saves.writer.began, run.saves.saved_step, disk.steps) == ([2], None, [])
-    run.saves.writer.end()
-    run.saves.note_outcome(run)
-    assert run.saves.saved_step == 2
+    run.saving.save(run)
+    run.saving.note_outcome(run)
+    assert (run.saving.writer.began, run.saving.saved_step, disk.steps) == ([2], None, [])
+    run.saving.writer.end()
+    run.saving.note_outcome(run)
+    assert run.saving.saved_step == 2
 
 
 def test_a_save_waits_for_the_one_before(run: Any, disk: Disk) -> None:
-    run.saves.save(run)
+    run.saving.save(run)
     run.progress = Progress(4, 32, 320)
-    run.saves.save(run)
-    assert (run.saves.writer.began, run.saves.saved_step) == ([2, 4], 2)
-    run.saves.save(run, must_succeed=True)
-    assert (run.saves.writer.began, run.saves.saved_step, disk.steps) == ([2, 4], 4, [])
+    run.saving.save(run)
+    assert (run.saving.writer.began, run.saving.saved_step) == ([2, 4], 2)
+    run.saving.save(run, must_succeed=True)
+    assert (run.saving.writer.began, run.saving.saved_step, disk.steps) == ([2, 4], 4, [])
     run.progress = Progress(5, 40, 400)
-    run.saves.save(run, must_succeed=True)
-    assert (run.saves.writer.began, run.saves.saved_step, disk.steps) == ([2, 4], 5, [5])
+    run.saving.save(run, must_succeed=True)
+    assert (run.saving.writer.began, run.saving.saved_step, disk.steps) == ([2, 4], 5, [5])
 
 
 def test_a_save_in_the_background_that_fails_once(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    run.saves.writer.next_failure = StorageError("cannot write x: No space left on device.")
-    run.saves.save(run)
-    run.saves.writer.end()
-    run.saves.note_outcome(run)
-    run.saves.note_outcome(run)
+    run.saving.writer.next_failure = StorageError("cannot write x: No space left on device.")
+    run.saving.save(run)
+    run.saving.writer.end()
+    run.saving.note_outcome(run)
+    run.saving.note_outcome(run)
     assert capsys.readouterr().err.count("Training continues; the next attempt to save is at the next") == 1
-    assert (run.saves.saved_step, run.saves.failed, run.saves.failure) == (None, 1, None)
-    run.saves.writer.next_failure = None
-    run.saves.save(run)
-    run.saves.writer.end()
-    run.saves.note_outcome(run)
-    assert (run.saves.saved_step, run.saves.failed) == (2, 0)
+    assert (run.saving.saved_step, run.saving.failed, run.saving.failure) == (None, 1, None)
+    run.saving.writer.next_failure = None
+    run.saving.save(run)
+    run.saving.writer.end()
+    run.saving.note_outcome(run)
+    assert (run.saving.saved_step, run.saving.failed) == (2, 0)
 
 
 def test_the_last_failure_in_the_background_is_raised(run: Any, disk: Disk) -> None:
-    run.saves.writer.next_failure = StorageError("cannot write x: No space left on device.")
+    run.saving.writer.next_failure = StorageError("cannot write x: No space left on device.")
     for _ in range(3):
-        assert run.saves.failure is None
-        run.saves.save(run)
-        run.saves.writer.end()
-        run.saves.note_outcome(run)
-    assert "3 saves in a row failed (--max-failed-saves 3)" in str(run.saves.failure)
+        assert run.saving.failure is None
+        run.saving.save(run)
+        run.saving.writer.end()
+        run.saving.note_outcome(run)
+    assert "3 saves in a row failed (--max-failed-saves 3)" in str(run.saving.failure)
+    run.stopping.verdict = StopVerdict.FAILED_SAVE
     with pytest.raises(StorageError, match="cannot write x"):
-        run.saves.raise_failure(run)
+        run.saving.trained(run)
     with pytest.raises(StorageError, match="cannot write x"):
-        run.saves.save(run)
-    run.saves.save(run, must_succeed=True)  # a run that stops for another reason tries once more
-    assert (disk.steps, run.saves.saved_step) == ([2], 2)
+        run.saving.save(run)
+    run.saving.save(run, must_succeed=True)  # a run that stops for another reason tries once more
+    assert (disk.steps, run.saving.saved_step) == ([2], 2)
 
 
 @pytest.mark.parametrize("failure", [NumericsError("tensor a holds nan"), CheckpointError("lost"), ValueError("bug")])
 def test_any_other_failure_in_the_background_ends_the_run_at_once(run: Any, failure: Exception) -> None:
-    run.saves.writer.next_failure = failure
-    run.saves.save(run)
-    run.saves.writer.end()
-    run.saves.note_outcome(run)
-    assert run.saves.failure is failure
+    run.saving.writer.next_failure = failure
+    run.saving.save(run)
+    run.saving.writer.end()
+    run.saving.note_outcome(run)
+    assert run.saving.failure is failure
     for must_succeed in (False, True):
         with pytest.raises(type(failure), match=str(failure)):
-            run.saves.save(run, must_succeed=must_succeed)
+            run.saving.save(run, must_succeed=must_succeed)

@@ -13,8 +13,10 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config import EvaluationConfig
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.callback import Callback, CallbackList
-from megatron.train.validation import Evaluation, Evaluator, mean_loss
+from megatron.train.callback import Callback, CallbackList, Evaluation
+from megatron.train.callbacks.evaluator import Evaluator, mean_loss
+from megatron.train.callbacks.step_reports import StepReports
+from megatron.train.watchdog import Watch
 
 
 class FakeRun:
@@ -37,8 +39,8 @@ class FakeRun:
         self.open_loaders = 0
         self.most_samples = 100
         self.data = self
-        self.callbacks = CallbackList()
-        self.evaluator = Evaluator()
+        self.watch = Watch()
+        self.evaluator = Evaluator(CallbackList(), StepReports())
         self.mesh = ParallelMesh.single()
         self._answers = iter(answers)
 
@@ -118,16 +120,16 @@ def test_a_split_without_data_reports_nothing() -> None:
     assert run.reported == []
 
 
-def test_the_parts_follow_every_evaluation() -> None:
+def test_the_callbacks_follow_every_evaluation() -> None:
     class Following(Callback):
         def at_evaluation(self, run: Any, evaluation: Evaluation) -> None:
             run.reported.append(evaluation)
 
     run = FakeRun([(4.0, 4), (8.0, 4), (math.inf, 4)])
-    run.callbacks = CallbackList([Following()])
-    run.evaluator.evaluate(run, "the end", split="test")
-    run.evaluator.evaluate(run, "iteration 5")
+    evaluator = Evaluator(Following(), StepReports())
+    evaluator.evaluate(run, "the end", split="test")
+    evaluator.evaluate(run, "iteration 5")
     losses = {"news": 1.5, "code": math.inf}
     followed = [one for one in run.reported if isinstance(one, Evaluation)]
     assert followed == [Evaluation("test", "the end", {}), Evaluation("valid", "iteration 5", losses)]
-    assert run.evaluator.validation_loss(5) is None, "it is not finite"
+    assert evaluator.validation_loss(5) is None, "it is not finite"

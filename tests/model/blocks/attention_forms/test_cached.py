@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.model.blocks.score_bias import cached_bias, visible_keys
+from megatron.model.blocks.attention_forms.cached import cached_bias, visible_keys
+from megatron.model.blocks.attention_forms.form import Scoring
 from megatron.model.interface.step_context import MaskKind, StepContext
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.networks import tiny_config
 
 CONTEXT = StepContext(torch.arange(1))
 INFINITE = float("inf")
+SCORING = Scoring.of(tiny_config(), ParallelMesh.single(), 0, None)
+
+
+def within(window: int | None) -> Scoring:
+    return dataclasses.replace(SCORING, window=window)
 
 
 def query_of(length: int) -> torch.Tensor:
@@ -26,14 +36,14 @@ def test_only_keys_within_the_window_of_some_query_are_kept() -> None:
 
 def test_no_bias_where_the_causal_mask_suffices() -> None:
     for length, keys, window in ((1, 5, None), (1, 5, 5), (4, 4, None), (4, 4, 4)):
-        assert cached_bias(CONTEXT, query_of(length), keys, window) is None
+        assert cached_bias(CONTEXT, query_of(length), keys, within(window)) is None
 
 
 def test_masks_and_distances_count_from_the_last_key() -> None:
-    bias = cached_bias(CONTEXT, query_of(2), 4, 2)
+    bias = cached_bias(CONTEXT, query_of(2), 4, within(2))
     assert bias is not None
     assert bias[0, 0].tolist() == [[-INFINITE, 0, 0, -INFINITE], [-INFINITE, -INFINITE, 0, 0]]
-    sloped = cached_bias(CONTEXT, query_of(1), 3, None, (1.0, 0.5))
+    sloped = cached_bias(CONTEXT, query_of(1), 3, dataclasses.replace(SCORING, slopes=(1.0, 0.5)))
     assert sloped is not None
     assert sloped[0, :, 0].tolist() == [[-2, -1, 0], [-1, -0.5, 0]]
 
@@ -41,4 +51,4 @@ def test_masks_and_distances_count_from_the_last_key() -> None:
 def test_documents_cannot_be_separated() -> None:
     context = StepContext(torch.arange(1), mask=MaskKind.DOCUMENTS)
     with pytest.raises(ConfigError, match="--reset-attention-mask"):
-        cached_bias(context, query_of(1), 2, None)
+        cached_bias(context, query_of(1), 2, SCORING)

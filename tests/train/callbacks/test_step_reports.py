@@ -14,7 +14,9 @@ from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import DataError, ExitCode, NumericsError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
-from megatron.train.steps import StepReports, TrainedStep, check_numbers
+from megatron.train.callbacks.step_reports import StepReports, check_numbers
+from megatron.train.steps import TrainedStep
+from megatron.train.stop import StopVerdict
 from tests.helpers.tiny_run import steps, train, write_tiny_corpus
 from tests.train.samples import Outcome
 
@@ -28,6 +30,7 @@ def run_with(*, rank: int = 0, **safety: Any) -> Any:
         mesh=ParallelMesh.at(standard_axes(2), rank),
         engine="engine",
         progress=AFTER,
+        stopping=SimpleNamespace(steps_in_flight=0, verdict=StopVerdict.CONTINUE),
         is_due=lambda interval: bool(interval) and AFTER.step % interval == 0,
     )
 
@@ -51,38 +54,38 @@ def test_empty_steps_are_counted_and_reported_once(capsys: pytest.CaptureFixture
     run = run_with()
     run.engine = SimpleNamespace(update_count=0)
     run.report = SimpleNamespace(step=lambda *told: None)
-    steps = StepReports(run, 0)
-    steps.check_trained()
+    steps = StepReports()
+    steps.trained(run)
     empty = Outcome(loss=None, token_count=0)
     for outcome in (empty, empty):
-        steps.add(TrainedStep(AFTER, outcome, 0.1, 1.0, 0.1, None))
+        steps.after_step(run, TrainedStep(AFTER, outcome, 0.1, 1.0, 0.1, None))
     assert capsys.readouterr().err.startswith(
         "warning: iteration 7 has no loss and changed no weight: none of the tokens of its batch (samples 48 to 55) "
         "counts. Later steps like it are only counted."
     )
     with pytest.raises(DataError, match="^nothing was trained: in none of the 2 steps does a token count in the loss"):
-        steps.check_trained()
+        steps.trained(run)
     run.engine.update_count = 3  # in earlier starts of the run
-    steps.check_trained()
+    steps.trained(run)
     run.engine.update_count = 0
-    steps.add(TrainedStep(AFTER, Outcome(), 0.1, 1.0, 0.1, None))
-    steps.check_trained()
+    steps.after_step(run, TrainedStep(AFTER, Outcome(), 0.1, 1.0, 0.1, None))
+    steps.trained(run)
 
 
 def test_overflows_with_a_loss_scale_that_cannot_fall_end_a_run() -> None:
     run = run_with()
     run.config.precision = PrecisionConfig(fp16=True, hysteresis=2, min_loss_scale=1.0)
     run.report = SimpleNamespace(step=lambda *told: None)
-    steps = StepReports(run, 0)
+    steps = StepReports()
 
     def add(skipped: bool, loss_scale: float) -> None:
-        steps.add(TrainedStep(AFTER, Outcome(skipped=skipped, loss_scale=loss_scale), 0.1, 1.0, 0.1, None))
+        steps.after_step(run, TrainedStep(AFTER, Outcome(skipped=skipped, loss_scale=loss_scale), 0.1, 1.0, 0.1, None))
 
     for skipped, loss_scale in ((True, 2.0), (True, 1.0), (True, 1.0), (False, 1.0), (True, 1.0), (True, 1.0)):
         add(skipped, loss_scale)
     with pytest.raises(NumericsError, match=r"the least loss scale, 1 \(--min-loss-scale\), 3 times in a row"):
         add(True, 1.0)
-    run.config.precision, steps = PrecisionConfig(fp16=True, loss_scale=8.0, hysteresis=2), StepReports(run, 0)
+    run.config.precision, steps = PrecisionConfig(fp16=True, loss_scale=8.0, hysteresis=2), StepReports()
     run.config.safety = SafetyConfig(max_bad_steps=3)
     for _ in range(3):
         add(True, 8.0)
