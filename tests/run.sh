@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
 prepare_environment test
+[ -n "${CI:-}" ] || "$PYTHON" -m tests.helpers.architecture.budget  # what shrank stays small
 workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
 
 # A test that passes on the second try, alone, when nothing else uses the machine, is reported and does not fail the run: of 10,000 tests, many

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from docs.site.drawings.ranks import draw_ranks
     from docs.site.drawings.sequence import draw_sequence
     from megatron.parallel.schedule.building import build_schedule
-    from megatron.parallel.schedule.drawing import svg
+    from tools.runs.schedule_drawing import svg
 
     folder = Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "megatron.train.build",
             "megatron.train.loop",
-            "megatron.train.part",
+            "megatron.train.callback",
             "megatron.train.run",
             "megatron.engine.engine",
         ),

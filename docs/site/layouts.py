@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from docs.site.layout_survey import AXES, refusals
 from megatron import log
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
@@ -68,7 +69,9 @@ TESTED_BY: Mapping[str, str] = {
     "next tokens": _PARITY,
     "masked tokens": "tests/parity/test_bert.py::test_a_layout_equals_plain_torch",
     "labels alone": _PARITY,
-    "a teacher too": ("tests/train/parts/test_distillation.py::test_every_layout_learns_the_same_and_a_resume_goes_on"),
+    "a teacher too": (
+        "tests/train/callbacks/test_distillation.py::test_every_layout_learns_the_same_and_a_resume_goes_on"
+    ),
     "all trained": _PARITY,
     "some frozen": ("tests/engine/test_freezing.py::test_every_layout_trains_the_same_and_leaves_frozen_weights"),
     "full samples": _PARITY,
@@ -118,8 +121,6 @@ other; of the other axes it has the first value.
 
 def main() -> int:
     """Writes the page."""
-    from megatron.config.support import refusals
-
     PAGE.write_text(page([(one.values, one.sentence) for one in refusals(COMMAND)]), encoding="utf-8")
     print(PAGE)
     return 0
@@ -150,8 +151,6 @@ def page(refused: Sequence[tuple[tuple[str, ...], str]]) -> str:
         "",
     ]
     lines += ["| value | flags | test |", "|---|---|---|"]
-    from megatron.config.support import AXES
-
     for values in AXES.values():
         for value, flags in values.items():
             lines.append(f"| {value} | {f'`{flags}`' if flags else ''} | `{TESTED_BY[value]}` |")
@@ -162,8 +161,6 @@ def test_of(pipeline: str, value: str) -> str | None:
     """The test that trains with both, if they go together; None for a pipeline that is not in the table, such as one
     of a schedule file.
     """
-    from megatron.config.support import AXES
-
     own = TESTED_BY.get(pipeline)
     if value == REPLICAS or own is None:
         return own
@@ -175,8 +172,6 @@ def test_of(pipeline: str, value: str) -> str | None:
 
 
 def _matrix(refused: Sequence[frozenset[str]]) -> Iterator[str]:
-    from megatron.config.support import AXES
-
     pipelines, numbers = list(AXES["pipeline"]), {test: number for number, test in enumerate(PAIRS_TESTED_BY, 1)}
     yield "| | " + " | ".join(pipelines) + " |"
     yield "|---" * (1 + len(pipelines)) + "|"

@@ -104,7 +104,7 @@ class Record:
         averaged_from: of the same, what the iterates of a schedule-free optimizer counted in its mean by then.
         family: the family of Hugging Face models that the weights were imported from; empty in the records of runs.
         averaging_weight: what the iterates of a schedule-free optimizer count in its mean; 0 for others.
-        parts: what other parts of the run keep, by name.
+        parts: what callbacks of the run keep, by name.
     """
 
     progress: Progress
@@ -263,7 +263,6 @@ class _Entries:
         return inner
 
     def within(self, name: str) -> _Entries:
-        """The entries of an entry."""
         return _Entries(self.object(name), self.path, f"{name}.")
 
 

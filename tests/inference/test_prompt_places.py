@@ -12,7 +12,7 @@ from megatron.inference.generation.completion import LoadedCompleter
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_prompt
-from megatron.train.parts.sample_prompts import open_prompts
+from megatron.train.callbacks.sample_prompts import open_prompts
 from tests.inference.checkpoints import make_checkpoint
 from tests.tokenizers.framed import framed_choice
 from tools.generate_samples_gpt import GenerateFlags, Generator

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_turkish(flags)
         return 0
     if flags.lang == "english":
-        from trident.corpus.inputs.prose import write_prose
+        from examples.demo_texts.english import write_prose
 
         corpus = write_prose(Path(flags.output))
     else:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_turkish(flags: DemoCorpusFlags) -> None:
-    from trident.corpus.generated.turkish import write_turkish_corpus
+    from examples.demo_texts.turkish import write_turkish_corpus
 
     corpus = write_turkish_corpus(
         Path(flags.output),

@@ -62,7 +62,7 @@ def _check(prefix: str, show: int, tokenizer: Any) -> int:
     """Checks one prefix; returns 1 if it contains ids outside the vocabulary."""
     from megatron.data.formats.indexed import IndexedDataset
     from megatron.data.formats.sidecar import check_tokenizer_fits
-    from trident.corpus.preprocess.examination import examine, report, sample_documents
+    from tools.corpus.examination import examine, report, sample_documents
 
     examined = examine(prefix, None if tokenizer is None else tokenizer.vocab_size)
     for text in report(examined):

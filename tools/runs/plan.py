@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show_schedules(flags: PlanFlags) -> int:
     """Prints the table of schedules, or one of them, and writes it."""
     from megatron.files.replacing import write_atomically
-    from megatron.parallel.schedule.comparison import held_text, schedule_of_file, schedule_with_sizes, table_lines
-    from megatron.parallel.schedule.drawing import svg, text_lines
     from megatron.parallel.schedule.schedule_files import schedule_text
+    from tools.runs.schedule_comparison import held_text, schedule_of_file, schedule_with_sizes, table_lines
+    from tools.runs.schedule_drawing import svg, text_lines
 
     names = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "micro_batches")
     sizes = [getattr(flags, name) for name in names]

@@ -36,14 +36,14 @@ class Program:
         log_styles: more names that --log-style takes, each with a function that imports the style, a
             `megatron.observe.console.LineStyle`.
         run_files: more names that --run-files takes.
-        parts: imports the additional parts of its runs, each a class like `megatron.train.part.Part`.
+        callbacks: imports the additional callbacks of its runs, each a class like `megatron.train.callback.Callback`.
     """
 
     decided: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     log_styles: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     run_files: Mapping[str, RunFileNames] = field(default_factory=dict)
-    parts: Callable[[], Sequence[type[Any]]] = tuple
+    callbacks: Callable[[], Sequence[type[Any]]] = tuple
 
     def with_known_names(
         self, values: Mapping[str, Any], from_file: Collection[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,6 @@ from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.order.index_cache import INDEX_CACHE_FOLDER, IndexCache
 from megatron.data.order.plan import DataPlan, GroupPlan, SourcePlan
-from megatron.data.sources.store_rows import DocumentEncoder
 from megatron.errors import ConfigError, DataError
 from megatron.secret_text import masked
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -59,14 +59,9 @@ class DataRequest:
         return IndexCache(folder / INDEX_CACHE_FOLDER, self.build_indices)
 
     @cached_property
-    def encoder(self) -> DocumentEncoder:
-        """What turns the documents of stores into samples.
-
-        Raises:
-            ConfigError: there is no tokenizer, or it has no end-of-document token.
-        """
-        tokenizer = self.tokenizer_for("A document store is encoded while it is read, which needs")
-        return DocumentEncoder(tokenizer, self.sequence_length)
+    def encoding(self) -> threading.Lock:
+        """Held while a text is encoded, since samples are read in several threads."""
+        return threading.Lock()
 
     def tokenizer_for(self, purpose: str) -> Tokenizer:
         """The tokenizer; a ConfigError that begins with the purpose if there is none."""

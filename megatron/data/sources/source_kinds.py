@@ -1,4 +1,7 @@
-"""The kinds of data sources. A new one is a class here, or in a file of its own, with a line in `open_source`."""
+"""The kinds of data sources. A new one is a class here, or in a file of its own, with a line in `open_source`.
+
+What few runs need, such as a database, is imported there when a prefix names it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import glob
 import os
 from abc import abstractmethod
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
@@ -27,18 +31,14 @@ from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows
-from megatron.data.order.index_cache import IndexCache
+from megatron.data.formats.store_names import is_store_address
 from megatron.data.order.index_map import Indices, build_indices
 from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
 from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.sources.parquet_rows import ParquetRows, check_window_length
 from megatron.data.sources.random_rows import RANDOM_ROWS, RandomRows
-from megatron.data.sources.source import DataRequest, Facts, Source, SourceUse, check_examples, other_rows
-from megatron.data.sources.store_rows import StoreRows, store_fingerprint
-from megatron.data.stores.address import StoreAddress, is_store_address
-from megatron.data.stores.document_store import open_store
-from megatron.data.stores.record_store import PairStore, holds_pairs
+from megatron.data.sources.source import DataRequest, Facts, Source, other_rows
 from megatron.errors import DataError
 from megatron.tokenizers.record import check_same_tokenizer
 
@@ -51,9 +51,10 @@ def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
     if prefix == MOCK_DATA:
         return _RandomSource(prefix, request)
     if is_store_address(prefix):
-        return _StoreSource(prefix, request)
+        source: Source = import_module("megatron.data.stores.store_source").StoreSource(prefix, request)
+        return source
     if names_example_files(prefix):
-        return _ExampleSource(prefix, request)
+        return ExampleSource(prefix, request)
     if names_windows(prefix) or (glob.has_magic(prefix) and not os.path.exists(f"{prefix}.idx")):
         return _WindowSource(prefix, request)  # a pattern is never a pair of token files
     if names_pairs(prefix):
@@ -166,7 +167,7 @@ class _SentenceSource(_MaskedSource):
         return SentenceFile(indexed, self._request.sequence_length, self._options, self._vocabulary, self.cache)
 
 
-class _RowsSource(Source):
+class RowsSource(Source):
     """A source whose rows are samples as they are."""
 
     def __len__(self) -> int:
@@ -184,7 +185,7 @@ class _RowsSource(Source):
     def _rows(self) -> RowSource: ...
 
 
-class _RandomSource(_RowsSource):
+class _RandomSource(RowsSource):
     """Random ids of the run's tokenizer, instead of data."""
 
     def _check_files(self, sequence_length: int | None) -> None:
@@ -199,7 +200,7 @@ class _RandomSource(_RowsSource):
         return RandomRows(self.prefix, tokenizer.vocab_size, request.sequence_length, request.seed)
 
 
-class _WindowSource(_RowsSource):
+class _WindowSource(RowsSource):
     """Windows of tokens in Parquet files."""
 
     def _check_files(self, sequence_length: int | None) -> None:
@@ -224,61 +225,6 @@ class _WindowSource(_RowsSource):
                     f"the data {self.prefix} was made", record, self._request.tokenizer, advice=_ADVICE
                 )
         return rows
-
-
-class _StoreSource(_RowsSource):
-    """A document store: its documents are rows, or examples where it has columns of prompts and answers."""
-
-    def check(self, use: SourceUse) -> None:
-        self._check_objective(use.objective)
-        self._check_files(use.sequence_length)
-        if self._address.kind == "sqlite":  # no server is asked before the run has its ranks
-            check_examples(self.prefix, self.holds_examples, use)
-
-    def _check_files(self, sequence_length: int | None) -> None:
-        self._address.check_password()
-        if self._address.kind == "sqlite" and not os.path.isfile(self._address.place):
-            open_store(self._address)  # raises the error
-
-    def facts(self) -> Facts:
-        if self.holds_examples:
-            pairs = PairStore(self._address)
-            return ("examples", len(pairs)), ("sha256", pairs.fingerprint())
-        store = open_store(self.prefix)
-        return ("documents", len(store)), ("sha256", store_fingerprint(store))
-
-    @property
-    def folder(self) -> Path:
-        return Path(self._address.place).parent if self._address.kind == "sqlite" else Path()
-
-    @property
-    def holds_examples(self) -> bool:  # type: ignore[override]
-        return holds_pairs(self._address)
-
-    def __len__(self) -> int:
-        return len(self._rows if self._examples is None else self._examples)
-
-    def plan(self, first: int, last: int, split: str) -> SourcePlan:
-        if self._examples is not None:
-            return self._examples.plan(first, last, split)
-        return super().plan(first, last, split)
-
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
-        if self._examples is not None:
-            return self._examples.dataset(planned, group, plan)
-        return super().dataset(planned, group, plan)
-
-    @property
-    def _address(self) -> StoreAddress:
-        return StoreAddress.of(self.prefix)
-
-    @cached_property
-    def _examples(self) -> _ExampleSource | None:
-        return _ExampleSource(self.prefix, self._request, self.cache) if self.holds_examples else None
-
-    @cached_property
-    def _rows(self) -> RowSource:
-        return StoreRows(self.prefix, self._request.encoder)
 
 
 _Rows = TypeVar("_Rows", bound=RowSource)
@@ -362,18 +308,10 @@ class _TextSource(_PackedSource[TextRows], _MaskedSource):
         return make(self._indexed, first, last, self._request.sequence_length, self._vocabulary)
 
 
-class _ExampleSource(_PackedSource[ExampleRows]):
-    """Examples with answers, in files or in a document store.
-
-    Args:
-        cache: where index arrays are kept; next to the first file unless given.
-    """
+class ExampleSource(_PackedSource[ExampleRows]):
+    """Examples with answers, in files unless a subclass has them elsewhere."""
 
     holds_examples = True
-
-    def __init__(self, prefix: str, request: DataRequest, cache: IndexCache | None = None) -> None:
-        super().__init__(prefix, request)
-        self._cache = cache
 
     def _check_files(self, sequence_length: int | None) -> None:
         check_first_records(self.prefix)
@@ -384,10 +322,6 @@ class _ExampleSource(_PackedSource[ExampleRows]):
     @property
     def folder(self) -> Path:
         return Path(example_files(self.prefix)[0]).parent
-
-    @property
-    def cache(self) -> IndexCache:
-        return self._cache or super().cache
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -407,9 +341,13 @@ class _ExampleSource(_PackedSource[ExampleRows]):
     def _tokenized(self, *, copies_prompts: bool = False) -> TokenizedExamples:
         request, prefix = self._request, self.prefix
         tokenizer = request.tokenizer_for("Examples are encoded while they are read, which needs")
-        records = RecordSource.of_files(prefix) if names_example_files(prefix) else RecordSource.of_store(prefix)
         template = request.examples.template
-        return TokenizedExamples(prefix, records, template, tokenizer, self.cache, copies_prompts=copies_prompts)
+        return TokenizedExamples(
+            prefix, self._records(), template, tokenizer, self.cache, copies_prompts=copies_prompts
+        )
+
+    def _records(self) -> RecordSource:
+        return RecordSource.of_files(self.prefix)
 
     def _pack(self, first: int, last: int) -> ExampleRows:
         pack, on_targets_only = self._request.examples.pack, self._request.examples.on_targets_only

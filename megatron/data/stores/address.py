@@ -18,19 +18,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
+from megatron.data.formats.store_names import CONNECTION_KEY, MONGODB, SQLITE, store_configuration
 from megatron.errors import ConfigError
-from megatron.files.settings import read_json
 from megatron.secret_text import MASK, guarded, masked, reveal
 
-CONNECTION_KEY = "MONGO_CONNECTION_STRING"
 DATABASE_KEY = "MONGO_CONNECTION_DB"
 COLLECTIONS_KEY = "COLLECTIONS"
 COLUMN_KEY = "TEXT_COLUMN"
-_SQLITE = "sqlite://"
-_MONGODB = ("mongodb://", "mongodb+srv://")
 _COLLECTION_OPTIONS = ("table", "collection")
 _COLUMN_OPTIONS = ("column", "field")
-_LONGEST_CONFIG_BYTES = 1 << 16
 # What must be percent-encoded in a user name and a password, or else one cannot tell where they end.
 _UNESCAPED = re.compile(r"[@/?#\[\]\s]|:.*:|%(?![0-9A-Fa-f]{2})", re.DOTALL)
 
@@ -64,9 +60,9 @@ class StoreAddress:
         """
         text = reveal(text)
         base, collections, column, rest = _without_our_options(text)
-        if base.startswith(_SQLITE):
+        if base.startswith(SQLITE):
             address = _sqlite_address(base, rest)
-        elif base.startswith(_MONGODB):
+        elif base.startswith(MONGODB):
             address = _mongodb_address(base, rest)
         else:
             address = _configured(base, text, rest)
@@ -101,18 +97,7 @@ class StoreAddress:
 
     @property
     def _option(self) -> str:
-        return "table" if self.written.startswith(_SQLITE) else "collection"
-
-
-def is_store_address(text: str) -> bool:
-    """Whether a text names a document store: by its scheme, or a JSON file by the keys in it."""
-    text = reveal(text)
-    if text.startswith((_SQLITE, *_MONGODB)):
-        return True
-    if os.path.isfile(text):
-        return _configuration(text) is not None
-    base = text.rpartition("?")[0]
-    return base.endswith(".json") and os.path.isfile(base) and _configuration(base) is not None
+        return "table" if self.written.startswith(SQLITE) else "collection"
 
 
 def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, str]:
@@ -141,7 +126,7 @@ def _refuse_options(options: str, text: str) -> None:
 
 def _sqlite_address(base: str, options: str) -> StoreAddress:
     _refuse_options(options, f"{base}?{options}" if options else base)
-    path = base.removeprefix(_SQLITE)
+    path = base.removeprefix(SQLITE)
     if not path.startswith("/") or not path.strip("/"):
         raise ConfigError(
             f"{base} names no file. Write sqlite:///file.db for a file of this folder and sqlite:////folder/file.db "
@@ -171,7 +156,7 @@ def _check_user(written: str) -> None:
 
 def _configured(path: str, text: str, options: str) -> StoreAddress:
     _refuse_options(options, text)
-    content = _configuration(path)
+    content = store_configuration(path)
     if content is None:
         raise ConfigError(
             f"{masked(text)} is not a document store: neither sqlite:///file.db nor mongodb://host/database nor a JSON "
@@ -181,9 +166,9 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
     if problems:
         raise ConfigError(problems)
     base, collections, column, rest = _without_our_options(content[CONNECTION_KEY])
-    if base.startswith(_SQLITE):
+    if base.startswith(SQLITE):
         address = _sqlite_address(base, rest)
-    elif base.startswith(_MONGODB):
+    elif base.startswith(MONGODB):
         address = _mongodb_address(base, rest, content.get(DATABASE_KEY))
     else:
         raise ConfigError(
@@ -213,14 +198,3 @@ def _config_problems(path: str, content: dict[str, Any]) -> list[str]:
     elif len(set(names)) != len(names):
         problems.append(f"{path}: {COLLECTIONS_KEY} names a collection twice: {', '.join(names)}. Name each once.")
     return problems
-
-
-def _configuration(path: str) -> dict[str, Any] | None:
-    """The contents of a configuration file; None if the file is something else."""
-    if not path.endswith(".json"):
-        return None
-    try:
-        content = read_json(path, path, most_bytes=_LONGEST_CONFIG_BYTES)
-    except ConfigError:
-        return None
-    return content if isinstance(content, dict) and CONNECTION_KEY in content else None

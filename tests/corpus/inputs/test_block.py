@@ -9,11 +9,10 @@ import pytest
 
 from megatron.errors import DataError
 from megatron.tokenizers.encoders.long_text import LongText
-from trident.corpus.inputs import block
+from trident.corpus.inputs import lines
 from trident.corpus.inputs.block import InputBlock, as_block_data, parse_block, shown_path
 from trident.corpus.inputs.input_blocks import blocks
-from trident.corpus.inputs.lines import BadLines
-from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
+from trident.corpus.inputs.lines import LONG_LINE_BYTES, BadLines
 
 
 def test_a_block_gives_its_bytes_from_memory_or_from_the_file(tmp_path: Path) -> None:
@@ -87,10 +86,13 @@ def test_bytes_that_are_not_utf8_are_located(skip_bad: bool) -> None:
 
 
 def test_a_long_text_stays_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "LONG_LINE_BYTES", 5)
-    monkeypatch.setattr(block, "_CHECK_BYTES", 3)
-    short, long = parse_block(text_block("ab\n字漢字é".encode()), ("text",), True, hold_long=True).texts[0]
-    assert short == "ab" and isinstance(long, LongText) and long.whole() == "字漢字é"
+    monkeypatch.setattr(lines, "LONG_LINE_BYTES", 4)
+    text = text_block("ab\n字漢字é".encode())
+    jsonl = InputBlock("a.jsonl", 0, 0, b'{"text": "ab"}\n{"text": "\\u5b57\\u6f22\\u5b57\\u00e9"}\n', 0)
+    for one in (text, jsonl):
+        short, long = parse_block(one, ("text",), True, hold_long=True).texts[0]
+        assert short == "ab" and isinstance(long, LongText) and long.whole() == "字漢字é"
+        assert parse_block(one, ("text",), True).texts[0] == ["ab", "字漢字é"]
 
 
 def test_layouts_are_distinguished() -> None:

@@ -17,11 +17,11 @@ from trident.corpus.inputs.hub_rows import (
     datasets_library,
     drawn_rows,
     is_hub_name,
-    is_saved_data,
     open_rows,
     row_blocks,
 )
 from trident.corpus.inputs.input_paths import expand_inputs
+from trident.corpus.inputs.tables import is_saved_data
 
 datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
 TEXTS = [f"text {number}" for number in range(3000)]
@@ -44,7 +44,7 @@ def source(tmp_path: Path) -> str:
 
 def texts(inputs: list[str], split: str | None, rows: range | np.ndarray, key: str = "text") -> list[str]:
     found = open_rows(inputs, split)
-    blocks = list(found.blocks([key], rows, 4000))
+    blocks = list(found.drawn_blocks([key], rows, 4000))
     assert [block.start for block in blocks] == [sum(one.size for one in blocks[:n]) for n in range(len(blocks))]
     return [text for block in blocks for text in parse_block(block, [key], False).texts[0]]
 
@@ -60,7 +60,7 @@ def test_files_give_their_rows_in_order_or_drawn(source: str, tmp_path: Path) ->
     assert texts([source], None, range(0)) == []
     packed = tmp_path / "more.json.gz"
     packed.write_bytes(gzip.compress(Path(source).read_bytes()))
-    assert len(open_rows([source, str(packed)], None)) == 6000
+    assert open_rows([source, str(packed)], None).rows == 6000
 
 
 def test_folders_of_save_to_disk_and_their_splits(source: str, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_folders_of_save_to_disk_and_their_splits(source: str, tmp_path: Path) -
     ):
         expand_inputs([str(tmp_path)])
     assert texts([str(next(Path(one).glob("*.arrow")))], None, range(10)) == TEXTS[:10]
-    assert len(open_rows([several], None)) == 10 and len(open_rows([several], "rest")) == 3
+    assert open_rows([several], None).rows == 10 and open_rows([several], "rest").rows == 3
     with pytest.raises(DataError, match=r"one is the split test, not train\. Leave --split out"):
         open_rows([one], "train")
     with pytest.raises(DataError, match=r"has no split 'valid' \(--split\); it has 'train', 'rest'"):
@@ -87,7 +87,7 @@ def test_a_folder_is_divided_into_splits_by_the_library(source: str, tmp_path: P
     for name, count in (("train", 5), ("test", 2)):
         lines = [json.dumps({"text": text}) for text in TEXTS[:count]]
         (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(lines))
-    assert [len(open_rows([f"{tmp_path}/data"], split)) for split in (None, "train", "test")] == [5, 5, 2]
+    assert [open_rows([f"{tmp_path}/data"], split).rows for split in (None, "train", "test")] == [5, 5, 2]
 
 
 def test_hub_names_are_recognized(source: str) -> None:

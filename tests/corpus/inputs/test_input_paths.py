@@ -18,6 +18,7 @@ from tests.corpus.preprocess_runs import quiet
 from tests.helpers.vocabulary import hard_documents
 from trident.corpus.inputs import block as block_module
 from trident.corpus.inputs import input_blocks
+from trident.corpus.inputs import lines as lines_module
 from trident.corpus.inputs.block import InputBlock, parse_block
 from trident.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
 from trident.corpus.inputs.input_paths import Shard, expand_inputs, layout_of, read_separator, share_of
@@ -290,8 +291,7 @@ def test_long_documents_of_plain_text_are_the_same_documents(
 
     expected = parsed(False)
     monkeypatch.setattr(block_module, "LONG_LINE_BYTES", 20)
-    monkeypatch.setattr(block_module, "_CHECK_BYTES", 3)
-    monkeypatch.setattr(block_module, "LONG_LINE_BYTES", 20)
+    monkeypatch.setattr(lines_module, "LONG_LINE_BYTES", 20)
     assert parsed(True) == expected
     assert bool(expected[2]) == wrong
     if not wrong:

@@ -20,14 +20,14 @@ from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.corpus.preprocess_runs import quiet
 from tests.data.databases import Database, new_database, numbered
-from trident.corpus.inputs import tables
+from tests.helpers.architecture.budget import reached
 from trident.corpus.inputs.input_blocks import blocks, check_inputs, total_bytes
 from trident.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, share_of
-from trident.corpus.inputs.lines import parse_lines
-from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
+from trident.corpus.inputs.lines import LONG_LINE_BYTES, parse_lines
 from trident.corpus.preprocess.encode import EncodeOptions
 from trident.corpus.preprocess.partitions import divide, preprocess_in_parts
 from trident.corpus.preprocess.preprocess_corpus import preprocess
+from trident.corpus.stores import store_table
 from trident.corpus.vocabulary.learning import texts_of
 
 TEXTS = [f'text {number} ğüşİ 🙂 "quoted"\n' * (number % 7) for number in range(50)]
@@ -201,7 +201,7 @@ def test_lines_are_the_same_without_the_fast_library(
     sqlite_database.write({"web": numbered([*TEXTS, "\x00\x1f\x7f\u2028 \\ / \b\f\r\t"])})
     paths = expand_inputs([sqlite_database.base])
     fast = [block.read() for block in blocks(paths, 500)]
-    monkeypatch.setattr(tables, "_DUMPS", tables._standard_dumps)
+    monkeypatch.setattr(store_table, "_DUMPS", store_table._standard_dumps)
     assert [block.read() for block in blocks(paths, 500)] == fast
 
 
@@ -301,3 +301,11 @@ def test_gaps_are_reported_before_preprocessing_and_rejected_before_training(
     assert "2 of the 5 documents that meta_info counts are missing (holes in idx)" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"2 of the 5 documents of collection 'web' are missing \(holes in idx\)"):
         open_store(address)
+
+
+@pytest.mark.parametrize("program", ["tools/preprocess_data.py", "pretrain_gpt.py"])
+def test_what_reads_databases_and_the_hub_is_imported_only_when_one_is_named(program: str) -> None:
+    names = reached(program)
+    assert "megatron.data.formats.store_names" in names
+    others = ("megatron.data.stores", "trident.corpus.stores", "trident.corpus.inputs.hub_rows")
+    assert not [name for name in names if name.startswith(others)]

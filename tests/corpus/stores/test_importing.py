@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron.data.sources.store_rows import store_fingerprint
 from megatron.data.stores.document_store import open_store
+from megatron.data.stores.store_rows import store_fingerprint
 from megatron.errors import ConfigError, DataError
 from tests.corpus.stores.imports import jsonl, problems_of, put, texts_of
 from tests.data.databases import Database, numbered

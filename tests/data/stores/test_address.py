@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron.data.formats.store_names import is_store_address
 from megatron.data.sources.source import SourceUse
 from megatron.data.sources.source_kinds import open_source
-from megatron.data.stores.address import StoreAddress, is_store_address
+from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal

@@ -12,9 +12,9 @@ PACKAGE_PLACES = {
     "cuda_driver": 3,
     "host_memory": 3,
     "processor": 3,
+    "slurm": 3,
     "config": 4,
     "kernels": 5,
-    "launch": 5,
     "tokenizers": 6,
     "data": 7,
     "parallel": 9,
@@ -28,7 +28,7 @@ PACKAGE_PLACES = {
     "inference": 18,
 }
 # The packages of `trident/`, each of which imports `megatron` and no other of them; the trainer imports none.
-COMPANIONS = frozenset({"convert", "corpus", "dashboard", "plan", "serve"})
+COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "launch", "plan", "serve"})
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -40,6 +40,13 @@ PROGRAMS = frozenset(
     }
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
+# Modules there that a program imports after reading its flags, as `megatron.config.Program` does every `log_style.py`.
+LOADED_LATER = (
+    "examples/demo_texts/",
+    "tools/corpus/examination.py",
+    "tools/runs/schedule_comparison.py",
+    "tools/runs/schedule_drawing.py",
+)
 
 # Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
 PROJECTS = r"all.?in.?one|gpt2.?all.?in|hello.?deepspeed|jax.?lm|dsgpt2"
@@ -61,9 +68,8 @@ METADATA = frozenset(
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.tokenizers": ("encoders", ".", "chat"),
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
-    "megatron.data": ("formats", "stores", "order", "datasets", "sources", "."),
+    "megatron.data": ("formats", "order", "datasets", "sources", "stores", "."),
     "trident.corpus": (
-        "generated",
         "inputs",
         "workers",
         "preprocess",
@@ -83,14 +89,15 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "quantities",
         "routing",
         "metrics",
+        "names",
         "console",
         "destinations",
         ".",
-        "curves",
         "styles",
     ),
     "megatron.parallel": ("schedule", ".", "expert", "sequence", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
+    "megatron.model.blocks": ("dropout", "norm", "position", "attention_forms", "."),
     "megatron.checkpoint": (
         "object_storage",
         "storage",
@@ -100,9 +107,8 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "manifests",
         ".",
         "keeping",
-        "analysis",
     ),
-    "megatron.train": ("preflight", "restarts", ".", "start_up", "parts", "build", "zero_table"),
+    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
     "megatron.engine": (
         "gradients",
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
@@ -111,6 +117,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.inference": ("sampling", ".", "beams", "generation", "harness"),
     "trident.serve": ("requests", "execution", "."),
+    "trident.dashboard": (".", "curves"),
     "trident.plan": (".", "rehearsal"),
     "trident.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
@@ -128,7 +135,7 @@ HOMES = {
     "os.environ": (
         "megatron/device.py",
         "megatron/cuda_driver.py",
-        "megatron/launch/launching.py",
+        "trident/launch/launching.py",
         "megatron/parallel/joining.py",
         "megatron/parallel/rank_start.py",
     ),
@@ -186,7 +193,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("megatron/tokenizers/hugging_face.py", "trident/convert/hugging_face/reference.py"),
     "gigatoken": ("megatron/tokenizers/encoders/fast_encoder.py",),
     "sentencex": ("trident/corpus/preprocess/sentences.py",),
-    "orjson": ("trident/corpus/inputs/lines.py", "trident/corpus/inputs/tables.py"),
+    "orjson": ("trident/corpus/inputs/lines.py", "trident/corpus/stores/store_table.py"),
     "zstandard": ("trident/corpus/inputs/compressed.py",),
     "ftfy": ("trident/corpus/cleaning/documents/repair.py",),
     "py3langid": ("trident/corpus/cleaning/filters/language.py",),
@@ -204,7 +211,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "starlette": ("trident/serve/web.py",),
     "uvicorn": ("trident/serve/network.py",),
     "prometheus_client": ("trident/serve/metrics.py",),
-    "matplotlib": ("megatron/observe/curves/image.py",),
+    "matplotlib": ("trident/dashboard/curves/image.py",),
     "lm_eval": ("megatron/inference/harness.py",),
     "wandb": ("megatron/observe/destinations/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/destinations/tensorboard.py",),
@@ -218,7 +225,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "part", "run", "run_data")),
+    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "callback", "run", "run_data")),
     *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
     "trident/plan/rehearsal/",
     "megatron/train/preflight/",
@@ -227,25 +234,24 @@ USES_RUN_CONFIG = (
     "megatron/engine/cuda_graphs.py",
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
-    "megatron/train/parts/distillation.py",  # likewise
-    "megatron/train/parts/start_record.py",
+    "megatron/train/callbacks/distillation.py",  # likewise
+    "megatron/train/callbacks/saving.py",
+    "megatron/train/restarts/restart_policy.py",
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
-# Methods that a base class describes: an override says nothing new.
-DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
-_SAMPLES = {"prefix", "read", "source_of", "locate", "spans"}
-# The methods that an interface of ours describes, by the name of a class that has them.
-DESCRIBED_BY_INTERFACE: dict[str, set[str]] = {
-    "Part": {
-        *("of", "restore", "opened", "before_step", "after_step", "entering", "at_evaluation", "before_save"),
-        *("after_save", "failed_save", "state", "trained", "close"),
-    },
-    **{name: _SAMPLES for name in ("SampleDataset", "SegmentedSamples", "SampleRoute", "ChangedSamples")},
-    "RowSource": {"fingerprint", "chunk_rows", "blocks", "read", "locate"},
-    "BlockWork": {"recipe", "run", "pack", "unpack", "finish"},
-    "StoreBackend": {"names", "facts", "imports", "texts", "scan", "indices", "count", "close"},
-}
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 60
 MAXIMUM_FOLDER_FILES = 15
+# Folders that are lists, one file an entry: they may be long.
+LISTS = (
+    "examples/configs/",
+    "megatron/config/architecture/",
+    "megatron/config/rules/",
+    "megatron/config/sections/",
+    "megatron/kernels/",
+    "megatron/model/blocks/",
+    "megatron/presets/",
+    "megatron/train/callbacks/",
+    "trident/convert/hugging_face/families/",
+)

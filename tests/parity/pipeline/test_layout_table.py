@@ -12,9 +12,9 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from docs.site.layout_survey import AXES, words_of
 from docs.site.layouts import FEW, PAGE, yes_cells
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.config.support import AXES, words_of
 from megatron.data.loader import Batch, predicted_places
 from megatron.engine.engine import Engine
 from megatron.model.interface.network import draw_initial_values
@@ -23,7 +23,7 @@ from megatron.objective.distillation import DistillationObjective
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.parts.distillation import teacher_of
+from megatron.train.callbacks.distillation import teacher_of
 from megatron.train.start_up.engine_opening import build_engine, find_freezing
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_flags, local_batches

@@ -24,12 +24,12 @@ from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.data.formats.test_sidecar import SIDECAR
 from tests.helpers.machines.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tools.corpus.examination import examine
 from trident.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
 from trident.corpus.cleaning.documents.clean_options import CleanOptions
 from trident.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
 from trident.corpus.preprocess import encode as encode_module
 from trident.corpus.preprocess.encode import EncodeOptions
-from trident.corpus.preprocess.examination import examine
 from trident.corpus.preprocess.merge import merge
 from trident.corpus.preprocess.preprocess_corpus import preprocess
 from trident.corpus.vocabulary.learning import save_vocabulary

@@ -40,9 +40,9 @@ from tests.reliability.fuzzing.fuzz_stores import (
     write_windows,
 )
 from tests.reliability.fuzzing.mutations import ANY_FILE, INDEX, JSON, Files, Mutation
+from tools.corpus.examination import examine, report, sample_documents
 from trident.corpus.preprocess import encode as encode_module
 from trident.corpus.preprocess.encode import EncodeOptions
-from trident.corpus.preprocess.examination import examine, report, sample_documents
 from trident.corpus.preprocess.merge import merge
 from trident.corpus.preprocess.preprocess_corpus import preprocess
 from trident.corpus.workers.progress_line import ProgressLine

@@ -11,14 +11,11 @@ from megatron.errors import DataError
 from megatron.files.exact import read_exactly
 from megatron.files.formats import FIRST_BYTES, recognized, recognized_file
 from megatron.files.plain import open_plain
-from megatron.tokenizers.encoders.long_text import LongText
-from trident.corpus.inputs.lines import BYTE_ORDER_MARK, BadLine, ParsedLines, parse_lines
-from trident.corpus.inputs.long_lines import LONG_LINE_BYTES
+from trident.corpus.inputs.lines import BYTE_ORDER_MARK, LONG_LINE_BYTES, BadLine, ParsedLines, held_text, parse_lines
 from trident.corpus.inputs.parquet import parquet_texts
 
 STANDARD_INPUT = "-"
 LINE_END = "\n"  # what ends a document in plain text, unless another separator is given
-_CHECK_BYTES = 4 << 20
 _CARRIAGE_RETURN = 0x0D
 
 
@@ -138,8 +135,8 @@ def _parse_text(
         if parsed.bad and not skip_bad:  # only counted
             continue
         try:
-            is_long = hold_long and len(keys) == 1 and stop - start >= LONG_LINE_BYTES
-            texts.append(LongText(_checked_utf8(data, start, stop)) if is_long else data[start:stop].decode())
+            text = data[start:stop].decode()
+            texts.append(held_text(text) if hold_long and len(keys) == 1 else text)
         except UnicodeDecodeError as failure:
             reason = f"not UTF-8: byte 0x{data[start + failure.start]:02x} ({failure.reason})"
             parsed.add_bad(BadLine(number, start + failure.start, reason))
@@ -166,29 +163,6 @@ def _text_pieces(data: bytes, start: int, separator: str) -> Iterator[tuple[int,
         start = ending.end()
     if start < len(data):
         yield start, len(data)
-
-
-def _checked_utf8(data: bytes, start: int, stop: int) -> bytearray:
-    """A copy of a stretch of bytes.
-
-    Raises:
-        UnicodeDecodeError: it is not UTF-8; `start` of the error counts from the beginning of the stretch.
-    """
-    view = memoryview(data)
-    first = start
-    while first < stop:
-        last = min(first + _CHECK_BYTES, stop)
-        while last < stop and last > first + 1 and data[last] & 0xC0 == 0x80:
-            last -= 1
-        try:
-            str(view[first:last], "utf-8")
-        except UnicodeDecodeError as failure:
-            shift = first - start
-            raise UnicodeDecodeError(
-                "utf-8", b"", shift + failure.start, shift + failure.end, failure.reason
-            ) from failure
-        first = last
-    return bytearray(view[start:stop])
 
 
 def _parse_rows(columns: list[list[Any]], keys: Sequence[str], skip_bad: bool) -> ParsedLines:

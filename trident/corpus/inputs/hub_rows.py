@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,19 @@ from megatron.errors import ConfigError, DataError
 from trident.corpus.inputs.block import InputBlock
 from trident.corpus.inputs.compressed import COMPRESSIONS
 from trident.corpus.inputs.parquet import columns_of, packed
+from trident.corpus.inputs.tables import InputTable, is_saved_data
 
 _BATCH_ROWS = 1024
 _DEFAULT_SPLIT = "train"
 _JSON = dict.fromkeys((".jsonl", ".json", ".ndjson"), "json")
 _BUILDERS = {**_JSON, ".parquet": "parquet", ".txt": "text", ".csv": "csv", ".arrow": "arrow"}
-# What `save_to_disk` leaves in the folder of one split, and in the folder of several.
-_SAVED_SPLIT, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 Rows = range | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class HubRows:
-    """A dataset, or one split of it.
+class HubRows(InputTable):
+    """A dataset, or one split of it; an `InputTable`.
 
     Args:
         title: how it was asked for.
@@ -43,10 +42,24 @@ class HubRows:
     title: str
     table: Any
 
-    def __len__(self) -> int:
+    file = None  # but many, in the cache of the library
+
+    @property
+    def rows(self) -> int:
         return len(self.table)
 
-    def blocks(self, keys: Sequence[str], rows: Rows, block_bytes: int) -> Iterator[InputBlock]:
+    def size_bytes(self, start: int, stop: int | None) -> int | None:
+        return None
+
+    def check(self, keys: Sequence[str]) -> None:
+        columns_of(self.table.column_names, self.title, keys)
+
+    def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[InputBlock]:
+        rows = range(start, self.rows if stop is None else min(stop, self.rows))
+        for block in self.drawn_blocks(keys, rows, block_bytes):
+            yield block if block.start else replace(block, first_line=start)
+
+    def drawn_blocks(self, keys: Sequence[str], rows: Rows, block_bytes: int) -> Iterator[InputBlock]:
         """The columns of some rows, in the order given, as blocks.
 
         Raises:
@@ -74,9 +87,19 @@ def is_hub_name(value: str) -> bool:
     return not (is_like_a_file or "://" in value or os.path.exists(value))
 
 
-def is_saved_data(path: str) -> bool:
-    """Whether a folder holds what the library's `save_to_disk` wrote."""
-    return any((Path(path) / name).is_file() for name in (_SAVED_SPLIT, _SAVED_SPLITS))
+def open_table(address: str) -> HubRows:
+    """Reads the dataset or the folder that `hf://` names, see `InputTable`.
+
+    Raises:
+        ConfigError, DataError: as `open_rows`, or it names none.
+    """
+    name, split = address.removeprefix("hf://"), None
+    if not name:
+        raise ConfigError(f"--input {address} names no dataset. Write hf://name, hf://name:split or hf://folder.")
+    if not os.path.exists(name):
+        parts = name.split(":")
+        name, split = ":".join(parts[:-1]) or name, parts[-1] if len(parts) > 1 else None
+    return open_rows([name], split)
 
 
 def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:

@@ -17,8 +17,7 @@ from megatron.data.order.index_cache import INDEX_CACHE_FOLDER
 from megatron.errors import ConfigError
 from trident.corpus.inputs.block import STANDARD_INPUT
 from trident.corpus.inputs.compressed import COMPRESSIONS
-from trident.corpus.inputs.hub_rows import is_saved_data
-from trident.corpus.inputs.tables import is_table, open_table, tables_of
+from trident.corpus.inputs.tables import is_saved_data, is_table, open_table, tables_of
 
 _FOUND_IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet")
 _TEXT = ".txt"

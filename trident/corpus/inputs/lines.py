@@ -16,13 +16,8 @@ from megatron import log
 from megatron.errors import DataError
 from megatron.files.formats import LOOKS_LIKE
 from megatron.tokenizers.encoders.long_text import LongText
-from trident.corpus.inputs.long_lines import (
-    LONG_LINE_BYTES,
-    MOST_BYTES_BESIDE_LONG_STRINGS,
-    BadPieceError,
-    LongLine,
-)
 
+LONG_LINE_BYTES = 8 << 20  # a text of this length is encoded in pieces
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_JSON = "not JSON"
 _SHOWN_BAD_LINES = 5
@@ -51,13 +46,11 @@ class BadLines:
 
     Args:
         are_skipped: whether they are left out.
-        before_warning: called before one is shown, to remove a progress bar.
         consequence: follows the reason in the error.
         count: of those left out.
     """
 
     are_skipped: bool
-    before_warning: Callable[[], None] | None = None
     consequence: str = ""
     count: int = 0
 
@@ -76,8 +69,6 @@ class BadLines:
             if not self.are_skipped:
                 raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}".rstrip())
             if self.count < _SHOWN_BAD_LINES:
-                if self.before_warning is not None:
-                    self.before_warning()
                 log.warning(f"{where}; skipped")
             self.count += 1
         self.count += count - len(bad)
@@ -136,9 +127,9 @@ def parse_lines(
     """
     lines, skipped_bytes = split_lines(data, is_first)
     parsed = ParsedLines([[] for _ in keys], len(lines), shows_all=shows_all)
-    is_long = max(map(len, lines), default=0) >= LONG_LINE_BYTES
-    if is_long or len(keys) > 1 or "." in keys[0]:
-        _parse_keys(parsed, lines, keys, skip_bad, hold_long and is_long)
+    hold_long = hold_long and max(map(len, lines), default=0) >= LONG_LINE_BYTES
+    if hold_long or len(keys) > 1 or "." in keys[0]:
+        _parse_keys(parsed, lines, keys, skip_bad, hold_long)
     else:
         _parse_one_key(parsed, lines, keys[0], skip_bad)
     if parsed.bad:
@@ -193,18 +184,22 @@ def _parse_keys(parsed: ParsedLines, lines: list[bytes], keys: Sequence[str], sk
     for number, line in enumerate(lines):
         if is_blank(line):
             continue
-        look = _second_look if len(line) < LONG_LINE_BYTES else _look_at_long
-        texts_or_bad = look(line, keys, number)
+        texts_or_bad = _second_look(line, keys, number)
         if isinstance(texts_or_bad, BadLine):
             parsed.add_bad(texts_or_bad)
             if not skip_bad:
                 break
             continue
         for texts, text in zip(parsed.texts, texts_or_bad, strict=True):
-            texts.append(text if hold_long or isinstance(text, str) else text.whole())
+            texts.append(held_text(text) if hold_long else text)
 
 
-def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str | LongText] | BadLine:
+def held_text(text: str) -> str | LongText:
+    """The text, as a `LongText` if it is very long."""
+    return text if len(text) < LONG_LINE_BYTES else LongText(bytearray(text.encode()))
+
+
+def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | BadLine:
     """The texts of one line, or what is wrong with it; `offset` is inside the line."""
     may_hold_surrogates = False
     try:
@@ -215,42 +210,11 @@ def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str | Lo
     return entry if isinstance(entry, BadLine) else _texts(entry, keys, number, may_hold_surrogates)
 
 
-def _look_at_long(line: bytes, keys: Sequence[str], number: int) -> list[str | LongText] | BadLine:
-    """What `_second_look` gives, for a line that should not be held in any other form."""
-    parts = LongLine(line, _LOADS)
-    if parts.short_bytes > MOST_BYTES_BESIDE_LONG_STRINGS:
-        return BadLine(
-            number,
-            0,
-            f"the line has {parts.short_bytes >> 20} MiB besides its long strings; at most "
-            f"{MOST_BYTES_BESIDE_LONG_STRINGS >> 20} MiB are read into memory",
-        )
-    texts_or_bad = _second_look(parts.shortened(), keys, number)
-    if isinstance(texts_or_bad, BadLine):
-        return BadLine(number, parts.offset_of(texts_or_bad.offset), texts_or_bad.reason)
-    texts = []
-    for key, value in zip(keys, texts_or_bad, strict=True):
-        try:
-            texts.append(parts.text(str(value)))
-        except BadPieceError as failure:
-            return _bad_piece(failure, key, number)
-    return texts
-
-
-def _bad_piece(failure: BadPieceError, key: str, number: int) -> BadLine:
-    reparsed = _parse_slowly(failure.piece, number)
-    if isinstance(reparsed, BadLine):
-        return BadLine(number, failure.offset + reparsed.offset, reparsed.reason)
-    surrogate = _LONE_SURROGATE.search(str(reparsed))  # the only difference between the parsers here
-    reason = _surrogate_reason(key, surrogate) if surrogate else f"key {key!r} holds no JSON string"
-    return BadLine(number, 0, reason)
-
-
-def _texts(entry: Any, keys: Sequence[str], number: int, may_hold_surrogates: bool) -> list[str | LongText] | BadLine:
+def _texts(entry: Any, keys: Sequence[str], number: int, may_hold_surrogates: bool) -> list[str] | BadLine:
     """The texts under the keys of a parsed line."""
     if not isinstance(entry, dict):
         return BadLine(number, 0, f"the line holds a JSON {_kind(entry)}, not an object")
-    texts: list[str | LongText] = []
+    texts: list[str] = []
     for key in keys:
         try:
             text = entry[key] if key in entry else _nested(entry, key)
@@ -265,13 +229,10 @@ def _texts(entry: Any, keys: Sequence[str], number: int, may_hold_surrogates: bo
             return BadLine(number, 0, f"key {key!r} holds a JSON {_kind(text)}, not a string")
         surrogate = _LONE_SURROGATE.search(text) if may_hold_surrogates else None
         if surrogate:
-            return BadLine(number, 0, _surrogate_reason(key, surrogate))
+            reason = f"holds the lone surrogate U+{ord(surrogate.group()):04X}, which is not a character"
+            return BadLine(number, 0, f"key {key!r} {reason}")
         texts.append(text)
     return texts
-
-
-def _surrogate_reason(key: str, surrogate: re.Match[str]) -> str:
-    return f"key {key!r} holds the lone surrogate U+{ord(surrogate.group()):04X}, which is not a character"
 
 
 def _nested(entry: dict[str, Any], key: str) -> Any:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import takewhile
 from pathlib import Path
 
 from megatron import log
 from megatron.errors import ConfigError, StorageError
 from megatron.files.plain import open_plain
-from trident.corpus.inputs.hub_rows import HubRows, drawn_rows, is_hub_name, is_saved_data, open_rows
+from trident.corpus.inputs.hub_rows import HubRows, drawn_rows, is_hub_name, open_rows
 from trident.corpus.inputs.input_blocks import check_documents
 from trident.corpus.inputs.input_paths import Shard, expand_inputs, share_of
+from trident.corpus.inputs.tables import is_saved_data
 from trident.corpus.preprocess.encode import EncodeOptions
 from trident.corpus.preprocess.merge import merge, remove_pair
-from trident.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
+from trident.corpus.preprocess.preprocess_corpus import (
+    BLOCK_BYTES,
+    PreprocessResult,
+    preprocess,
+    preprocess_blocks,
+    written,
+)
 from trident.corpus.workers.progress_line import ProgressLine
 from trident.corpus.workers.ranks import JobRanks
 
@@ -77,9 +84,9 @@ def share_of_rank(
     if draw.is_shuffled and seed is None:
         seed = ranks.run_on_first(lambda: secrets.randbits(32))
         log.info(f"--shuffle without --seed: --seed {seed} gives this order again.")
-    drawn = drawn_rows(len(rows), draw.count, seed)
+    drawn = drawn_rows(rows.rows, draw.count, seed)
     own = drawn[len(drawn) * ranks.rank // ranks.size : len(drawn) * (ranks.rank + 1) // ranks.size]
-    source = rows.blocks(options.keys, own, BLOCK_BYTES)
+    source = rows.drawn_blocks(options.keys, own, BLOCK_BYTES)
     return lambda prefix: preprocess_blocks(source, prefix, options, 1, progress)
 
 
@@ -103,26 +110,15 @@ def preprocess_on_ranks(
     shards = [f"{place}_{rank}" for rank in range(ranks.size)]
     wholes = options.prefixes(output_prefix)
 
-    def encode_own() -> list[object]:
-        done = encode(shards[ranks.rank])
-        return [done.documents, list(done.empty_of_key), done.skipped, list(done.tokens_of_key), done.text_bytes]
-
     try:
-        counts = ranks.run_on_all(encode_own)
+        ranks.run_on_all(lambda: encode(shards[ranks.rank]).documents)
         for whole, *parts in zip(wholes, *map(options.prefixes, shards), strict=True):
             _merge(parts, whole, f"{place}_serial{whole.removeprefix(output_prefix)}", merging, ranks)
+        _, documents, empty, skipped, tokens = ranks.run_on_first(lambda: astuple(written(wholes)))
     finally:
         for part in options.prefixes(shards[ranks.rank]):
             remove_pair(part)
-    documents, empty, skipped, tokens, text_bytes = zip(*counts, strict=True)
-    return PreprocessResult(
-        wholes,
-        sum(documents),
-        tuple(map(sum, zip(*empty, strict=True))),
-        sum(skipped),
-        tuple(map(sum, zip(*tokens, strict=True))),
-        sum(text_bytes),
-    )
+    return PreprocessResult(wholes, documents, tuple(empty), skipped, tuple(tokens))
 
 
 def _merge(parts: Sequence[str], whole: str, copy: str, merging: str, ranks: JobRanks) -> None:

@@ -1,9 +1,9 @@
 """Merging several `.bin/.idx` pairs into the one that preprocessing all of it at once would have written, byte for
 byte.
 
-Memory does not grow with the data: tables are mapped and moved in pieces, token ids are copied by the system. Every
-number is an integer of Python or int64, so that there is no limit at 2^31 tokens or bytes. Several ranks may share the
-copying; each then writes its own stretches of the same two files.
+Memory does not grow with the data: tables and token ids are copied in pieces. Every number is an integer of Python or
+int64, so that there is no limit at 2^31 tokens or bytes. Several ranks may share the copying; each then writes its own
+stretches of the same two files.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from megatron.files.exact import write_at
 from megatron.files.failures import storage_error
 from megatron.files.plain import open_plain
 from megatron.files.replacing import discard, publish_together, sync_file, temporary_name
-from trident.corpus.preprocess.copying import copy_into
 from trident.corpus.workers.ranks import JobRanks
 
 _CHUNK_ENTRIES = 1 << 20
+_COPIED_BYTES = 1 << 22
 _PROBE_BYTES = 1 << 12
 
 
@@ -257,7 +257,7 @@ def _copy_part(plan: MergePlan, part: MergePart, before: Sequence[int], target: 
     itemsize = plan.index.dtype.itemsize
     size = part.tokens * itemsize
     with open_plain(dataset.bin_path, buffering=0) as source:
-        copied = copy_into(source.fileno(), target, size, tokens * itemsize)
+        copied = _copy_bytes(source.fileno(), target, size, tokens * itemsize)
     if copied != size:
         raise DataError(
             f"{dataset.bin_path} ended at byte offset {copied} instead of {size} while it was copied. Start again when "
@@ -275,6 +275,15 @@ def _copy_part(plan: MergePlan, part: MergePart, before: Sequence[int], target: 
         ends = dataset.documents[start + 1 : min(start + _CHUNK_ENTRIES, part.documents) + 1].astype("<i8") + sequences
         offset, data = plan.index.of_documents(documents + start, ends)
         write_at(index, data, offset)
+
+
+def _copy_bytes(source: int, target: int, size: int, offset: int) -> int:
+    """Copies the first `size` bytes of a file to an offset of another; returns how many there were."""
+    done = 0
+    while done < size and (data := os.pread(source, min(size - done, _COPIED_BYTES), done)):
+        write_at(target, data, offset + done)
+        done += len(data)
+    return done
 
 
 def _publish(plan: MergePlan, sidecar: Sidecar | None, bin_path: Path, idx_path: Path) -> None:

@@ -28,16 +28,15 @@ from megatron.secret_text import masked
 from megatron.tokenizers.record import TokenizerRecord
 from trident.corpus.inputs.input_blocks import blocks, check_documents, total_bytes
 from trident.corpus.inputs.input_paths import InputPart, Shard, share_of
-from trident.corpus.inputs.tables import file_beneath, is_table, open_table
+from trident.corpus.inputs.tables import is_table, open_table
 from trident.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from trident.corpus.preprocess.merge import merge
-from trident.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess_blocks
+from trident.corpus.preprocess.preprocess_corpus import BLOCK_BYTES, PreprocessResult, preprocess_blocks, written
 from trident.corpus.preprocess.provenance import versions
 from trident.corpus.workers.progress_line import ProgressLine
 
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
-_MERGED = "is_merged"
 _LONGEST_SHOWN = 60
 # What the entries of a manifest are called on the command line.
 _NAMES = {
@@ -101,8 +100,7 @@ def preprocess_in_parts(
     parts = [str(folder / f"part{number:0{width}d}of{len(shares)}") for number in range(1, len(shares) + 1)]
     with _held(folder):
         description = _description(shares, options, encoder)
-        if _take_over(folder, description, wholes):
-            return _result(wholes)
+        _take_over(folder, description)
         done = [_is_finished(part, options) for part in parts]
         if any(done):
             log.info(f"{sum(done)} of {len(parts)} parts were finished by an earlier run ({folder}) and are skipped.")
@@ -118,9 +116,8 @@ def preprocess_in_parts(
         except BaseException:
             _say_what_stays(folder, sum(_is_finished(part, options) for part in parts), len(parts))
             raise
-        _write_manifest(folder, {**description, _MERGED: True})
         _remove(folder)
-        return _result(wholes)
+        return written(wholes)
 
 
 def _say_what_stays(folder: Path, finished: int, count: int) -> None:
@@ -155,19 +152,17 @@ def _description(shares: Shares, options: EncodeOptions, encoder: BlockEncoder) 
 
 def _state(path: str) -> list[int]:
     """What changes when an input does: size and time of change of a file, rows of a table."""
-    rows = [open_table(path).rows] if is_table(path) else []
-    beneath = file_beneath(path)
-    if not os.path.isfile(beneath):
+    table = open_table(path) if is_table(path) else None
+    rows = [] if table is None else [table.rows]
+    file = path if table is None else table.file
+    if file is None or not os.path.isfile(file):
         return rows
-    state = os.stat(beneath)
+    state = os.stat(file)
     return [*rows, state.st_size, state.st_mtime_ns]
 
 
-def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[str]) -> bool:
+def _take_over(folder: Path, description: Mapping[str, Any]) -> None:
     """Claims a folder for this run, with the finished parts of an earlier run of the same command.
-
-    Returns:
-        whether that run had come to its end, so that nothing is left to do.
 
     Raises:
         ConfigError: the folder holds parts of another run; finished parts may be hours of work, so that they are not
@@ -181,12 +176,8 @@ def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[st
             f"it, or "
             "choose another --output-prefix."
         )
-    if saved == {**description, _MERGED: True} and all(map(_sidecar_of, wholes)):
-        log.info(f"An earlier run of this command had done all but remove {folder}; it is removed now.")
-        _remove(folder)
-        return True
     differing = [name for name in description if saved.get(name) != description[name]]
-    has_finished = any(path.suffix == ".idx" for path in visible) and not saved.get(_MERGED)
+    has_finished = any(path.suffix == ".idx" for path in visible)
     if has_finished and differing:
         then, now = (_shown(values.get(differing[0])) for values in (saved, description))
         raise ConfigError(
@@ -196,8 +187,7 @@ def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[st
         )
     if not has_finished:
         _remove(folder, keeps_lock=True)
-    _write_manifest(folder, description)
-    return False
+    write_atomically(folder / _MANIFEST, json.dumps(description, indent=1).encode())
 
 
 def _shown(value: Any) -> str:
@@ -220,28 +210,12 @@ def _sidecar_of(prefix: str) -> Sidecar | None:
     return sidecar if sidecar is not None and sidecar.counts == dataset.counts else None
 
 
-def _result(wholes: tuple[str, ...]) -> PreprocessResult:
-    sidecars = [sidecar for whole in wholes if (sidecar := read_sidecar(whole)) is not None]
-    return PreprocessResult(
-        wholes,
-        documents=sum(sidecar.documents for sidecar in sidecars),
-        empty_of_key=tuple(sidecar.empty for sidecar in sidecars),
-        skipped=max(sidecar.skipped for sidecar in sidecars),
-        tokens_of_key=tuple(sidecar.tokens for sidecar in sidecars),
-        text_bytes=sum(source.text_bytes for source in sidecars[0].sources),
-    )
-
-
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = read_plain_json(folder / _MANIFEST)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    write_atomically(folder / _MANIFEST, json.dumps(content, indent=1).encode())
 
 
 def _remove(folder: Path, *, keeps_lock: bool = False) -> None:

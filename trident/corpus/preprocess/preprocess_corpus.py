@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron import log
 from megatron.data.formats.indexed_writer import IndexedWriter, publish_pairs
-from megatron.data.formats.sidecar import check_replaceable
+from megatron.data.formats.sidecar import check_replaceable, read_sidecar
 from megatron.files.plain import open_plain
 from megatron.tokenizers.record import TokenizerRecord
 from trident.corpus.inputs.block import InputBlock
@@ -33,7 +33,6 @@ class PreprocessResult:
         empty_of_key: documents of each key that gave no ids and were left out.
         skipped: bad lines that were left out.
         tokens_of_key: ids written for each key.
-        text_bytes: bytes of input, uncompressed.
     """
 
     prefixes: tuple[str, ...]
@@ -41,7 +40,6 @@ class PreprocessResult:
     empty_of_key: tuple[int, ...]
     skipped: int
     tokens_of_key: tuple[int, ...]
-    text_bytes: int
 
     @property
     def empty(self) -> int:
@@ -77,6 +75,18 @@ def preprocess(
     check_documents([entry.path if isinstance(entry, InputPart) else entry for entry in inputs], options.keys)
     source = blocks(inputs, block_bytes, options.document_separator, options.keys)
     return preprocess_blocks(source, output_prefix, options, workers, progress)
+
+
+def written(prefixes: tuple[str, ...]) -> PreprocessResult:
+    """What the sidecars of pairs say of them."""
+    sidecars = [sidecar for prefix in prefixes if (sidecar := read_sidecar(prefix)) is not None]
+    return PreprocessResult(
+        prefixes,
+        documents=sum(sidecar.documents for sidecar in sidecars),
+        empty_of_key=tuple(sidecar.empty for sidecar in sidecars),
+        skipped=max(sidecar.skipped for sidecar in sidecars),
+        tokens_of_key=tuple(sidecar.tokens for sidecar in sidecars),
+    )
 
 
 def warn_of_no_tokens(prefixes: Sequence[str], tokens: Sequence[int], empty: int, skipped: int) -> None:
@@ -132,9 +142,9 @@ def _write(
     options: EncodeOptions,
     progress: ProgressLine,
 ) -> PreprocessResult:
-    good = text_bytes = line = bytes_before = 0
+    good = line = bytes_before = 0
     path = ""
-    skipped = BadLines(options.skip_bad_lines, progress.clear)
+    skipped = BadLines(options.skip_bad_lines)
     for block, result in encoded:
         if block.start == 0 or block.source != path:  # a source begins, or the part of it that is to be encoded here
             path, line, bytes_before = block.source, block.first_line, block.start
@@ -151,12 +161,11 @@ def _write(
             result.place(places)
         line += result.lines
         good += result.documents
-        text_bytes += block.size
         progress.advance(result.documents + result.bad_count, block.size, block.input_bytes)
     documents = sum(writer.document_count for writer in writers)
     empty = tuple(good - writer.document_count for writer in writers)
     tokens = tuple(writer.tokens for writer in writers)
-    return PreprocessResult(prefixes, documents, empty, skipped.count, tokens, text_bytes)
+    return PreprocessResult(prefixes, documents, empty, skipped.count, tokens)
 
 
 def _newlines(path: str, size: int) -> int:

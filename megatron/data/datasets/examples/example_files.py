@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.data.stores.address import is_store_address
+from megatron.data.formats.store_names import is_store_address
 from megatron.errors import DataError, printable
 from megatron.files.formats import recognized
 from megatron.files.plain import open_plain

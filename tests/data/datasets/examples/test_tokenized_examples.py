@@ -9,6 +9,7 @@ import pytest
 from megatron.data.datasets.examples.example_rows import ExampleRows
 from megatron.data.datasets.examples.tokenized_examples import RecordSource, TokenizedExamples
 from megatron.data.order.index_cache import IndexCache
+from megatron.data.stores.store_source import stored_records
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.chat import load_chat_template
 from megatron.tokenizers.chat.template import ChatTemplate
@@ -139,7 +140,7 @@ def test_pairs_of_a_store_are_those_of_a_file(kind, write, tokenizer, tmp_path):
     expected = opened(write(PAIRS), tokenizer, tmp_path)
     with new_database(kind, tmp_path) as database:
         database.write_pairs({"chat": numbered(pairs[:20]), "more": numbered(pairs[20:])})
-        records = RecordSource.of_store(database.address("chat", "more"))
+        records = stored_records(database.address("chat", "more"))
         cache = IndexCache(tmp_path / "other")
         found = TokenizedExamples(database.address("chat", "more"), records, PLAIN, tokenizer, cache)
     for number in range(len(PAIRS)):

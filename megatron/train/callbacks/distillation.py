@@ -1,0 +1,147 @@
+"""Learning from a teacher: opened from a checkpoint of any layout, and released after --kd-iters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint import load_newest, newest_record
+from megatron.checkpoint.record import Progress, Record
+from megatron.config import ModelConfig, RunConfig
+from megatron.config.architecture.positions import LEARNED
+from megatron.config.rules.layout import heads_problems, widths_problems
+from megatron.engine.engine import Engine
+from megatron.engine.pipeline.chunks import Chunks
+from megatron.errors import CheckpointError, ConfigError
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import Recompute
+from megatron.model.networks import network_layers
+from megatron.objective.distillation import DistillationObjective, Teacher
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.parallel.pieces import filling_weights
+from megatron.tokenizers.record import check_same_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer
+from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.run import Run
+
+
+class Distillation(Callback):
+    """Adds the teacher that the flags name to what the engine learns, until --kd-iters are trained."""
+
+    def __init__(self, setup: CallbackSetup) -> None:
+        self._setup = setup
+        self._student: LanguageModelObjective | None = None
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> Callback | None:
+        is_on = setup.config.distillation.is_on and not setup.config.evaluation.eval_only
+        return cls(setup) if is_on else None
+
+    def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
+        """Opens the teacher, unless the distillation is over; collective over the mesh.
+
+        Raises:
+            CheckpointError: there is no checkpoint of the teacher, or it was trained with another tokenizer.
+            ConfigError: the teacher does not fit the run, its layout or the flags that describe it.
+        """
+        how, student = self._setup.config.distillation, engine.objective
+        if how.is_over(progress.step) or not isinstance(student, LanguageModelObjective):
+            return
+        teacher = open_teacher(self._setup.config, engine, self._setup.tokenizer)
+        engine.objective = DistillationObjective(student, teacher, how.kd_alpha_ce, how.kd_beta_ce, how.kd_temp)
+        self._student = student
+
+    def before_step(self, run: Run) -> None:
+        """Frees the teacher once its steps are trained; training continues without it."""
+        if self._student is not None and run.config.distillation.is_over(run.progress.step):
+            log.info(f"the distillation ends after iteration {run.progress.step}: the labels alone are trained on")
+            run.engine.objective, self._student = self._student, None
+
+
+def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Teacher | None:
+    """The teacher, split over the tensor-parallel ranks and the chunks of the engine's pipeline; with DeepSpeed's
+    pipeline as a whole on ranks with the head of the network, and None on others.
+
+    Raises:
+        CheckpointError, ConfigError: as `Distillation.restore`.
+    """
+    mesh = engine.mesh
+    source = Path(str(config.distillation.load_teacher))
+    newest = newest_record(source, mesh)
+    if newest is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {source} (--load-teacher {source}). Give the folder to which the teacher's run "
+            "saved its checkpoints, or one of them."
+        )
+    record = Record.from_json(newest.record, newest.path)
+    made = f"the teacher {newest.path} was trained"
+    check_same_tokenizer(made, record.tokenizer, tokenizer, CheckpointError, ends_matter=False)
+    model = RunConfig.from_json(record.config).model
+    problems = list(teacher_problems(model, config, newest.path))
+    if problems:
+        raise ConfigError(problems)
+    model = dataclasses.replace(model, padded_vocab_size=config.model.padded_vocab_size)
+    teacher = teacher_of(model, engine)
+    weights = list(teacher.network.stored_tensors())
+    loaded = load_newest(source, lambda: filling_weights(weights), mesh, known=newest, announce=log.info)
+    if loaded is None:
+        raise CheckpointError(f"the checkpoint in {source} disappeared while it was being loaded. Start again.")
+    log.info(f"teacher: {loaded.path}, {model.num_layers} layers of width {model.hidden_size}")
+    teacher.network.to(engine.steps.dtype)
+    return teacher if weights or teacher.chunks is not None else None
+
+
+def teacher_of(model: ModelConfig, engine: Engine) -> Teacher:
+    """A teacher whose weights are still to be loaded; without layers where another rank has them."""
+    layers, chunks = network_layers(model, engine.mesh), None
+    if engine.passes.placement is not None:
+        divided = Chunks.of(layers, engine.passes.placement, engine.mesh.pp.rank, may_be_empty=True)
+        layers, chunks = list(divided.specs), divided.layers
+    elif not engine.chunks.has_last:
+        layers = []
+    steps = dataclasses.replace(
+        engine.steps, recompute=Recompute.NONE, factored_logits=False, hidden_size=model.hidden_size
+    )
+    return Teacher(LayerStack(layers).eval().requires_grad_(False), steps, chunks)
+
+
+def _shown(value: int | tuple[int, ...]) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def teacher_problems(model: ModelConfig, config: RunConfig, path: Path) -> Iterator[str]:
+    """One sentence for each reason why a network cannot teach another.
+
+    Args:
+        model: the architecture of the teacher, as its checkpoint has it.
+        config: the configuration of the run.
+        path: of the checkpoint.
+    """
+    at = f"the teacher {path}"
+    if model.bidirectional:
+        yield f"{at} is an encoder, which predicts no next tokens. Give a GPT with --load-teacher."
+    if model.vocab_size != config.model.vocab_size:
+        yield (
+            f"{at} has a vocabulary of {model.vocab_size} and this network one of {config.model.vocab_size}: their "
+            f"predictions cannot be compared. Train with --vocab-size {model.vocab_size}, or take another teacher."
+        )
+    for field, given in config.distillation.teacher_shape.items():
+        held = getattr(model, field)
+        if held != given:
+            name = f"--{field.replace('_', '-')}-teacher"
+            shown, other = _shown(given), _shown(held)
+            yield f"{name} is {shown}, and {at} has {other}. Drop {name}, or give the checkpoint that was meant."
+    length = config.parallel.padded_length(config.data.seq_length, causal=not config.model.bidirectional)
+    if model.position_embedding_type == LEARNED and model.max_position_embeddings < length:
+        shown = f"--seq-length {config.data.seq_length}"
+        shown += f", padded to {length}" if length > config.data.seq_length else ""
+        yield (
+            f"{at} has {model.max_position_embeddings} positions, which is less than {shown}. Use "
+            f"--seq-length {model.max_position_embeddings}, or a teacher with longer texts."
+        )
+    size = config.parallel.tensor_model_parallel_size
+    heads = heads_problems(model.num_attention_heads, size * config.parallel.ulysses_size)
+    for problem in (*heads, *widths_problems(model.widths, size)):
+        yield f"{at} cannot be split as this run is: {problem}"

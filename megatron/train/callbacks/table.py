@@ -1,0 +1,46 @@
+"""The callbacks that the flags of a run may ask for, in the order in which they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.train.callback import Callback, CallbackList, CallbackSetup
+from megatron.train.callbacks.activity import ActivityReports
+from megatron.train.callbacks.collecting import CollectingGarbage
+from megatron.train.callbacks.distillation import Distillation
+from megatron.train.callbacks.evaluation_tasks import EvaluationTasks
+from megatron.train.callbacks.keeping import Keeping
+from megatron.train.callbacks.numerics import PoisonedBatches, ReplicaCheck, SkippedRanges, Spikes
+from megatron.train.callbacks.profiling import Profiling
+from megatron.train.callbacks.sample_prompts import SamplePrompts
+from megatron.train.callbacks.slowest_rank import SlowestRankReports
+from megatron.train.callbacks.watching import Watching
+
+CALLBACK_CLASSES: tuple[type[Callback], ...] = (
+    SkippedRanges,
+    PoisonedBatches,
+    Distillation,
+    Profiling,
+    Spikes,
+    ReplicaCheck,
+    EvaluationTasks,
+    SamplePrompts,
+    Watching,
+    ActivityReports,
+    SlowestRankReports,
+    Keeping,
+    CollectingGarbage,
+)
+
+
+def make_callbacks(setup: CallbackSetup, more: Sequence[type[Callback]] = ()) -> CallbackList:
+    """The callbacks that the flags ask for; collective over the mesh.
+
+    Args:
+        more: classes that a caller adds, called after the others.
+
+    Raises:
+        MegatronError: what a flag of a callback asks for is not there.
+    """
+    made = (each.of(setup) for each in (*CALLBACK_CLASSES, *more))
+    return CallbackList(callback for callback in made if callback is not None)
