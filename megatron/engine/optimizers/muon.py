@@ -191,11 +191,9 @@ class MuonPlan(OptimizerPlan[Muon]):
     )
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Which are orthogonalised."""
         return {_IS_ORTHOGONAL: True} if is_block_matrix(parameter) else {}
 
     def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> Muon:
-        """Muon, with AdamW for the groups that it leaves."""
         optim = self.optim
         others = [group for group in groups if not group.get(_IS_ORTHOGONAL)]
         settings = MuonSettings(
@@ -216,11 +214,9 @@ class MuonPlan(OptimizerPlan[Muon]):
         slice_of: Callable[[nn.Parameter], MasterSlice | None],
         mesh: ParallelMesh,
     ) -> None:
-        """Tells Muon which matrices its tensors hold parts of."""
         optimizer.connect(held_matrices(trained, slice_of, mesh))
 
     def moments_of(self, parameter: nn.Parameter) -> Mapping[Kind, str]:
-        """One of what is orthogonalised, and AdamW's."""
         return MOMENTUM if is_block_matrix(parameter) else ADAMS_MOMENTS
 
 

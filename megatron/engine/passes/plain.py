@@ -33,17 +33,14 @@ class PlainPasses(Passes[OwningView]):
     def connect(
         self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
     ) -> None:
-        """Has the sums over ranks made when all gradients of a step are there."""
         super().connect(deepspeed, view, partial, tied, enter)
         view.sum_over_ranks(partial, tied)
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
-        """Captures micro-batches."""
         parameters = (parameter for parameter in self.module.parameters() if hasattr(parameter, "global_name"))
         self._graphs = MicroBatchGraphs(parameters, self._forward_alone, capturer)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         self._losses = losses
         self._view.begin(len(batches))
         for batch in batches:
@@ -59,7 +56,6 @@ class PlainPasses(Passes[OwningView]):
         self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         _evaluate(self.module, batches, losses, self._enter)
 
     def _run_graph(self, batch: DeviceBatch, graphs: MicroBatchGraphs, count: int) -> bool:
@@ -98,7 +94,6 @@ class ShardedPasses(Passes[OptimizerView]):
         sum_in_backward(partial)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         for number, batch in enumerate(batches, start=1):
             # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
             self._deepspeed.set_gradient_accumulation_boundary(number == len(batches))
@@ -110,7 +105,6 @@ class ShardedPasses(Passes[OptimizerView]):
             self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         _evaluate(self._deepspeed, batches, losses, self._enter)
 
 

@@ -107,13 +107,11 @@ class DeepSpeedPasses(Passes[OwningView]):
         call_before_instructions(deepspeed, announce)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Trains a global batch."""
         if self._view.is_scaled:
             set_loss_scale(self._deepspeed, float(self._view.loss_scale()))
         self._deepspeed.train_batch(data_iter=self._begin(batches, losses))
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Evaluates one."""
         self._deepspeed.eval_batch(self._begin(batches, losses), num_micro_batches=len(batches))
 
     def _begin(
