@@ -83,7 +83,7 @@ class OwningView(GradientOwner, OptimizerView):
         self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
     ) -> GradientFigures | None:
         matrices = (each for each in trained if is_measured(each) and has_whole_gradient(each))
-        return GradientFigures(layers, measures, self, matrices, mesh) if measures else None
+        return GradientFigures(layers, measures, self._sum, matrices, mesh) if measures else None
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The sums, what backward left, and what the optimizer reads."""

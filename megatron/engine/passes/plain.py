@@ -11,7 +11,6 @@ from megatron.device import CaptureError, GraphCapturer
 from megatron.engine.cuda_graphs import MicroBatchGraphs, warn_of_capture
 from megatron.engine.deepspeed_internals.base_view import OptimizerView
 from megatron.engine.deepspeed_internals.optimizer_views import OwningView
-from megatron.engine.gradients.gradient_sum import Partial, Tied, sum_in_backward
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.base import Passes
 from megatron.engine.passes.step_loss import StepLoss
@@ -29,12 +28,6 @@ class PlainPasses(Passes[OwningView]):
         super().__init__(stack)
         self._graphs: MicroBatchGraphs | None = None
         self._losses: StepLoss
-
-    def connect(
-        self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
-    ) -> None:
-        super().connect(deepspeed, view, partial, tied, enter)
-        view.sum_over_ranks(partial, tied)
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
         parameters = (parameter for parameter in self.module.parameters() if hasattr(parameter, "global_name"))
@@ -85,13 +78,6 @@ class PlainPasses(Passes[OwningView]):
 
 class ShardedPasses(Passes[OptimizerView]):
     """With ZeRO 3: DeepSpeed's engine runs the network, whose weights it gathers, and adds the gradients up."""
-
-    def connect(
-        self, deepspeed: Any, view: OptimizerView, partial: Partial, tied: Tied, enter: Callable[[str], None]
-    ) -> None:
-        """Has every backward pass sum partial gradients, before DeepSpeed's hooks see them."""
-        super().connect(deepspeed, view, partial, tied, enter)
-        sum_in_backward(partial)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         for number, batch in enumerate(batches, start=1):

@@ -95,9 +95,8 @@ class DeepSpeedPasses(Passes[OwningView]):
         self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
     ) -> None:
         """Has the engine add up and reduce by a view, and sum partial gradients in every backward pass."""
-        super().connect(deepspeed, view, partial, tied, enter)
         sum_in_backward(partial)
-        view.sum_over_ranks((), tied)
+        super().connect(deepspeed, view, (), tied, enter)
         reduce_in(deepspeed, view)
 
         def announce(instruction: type) -> None:

@@ -108,7 +108,6 @@ class PipelinePasses(Passes[OwningView]):
         self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
     ) -> None:
         super().connect(deepspeed, view, partial, tied, enter)
-        view.sum_over_ranks(partial, tied)
         runner = ChunkRunner(self._stack, self._chunks, splits_backward=self._settings.splits_backward)
         self.executor = Executor(runner, self._mesh.pp, self._mesh.world, view.accumulate, enter)
 
