@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from megatron.kernels.float8.linear import MULTIPLE
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import MULTIPLE, Float8
 from megatron.model.gpt import BLOCKS
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.shard_spec import shard_spec_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import Float8
 from megatron.model.float8 import use_float8
 from tests.helpers.networks import build_gpt, tiny_config
 

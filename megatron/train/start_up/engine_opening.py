@@ -24,8 +24,7 @@ from megatron.engine.optimizers.plans import plan_of
 from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
-from megatron.kernels.float8.linear import MULTIPLE
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import MULTIPLE, Float8
 from megatron.kernels.products import can_add_product
 from megatron.model.costs import token_work
 from megatron.model.float8 import use_float8
