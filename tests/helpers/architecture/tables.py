@@ -80,7 +80,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "megatron.config": ("flags", "architecture", "objective", "sections", "rules", "files", "."),
-    "megatron.kernels": (".", "float8", "attention", "native"),
+    "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
         "speed",
         "quantities",
