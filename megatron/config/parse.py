@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,11 +172,13 @@ class RequestDraft:
         return {name: getattr(self, name) for name in ("provenance", "notices", "ignored", "program")}
 
 
-def field_flags() -> dict[str, Flag]:
+@functools.cache
+def field_flags() -> Mapping[str, Flag]:
     """Every flag that sets a field, by its destination "section.field"."""
-    return {
-        f"{section}.{flag.field}": flag for section, cls in sections_of(RunRequest).items() for flag in flags_of(cls)
-    }
+    sections = sections_of(RunRequest).items()
+    return types.MappingProxyType(
+        {f"{section}.{flag.field}": flag for section, cls in sections for flag in flags_of(cls)}
+    )
 
 
 def parse(

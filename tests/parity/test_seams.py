@@ -157,9 +157,7 @@ def toy_engine(name: str) -> Engine:
     )
     mesh = build_mesh(sizes, torch.device("cpu"), 0, timedelta(minutes=2))
     settings, steps = deepspeed_config(config), StepSettings(hidden_size=WIDTH)
-    return Engine(
-        toy_network(mesh), ToyObjective(), plan_of(config.optim), config.precision, mesh, settings, steps, SEED
-    )
+    return Engine(toy_network(mesh), ToyObjective(), plan_of(config.optim), mesh, settings, steps, SEED)
 
 
 def toy_batches(engine: Engine, step: int) -> list[ToyBatch]:
