@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from megatron import log
 from megatron.config import NO_PROGRAM, Program
 from megatron.config.parse import read_flags
+from megatron.errors import ExitCode
 from megatron.parallel.rank_start import begin_rank
 from megatron.train.signals import StopSignals
 
@@ -55,11 +56,15 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         device.choose_accelerator()
         from megatron.train.build import open_run
         from megatron.train.loop import run_to_end
+        from megatron.train.stop import kill_switch_is_on, kill_switch_message
         from trident.plan.out_of_memory import explained_memory
 
+        if kill_switch_is_on(request.stopping.kill_switch_path):
+            log.line(kill_switch_message(request.stopping.kill_switch_path))
+            return ExitCode.DONE
         log.doing("building the network")
-        with explained_memory(argv, request), open_run(request, signals, program.callbacks()) as run:
-            return run_to_end(run)
+        with explained_memory(argv, request), open_run(request, signals, program.callbacks()) as (run, callbacks):
+            return run_to_end(run, callbacks)
 
 
 if __name__ == "__main__":

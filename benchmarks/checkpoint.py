@@ -33,6 +33,7 @@ from megatron import log
 from megatron.config import ConfigSection, RunRequest, flag, parse, parse_flags
 
 if TYPE_CHECKING:
+    from megatron.train.callback import CallbackList
     from megatron.train.run import Run
 
 # Layers and width, by the size of the state in megabytes.
@@ -61,10 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         demo = quickstart_data(Path(name))
         for megabytes in SIZES if flags.megabytes == "all" else (flags.megabytes,):
             folder = Path(name) / megabytes
-            with open_run(training_config(demo, folder, megabytes, flags)) as run:
-                if run is None:
-                    return 1
-                found, size_bytes = in_turns(run, folder, flags.rounds)
+            with open_run(training_config(demo, folder, megabytes, flags)) as (run, callbacks):
+                found, size_bytes = in_turns(run, callbacks, folder, flags.rounds)
             print_figures(found, size_bytes)
     return 0
 
@@ -82,14 +81,14 @@ def training_config(demo: Demo, folder: Path, megabytes: str, flags: CheckpointF
     return parse([*map(str, words), "--async-save"])
 
 
-def in_turns(run: Run, folder: Path, rounds: int) -> tuple[dict[str, list[float]], int]:
+def in_turns(run: Run, callbacks: CallbackList, folder: Path, rounds: int) -> tuple[dict[str, list[float]], int]:
     """Seconds by name of the figure, after one round that is not counted; and the bytes of the state."""
     import torch
 
     from megatron.engine.state import owned_bytes
 
     torch.set_num_threads(1)
-    ways = saving_ways(run, folder)
+    ways = saving_ways(run, callbacks, folder)
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         for name, way in list(ways.items())[:: 1 if number % 2 else -1]:
@@ -104,25 +103,29 @@ def in_turns(run: Run, folder: Path, rounds: int) -> tuple[dict[str, list[float]
     return found, owned_bytes(run.engine)
 
 
-def saving_ways(run: Run, folder: Path) -> dict[str, Callable[[], tuple[float, float, list[float]]]]:
+def saving_ways(
+    run: Run, callbacks: CallbackList, folder: Path
+) -> dict[str, Callable[[], tuple[float, float, list[float]]]]:
     """The ways of saving; each gives the seconds of stall and in all, and those of the steps beside it."""
     import torch.distributed.checkpoint as theirs
 
     from megatron.engine.state import owned_pieces
+    from megatron.train.callbacks.saving import Saving
 
-    writer = run.saves.writer
+    (saving,) = (each for each in callbacks if isinstance(each, Saving))
+    writer = saving.writer
     if writer is None:
         raise RuntimeError("the run does not save in the background")
 
     def at_once() -> tuple[float, float, list[float]]:
-        run.saves.writer = None
-        seconds = timed(lambda: run.saves.save(run))
-        run.saves.writer = writer
+        saving.writer = None
+        seconds = timed(lambda: saving.save(run))
+        saving.writer = writer
         return seconds, seconds, []
 
     def in_background() -> tuple[float, float, list[float]]:
         before, began_at = writer.stall_seconds, time.perf_counter()
-        run.saves.save(run)
+        saving.save(run)
         beside = []
         while (outcome := writer.take_outcome()) is None:
             beside.append(train_step(run))
@@ -130,7 +133,7 @@ def saving_ways(run: Run, folder: Path) -> dict[str, Callable[[], tuple[float, f
             raise outcome.failure
         total = min(time.perf_counter() - began_at, outcome.seconds)
         stall = writer.stall_seconds - before
-        run.saves.note_outcome(run)
+        saving.note_outcome(run)
         return stall, total, beside
 
     def state() -> dict[str, Any]:

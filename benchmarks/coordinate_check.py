@@ -24,6 +24,7 @@ from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, ModelConfig, OptimConfig, flag, parse_flags
 from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
+from megatron.engine.optimizers.plans import plan_of
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.model.interface.residual_sum import total
@@ -74,7 +75,7 @@ def coordinates(width: int, flags: CheckFlags, *, use_mup: bool) -> Mapping[str,
     mesh = ParallelMesh.single()
     stack = LayerStack(gpt_layers(model, mesh), seed=flags.seed)
     optim = OptimConfig(micro_batch_size=_BATCH, global_batch_size=_BATCH, train_iters=flags.steps, lr=flags.lr)
-    optimizer = build_optimizer(optim, stack, mesh)
+    optimizer = build_optimizer(plan_of(optim), stack, mesh)
     set_learning_rate(optimizer, flags.lr)
     objective = LanguageModelObjective(mesh.tp, _VOCABULARY)
     sizes: dict[str, list[float]] = {HIDDEN: [], LOGITS: []}

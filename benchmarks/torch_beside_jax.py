@@ -75,9 +75,7 @@ def compare(flags: CompareFlags, folder: Path) -> tuple[Course, Course]:
 
     torch.set_num_threads(flags.threads)
     ours, theirs = Course([], []), Course([], [])
-    with open_run(training_request(flags, folder)) as run:
-        if run is None:
-            raise RuntimeError("the run has no kill switch, so it is always opened")
+    with open_run(training_request(flags, folder)) as (run, _):
         loop = jax_loop(run)
         for _ in range(flags.steps):
             rate = learning_rate(run.config.optim, run.progress.consumed_samples)

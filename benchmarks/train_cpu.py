@@ -88,9 +88,7 @@ def measure(demo: Demo, flags: TrainFlags) -> int:
     from megatron.train.build import open_run
 
     torch.set_num_threads(flags.threads)
-    with open_run(training_config(demo, flags)) as run:
-        if run is None:
-            return 1
+    with open_run(training_config(demo, flags)) as (run, _):
         if flags.profile:
             show_profile(flags, run)
             return 0

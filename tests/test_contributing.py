@@ -122,7 +122,7 @@ def test_what_one_adds_to_is_in_the_file_that_is_named(title: str) -> None:
 
 def test_a_name_that_moved_to_another_file_would_be_found() -> None:
     pairs = [pair for _, text in additions() for pair in in_that_file(text)]
-    assert len(pairs) >= 15 and ("make_optimizer", "megatron/engine/optimizers/making.py") in pairs
+    assert len(pairs) >= 15 and ("plan_of", "megatron/engine/optimizers/plans.py") in pairs
 
 
 def test_the_shard_types_are_those_of_the_code() -> None:

@@ -36,7 +36,8 @@ from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import CheckpointError, ConfigError, ExitCode, LaunchError, StorageError, printable
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.keeping.listing import ListedCheckpoint, ManifestSummary
+    from megatron.checkpoint.keeping.summaries import ManifestSummary
+    from trident.checkpoints.listing import ListedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _list(flags: ListFlags) -> int:
     from megatron.checkpoint import find
-    from megatron.checkpoint.analysis.summary import table
-    from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.storage import DISK
+    from trident.checkpoints.listing import entries_in
+    from trident.checkpoints.summary import table
 
     directory = Path(flags.load)
     entries = entries_in(directory, DISK)
@@ -190,7 +191,7 @@ def _say_best(entries: Sequence[ListedCheckpoint]) -> None:
 
 
 def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
-    from megatron.checkpoint.analysis.summary import size_text
+    from trident.checkpoints.summary import size_text
 
     known = entry.summary
     size = "" if entry.size_bytes is None else size_text(entry.size_bytes)
@@ -204,9 +205,9 @@ def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
 
 def _inspect(flags: InspectFlags) -> int:
     from megatron.checkpoint import verify
-    from megatron.checkpoint.analysis.differences import compare, comparison_lines
-    from megatron.checkpoint.analysis.slices import OpenCheckpoint
-    from megatron.checkpoint.analysis.summary import summarize, summary_lines
+    from megatron.checkpoint.recovery import OpenCheckpoint
+    from trident.checkpoints.differences import compare, comparison_lines
+    from trident.checkpoints.summary import summarize, summary_lines
 
     paths = [Path(path) for path in (flags.load, flags.compare) if path is not None]
     opened = [OpenCheckpoint.newest(path) for path in paths]
@@ -229,7 +230,7 @@ def _show(flags: InspectFlags, value: object, lines: Iterator[str]) -> None:
 
 def _verify(flags: VerifyFlags) -> int:
     from megatron.checkpoint import verify
-    from megatron.checkpoint.analysis.summary import size_text
+    from trident.checkpoints.summary import size_text
 
     paths = _checkpoints(Path(flags.load), flags.steps)
     wrong = 0
@@ -246,8 +247,8 @@ def _verify(flags: VerifyFlags) -> int:
 
 
 def _average(flags: AverageFlags) -> int:
-    from megatron.checkpoint.analysis.average import WeightedCheckpoint, average
-    from megatron.checkpoint.analysis.slices import OpenCheckpoint
+    from megatron.checkpoint.recovery import OpenCheckpoint
+    from trident.checkpoints.average import WeightedCheckpoint, average
 
     opened = [OpenCheckpoint.newest(path) for path in _folders(flags)]
     coefficients = flags.coefficients or (1.0,) * len(opened)
@@ -276,11 +277,11 @@ def _folders(flags: AverageFlags) -> list[Path]:
 
 
 def _prune(flags: PruneFlags) -> int:
-    from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.keeping.retention import KeepRules, Retention
     from megatron.checkpoint.publish import sweep
     from megatron.checkpoint.storage import DISK
     from megatron.train.restarts.identity import identity_of
+    from trident.checkpoints.listing import entries_in
 
     directory = Path(flags.load)
     if directory in _checkpoints(directory):
@@ -305,7 +306,7 @@ def _prune(flags: PruneFlags) -> int:
 
 
 def _tell(verb: str, summaries: Sequence[ManifestSummary]) -> None:
-    from megatron.checkpoint.analysis.summary import size_text
+    from trident.checkpoints.summary import size_text
 
     for summary in summaries:
         log.line(f"{verb} {summary.path} ({size_text(summary.size_bytes)})")

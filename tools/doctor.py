@@ -121,8 +121,8 @@ def show_layouts(words: Sequence[str], *, as_json: bool) -> None:
 
     Of a command that is refused itself, it prints why, and the values with which it would not be.
     """
+    from docs.site.layout_survey import survey
     from docs.site.layouts import TESTED_BY, test_of
-    from megatron.config.support import survey
 
     found = survey(words)
     tests = {

@@ -25,7 +25,7 @@ from megatron.errors import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks, then prints or runs; returns the exit code of the run."""
-    from megatron.launch.launching import LaunchRequest, launch
+    from trident.launch.launching import LaunchRequest, launch
 
     words = list(sys.argv[1:] if argv is None else argv)
     if "--" not in words and any(word.endswith(".py") for word in words):

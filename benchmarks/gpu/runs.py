@@ -64,9 +64,7 @@ def has_compiled_kernels(context: Context) -> bool:
 @contextlib.contextmanager
 def training(request: RunRequest) -> Iterator[tuple[Run, Callable[[], None]]]:
     """A run and its step: reading the batch, forward, backward, update."""
-    with open_run(request) as run:
-        if run is None:
-            raise RuntimeError("the run was not opened, because its kill switch is on")
+    with open_run(request) as (run, _):
 
         def step() -> None:
             rate = learning_rate(run.config.optim, run.progress.consumed_samples)

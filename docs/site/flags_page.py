@@ -9,8 +9,9 @@ from pathlib import Path
 
 from megatron.config import ConfigSection, RunRequest
 from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, Flag, flags_of
-from megatron.config.flags.legacy import IGNORED, REFUSED, Legacy, legacy_flags
+from megatron.config.flags.legacy import Legacy, legacy_flags
 from megatron.config.flags.shorthands import shorthand_flags
+from megatron.config.flags.status_table import IGNORED, REFUSED
 from megatron.config.run_config import sections_of
 
 _FLAGS_BEGIN = """# Flags

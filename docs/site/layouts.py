@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from docs.site.layout_survey import AXES, refusals
 from megatron import log
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
@@ -120,8 +121,6 @@ other; of the other axes it has the first value.
 
 def main() -> int:
     """Writes the page."""
-    from megatron.config.support import refusals
-
     PAGE.write_text(page([(one.values, one.sentence) for one in refusals(COMMAND)]), encoding="utf-8")
     print(PAGE)
     return 0
@@ -152,8 +151,6 @@ def page(refused: Sequence[tuple[tuple[str, ...], str]]) -> str:
         "",
     ]
     lines += ["| value | flags | test |", "|---|---|---|"]
-    from megatron.config.support import AXES
-
     for values in AXES.values():
         for value, flags in values.items():
             lines.append(f"| {value} | {f'`{flags}`' if flags else ''} | `{TESTED_BY[value]}` |")
@@ -164,8 +161,6 @@ def test_of(pipeline: str, value: str) -> str | None:
     """The test that trains with both, if they go together; None for a pipeline that is not in the table, such as one
     of a schedule file.
     """
-    from megatron.config.support import AXES
-
     own = TESTED_BY.get(pipeline)
     if value == REPLICAS or own is None:
         return own
@@ -177,8 +172,6 @@ def test_of(pipeline: str, value: str) -> str | None:
 
 
 def _matrix(refused: Sequence[frozenset[str]]) -> Iterator[str]:
-    from megatron.config.support import AXES
-
     pipelines, numbers = list(AXES["pipeline"]), {test: number for number, test in enumerate(PAIRS_TESTED_BY, 1)}
     yield "| | " + " | ".join(pipelines) + " |"
     yield "|---" * (1 + len(pipelines)) + "|"

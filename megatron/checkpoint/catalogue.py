@@ -7,6 +7,7 @@ progression is a run of one part. The parts in a file lie side by side in the or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -73,7 +74,6 @@ class StoredRun:
 
     @property
     def parts(self) -> int:
-        """Number of parts."""
         return -(-self.key.numel // self.length)
 
     def part(self, number: int) -> PieceKey:
@@ -84,6 +84,28 @@ class StoredRun:
         """The parts that hold elements of a flat range of the box."""
         first, last = max(first, self.key.first) - self.key.first, min(last, self.key.last) - self.key.first
         return range(first // self.length, -(-last // self.length)) if first < last else range(0)
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor of a checkpoint.
+
+    Args:
+        kinds: what is stored of it, with the element types as safetensors names them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kinds: Mapping[Kind, str]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def weight_kind(self) -> Kind:
+        """The kind that holds its weights; the first of all if it has none."""
+        return next((kind for kind in self.kinds if kind in ("weight", "master")), next(iter(self.kinds)))
 
 
 @final
@@ -109,12 +131,18 @@ class Catalogue:
         self._remembered = 0  # places in `_places`
         self._places: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
+    def tensors(self) -> dict[str, CheckpointTensor]:
+        """All tensors by name, in the order of the files."""
+        kinds: dict[str, dict[Kind, str]] = {}
+        for run in self.runs:
+            kinds.setdefault(run.key.name, {})[run.key.kind] = run.dtype
+        return {name: CheckpointTensor(name, self.shape(name) or (), stored) for name, stored in kinds.items()}
+
     def names(self) -> list[str]:
         """The names of the stored tensors, each once, sorted."""
         return sorted({name for name, _ in self._numbers})
 
     def kinds(self, name: str) -> list[Kind]:
-        """What is stored of a tensor."""
         return [kind for kind in KINDS if (name, kind) in self._numbers]
 
     def served_kind(self, name: str, kind: Kind) -> Kind | None:

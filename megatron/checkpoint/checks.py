@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron.files.settings import every_value, without_repeats
 
 LARGEST_BYTES = 192 * 2**20
 """Memory that a text and its objects may take, unless the caller knows a reason for more."""
@@ -26,9 +28,8 @@ LENGTH_BYTES = 8
 _DEEPEST = 64
 _MOST_RECORD_VALUES = 2**20
 _MOST_RECORD_LETTERS = 16 * 2**20
+_LEAST_LONG_NUMBER = 10**19  # has 20 digits
 _DIGEST = re.compile(rb'"[0-9a-f]{64}"')
-_LONG_NUMBER = re.compile(rb"(?<![0-9.])[0-9]{20}")
-_BLOCK_BYTES = 2**16
 # Upper bounds of what CPython takes: an empty list, an object with an entry, a number or short text in a list.
 _LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES, _TEXT_BYTES = 80, 240, 40, 64
 _METADATA = "__metadata__"
@@ -53,15 +54,15 @@ def parse_bounded(text: bytes | bytearray, more_bytes: Callable[[], int] = lambd
     Raises:
         ValueError: it is not JSON, or would take too much memory, or is nested too deeply, or holds what JSON written
             by this program never does: bytes that are not ASCII, a name twice in one object, a number that is not
-            finite or has 20 digits before its point.
+            finite.
     """
     if not text.isascii():
         raise ValueError("it has bytes that are not ASCII")
-    _check_structure(text, more_bytes)
+    _check_memory(text, more_bytes)
     try:
         return json.loads(
             text.decode("ascii"),
-            object_pairs_hook=_unique,
+            object_pairs_hook=without_repeats(lambda name: ValueError("a name appears twice in one object")),
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
@@ -69,19 +70,24 @@ def parse_bounded(text: bytes | bytearray, more_bytes: Callable[[], int] = lambd
         raise ValueError("it is nested too deeply") from failure
 
 
-def check_extent(value: Any) -> None:
+def check_extent(record: Any) -> None:
     """Checks that a parsed value is small enough to be copied and sent around, as the record of a checkpoint is.
 
     Raises:
-        ValueError: it holds more values or characters than any record does.
+        ValueError: it holds more values, characters, levels or digits of a number than any record does.
     """
     letters = 0
-    for values, item in enumerate(_every_value(value), start=1):
-        letters += len(item) if isinstance(item, str) else 0
+    for values, (value, level) in enumerate(every_value(record), start=1):
+        if type(value) is str:
+            letters += len(value)
+        elif type(value) is int and abs(value) >= _LEAST_LONG_NUMBER:
+            raise ValueError(f"{str(value)[:20]}... is not an integer in range: it has 20 digits or more")
         if values > _MOST_RECORD_VALUES or letters > _MOST_RECORD_LETTERS:
             raise ValueError(
                 f"it holds more than {_MOST_RECORD_VALUES} values or {_MOST_RECORD_LETTERS} letters, which no run needs"
             )
+        if level > _DEEPEST:
+            raise ValueError(f"it is nested {level} levels deep or deeper; {_DEEPEST} are allowed")
 
 
 @dataclass(frozen=True)
@@ -149,107 +155,25 @@ def first_not_finite(content: memoryview, dtype: str) -> int | None:
     return None
 
 
-def _every_value(value: Any) -> Iterator[Any]:
-    waiting = [iter((value,))]
-    while waiting:
-        for item in waiting[-1]:
-            yield item
-            if isinstance(item, dict):
-                yield from item
-                waiting.append(iter(item.values()))
-                break
-            if isinstance(item, list):
-                waiting.append(iter(item))
-                break
-        else:
-            waiting.pop()
-
-
-@dataclass
-class _Extent:
-    """What a text contains outside its strings, counted block by block."""
-
-    lists: int = 0
-    objects: int = 0
-    values: int = 0
-    texts: int = 0
-    letters: int = 0
-    depth: int = 0
-    deepest: int = 0
-
-    @property
-    def object_bytes(self) -> int:
-        """The memory of all objects, without the characters of texts."""
-        return (
-            self.lists * _LIST_BYTES
-            + self.objects * _OBJECT_BYTES
-            + self.values * _VALUE_BYTES
-            + self.texts * _TEXT_BYTES
-        )
-
-    def add(self, structure: np.ndarray) -> None:
-        """Counts the bytes outside the strings of one more block."""
-        opening, closing = np.zeros(structure.shape, dtype=np.int32), np.zeros(structure.shape, dtype=np.int32)
-        for name, start, end in (("lists", ord("["), ord("]")), ("objects", ord("{"), ord("}"))):
-            starts = structure == start
-            setattr(self, name, getattr(self, name) + int(np.count_nonzero(starts)))
-            opening += starts
-            closing += structure == end
-        self.values += int(np.count_nonzero(structure == ord(",")))
-        depth = self.depth + np.cumsum(opening - closing)
-        self.deepest = max(self.deepest, int(depth.max(initial=0)))
-        self.depth = int(depth[-1]) if depth.size else self.depth
-
-
-def _check_structure(text: bytes | bytearray, more_bytes: Callable[[], int]) -> None:
-    """Estimates the memory that the objects will take, and finds what is nested too deeply and numbers too long."""
-    extent = _Extent()
+def _check_memory(text: bytes | bytearray, more_bytes: Callable[[], int]) -> None:
+    """Estimates the memory that the objects will take. What is in texts counts like structure, so that an estimate may
+    be too large, never too small.
+    """
+    lists, objects, values, quotes = (text.count(mark) for mark in (b"[", b"{", b",", b'"'))
+    has_escapes = b"\\u" in text
     # A character may take four bytes if there are escapes, except in a digest, of which there may be many.
-    digests = sum(1 for _ in _DIGEST.finditer(text)) if b"\\u" in text else 0
-    letter_bytes = 4 if b"\\u" in text else 1
+    digests = sum(1 for _ in _DIGEST.finditer(text)) if has_escapes else 0
+    letter_bytes = 4 if has_escapes else 1
+    object_bytes = lists * _LIST_BYTES + objects * _OBJECT_BYTES + values * _VALUE_BYTES + quotes * _TEXT_BYTES // 2
+    estimate = (2 + letter_bytes) * len(text) + object_bytes - 3 * 64 * digests
     allowed = LARGEST_BYTES
-    tail = b""  # of the structure before: the beginning of a number
-    for structure in _structure_blocks(text, extent):
-        extent.add(structure)
-        part = tail + structure.tobytes()
-        number = _LONG_NUMBER.search(part)
-        if number is not None:
-            raise ValueError(f"{number.group().decode()}... is not an integer in range: it has 20 digits or more")
-        tail = part[part.rfind(b",") + 1 :]
-        estimate = 2 * len(text) + extent.object_bytes + letter_bytes * extent.letters - 3 * 64 * digests
-        if allowed == LARGEST_BYTES < estimate:
-            allowed += more_bytes()
-        if estimate > allowed:
-            raise ValueError(
-                f"its first {extent.lists + extent.objects} lists and objects, {extent.values} values and "
-                f"{extent.letters} letters would take about {estimate} bytes of memory, more than the {allowed} that "
-                "are allowed"
-            )
-        if extent.deepest > _DEEPEST:
-            raise ValueError(f"it is nested {extent.deepest} levels deep or deeper; {_DEEPEST} are allowed")
-
-
-def _structure_blocks(text: bytes | bytearray, extent: _Extent) -> Iterator[np.ndarray]:
-    """The bytes outside the strings of a text, block by block; counts the strings and their characters."""
-    if b"\\" in text:  # a quote behind an odd number of backslashes ends no string
-        text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    every = np.frombuffer(text, dtype=np.uint8)
-    is_inside = 0
-    for begin in range(0, every.size, _BLOCK_BYTES):
-        block = every[begin : begin + _BLOCK_BYTES]
-        quotes = block == ord('"')
-        inside = (is_inside + np.cumsum(quotes, dtype=np.uint32)) & 1
-        extent.texts += int(np.count_nonzero(quotes & (inside == 1)))
-        extent.letters += int(np.count_nonzero(inside & ~quotes))
-        is_inside = int(inside[-1])
-        yield block[inside == 0]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a name appears twice in one object")
-    return values
+    if estimate > allowed:
+        allowed += more_bytes()
+    if estimate > allowed:
+        raise ValueError(
+            f"its {lists + objects} lists and objects, {values} values and {len(text)} letters would take about "
+            f"{estimate} bytes of memory, more than the {allowed} that are allowed"
+        )
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -16,16 +16,18 @@ from typing import Any
 import torch
 
 from megatron import log
+from megatron.checkpoint.catalogue import CheckpointTensor
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX, unfinished_in
-from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files
-from megatron.checkpoint.record import run_id_of
+from megatron.checkpoint.reader import CheckpointReader, Wanted, check_files, read_pieces
+from megatron.checkpoint.record import Record, run_id_of
 from megatron.checkpoint.storage import DISK, Storage, read_head
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.parallel.agreement import is_same_on_all, run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
+from megatron.parallel.pieces import PieceKey
 
 # What Megatron, DeepSpeed, torch, Hugging Face and this program's own older forms leave in a checkpoint directory.
 _CHECKPOINT_LIKE = re.compile(
@@ -385,3 +387,38 @@ def _read_hint(path: Path, storage: Storage) -> str | None:
         return read_head(storage, path, _LONGEST_HINT_BYTES).decode(errors="replace").strip()
     except OSError:
         return None
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """One checkpoint folder whose manifest and file sizes are good; its tensors are verified when they are read."""
+
+    folder: Path
+    manifest: Manifest
+    record: Record
+
+    @classmethod
+    def newest(cls, path: Path) -> OpenCheckpoint:
+        """The newest checkpoint in a folder, or the one that the folder is.
+
+        Raises:
+            CheckpointError: there is none, or all are damaged.
+        """
+        newest = newest_record(path, ParallelMesh.single())
+        if newest is None or newest.manifest is None:
+            raise CheckpointError(f"there is no checkpoint in {path}. Give a folder to which a run saved checkpoints.")
+        return cls(newest.path, newest.manifest, Record.from_json(newest.record, newest.path))
+
+    def tensors(self) -> dict[str, CheckpointTensor]:
+        return self.manifest.catalogue.tensors()
+
+    def read(self, keys: Sequence[PieceKey]) -> list[torch.Tensor]:
+        """The values of pieces, verified but not necessarily finite; all of them are in memory at once.
+
+        Shapes: flat, `[numel]` each, in the stored element type.
+
+        Raises:
+            CheckpointError: something is not stored, or has another shape.
+            DamagedError: the bytes are not those that were written.
+        """
+        return read_pieces(self.folder, self.manifest, keys, finite=False)

@@ -15,7 +15,7 @@ from megatron.config.run_config import CHECKPOINT, RunConfig, fields_of, frozen,
 from megatron.config.sections.curriculum import CurriculumFields
 from megatron.config.sections.model import ModelConfig, ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimConfig
-from megatron.config.sections.optimizers import SCHEDULE_FREE
+from megatron.config.sections.optimizers import AVERAGING
 from megatron.errors import ConfigError, printable
 
 # The learning-rate schedule; taken from the checkpoint with --use-checkpoint-lr-scheduler.
@@ -182,8 +182,8 @@ def _notable(current: RunConfig) -> frozenset[str]:
 def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
     if current.optim.use_checkpoint_lr_scheduler and section == "optim" and field.name in SCHEDULE_FIELDS:
         return FROM_CHECKPOINT
-    # The mean of a schedule-free optimizer is computed with β₁ from its state.
-    if field.name == "optimizer" or (field.name == "adam_beta1" and current.optim.optimizer == SCHEDULE_FREE):
+    # A mean of the iterates is computed with β₁ from the state.
+    if field.name == "optimizer" or (field.name == "adam_beta1" and current.optim.optimizer in AVERAGING):
         return _STATE_MUST_MATCH if current.loading.takes_optimizer_state else MAY_CHANGE
     if field.name == "max_position_embeddings" and current.model.position_embedding_type != LEARNED:
         if not current.was_given("model.max_position_embeddings"):

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.config import OptimConfig
-from megatron.config.sections.optimizers import MUON
 from megatron.device import Stopwatch, as_local_rank
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
@@ -31,8 +29,7 @@ from megatron.engine.deepspeed_internals.set_up import (
 from megatron.engine.ds_config import offloaded_ratio, without_ratio
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
-from megatron.engine.optimizers.making import make_optimizer
-from megatron.engine.optimizers.muon import IS_ORTHOGONAL, is_orthogonalized
+from megatron.engine.optimizers.plan import OptimizerPlan
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import keep_compiler_unloaded
@@ -66,7 +63,7 @@ def join_deepspeed() -> None:
 
 def initialize(
     settings: Mapping[str, Any],
-    optim: OptimConfig,
+    plan: OptimizerPlan[Any],
     mesh: ParallelMesh,
     module: nn.Module,
     freezing: Freezing,
@@ -81,7 +78,7 @@ def initialize(
     _warn_of_narrow_accumulation(settings, mesh)
     if notice := averaging_notice(settings, mesh.gradient.size):
         log.info(notice)
-    optimizer = build_optimizer(optim, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
+    optimizer = build_optimizer(plan, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
     with_experts = optimizers_for_experts(has_experts and stage > 0)
     # DeepSpeed flattens parameters and keeps views of them. With autograd on, these would hold the nodes that
@@ -131,7 +128,7 @@ def averaging_notice(settings: Mapping[str, Any], ranks: int) -> str | None:
 
 
 def build_optimizer(
-    optim: OptimConfig,
+    plan: OptimizerPlan[Any],
     module: nn.Module,
     mesh: ParallelMesh,
     freezing: Freezing = EVERYTHING_IS_TRAINED,
@@ -141,55 +138,45 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Builds the optimizer.
 
-    Parameters with the same weight decay and learning rate that are trained since the same update form a group:
-    matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
-    factor of its learning rate. Adam's epsilon has the same factor, since a gradient is as small as the learning rate
-    it calls for. Experts that other data-parallel ranks do not hold are groups of their own. Frozen parameters are in
-    no group. With moments of 8 bits, embeddings are groups of their own, whose moments stay in float32; so are the
-    matrices that Muon orthogonalises. A weight that another pipeline stage also holds is alone in its group, so that
-    both stages divide it alike among their data-parallel ranks.
+    Parameters with the same weight decay and learning rate that are trained since the same update, and that the
+    optimizer does not tell apart, form a group: matrices have weight decay, biases and norm weights have none, and
+    `lr_multiplier`, an entry of every group, is the factor of its learning rate. Experts that other data-parallel ranks
+    do not hold are groups of their own. Frozen parameters are in no group. A weight that another pipeline stage also
+    holds is alone in its group, so that both stages divide it alike among their data-parallel ranks.
 
     Args:
         tied: the weights that another stage also holds.
         is_offloaded: whether the optimizer will work on the CPU, where those made for a GPU do not.
 
     Raises:
-        ConfigError: the optimizer is unknown, its implementation is not installed, or it cannot work on the CPU.
+        ConfigError: its implementation is not installed, or it cannot work on the CPU.
     """
-    if is_offloaded and optim.optimizer == MUON:
-        raise ConfigError(
-            "--optimizer muon cannot be combined with offload_optimizer in the --deepspeed_config file: the products "
-            "of its matrices are work for the device. Remove the entry; --zero-stage 2 divides the state."
-        )
-    decays = (optim.weight_decay, 0.0)
-    by_kind: dict[tuple[bool, float, int, bool, bool, bool, int], list[nn.Parameter]] = {}
+    if is_offloaded and plan.offload_refusal is not None:
+        raise ConfigError(plan.offload_refusal)
+    decays = (plan.optim.weight_decay, 0.0)
+    by_kind: dict[tuple[bool, float, int, Any, bool, int], list[nn.Parameter]] = {}
     places = {id(parameter): place for place, parameter in enumerate(tied, start=1)}
     for parameter in module.parameters():
         if not is_frozen(parameter):
             spec = shard_spec_of(parameter)
             name = getattr(parameter, "global_name", "")
-            is_table = optim.use_bnb_optimizer and name.startswith("embedding.")
             key = (
                 not spec.is_matrix,
                 spec.lr_multiplier,
                 freezing.began_at.get(name, 0),
-                is_table,
+                tuple(sorted(plan.group_entries(parameter).items())),
                 is_expert(parameter),
-                optim.optimizer == MUON and is_orthogonalized(parameter),
                 places.get(id(parameter), 0),
             )
             by_kind.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = []
     for key, members in sorted(by_kind.items(), key=lambda item: item[0]):
         group = {"params": members, "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
-        group.update({"keeps_float32": key[3]} if optim.use_bnb_optimizer else {})
-        group.update(EXPERT_GROUP if key[4] else {})
-        group.update({IS_ORTHOGONAL: True} if key[5] else {})
-        groups.append(group)
+        groups.append({**group, **dict(key[3]), **(EXPERT_GROUP if key[4] else {})})
     if not groups:  # all layers of this rank are frozen, and an optimizer needs something
         groups = [{"params": [_placeholder(module)], "weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}]
     implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
-    return make_optimizer(optim, groups, implementation)
+    return plan.build(groups, implementation)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.files.deepspeed_file import GOVERNED, OFFLOADED_WEIGHTS, read_settings
+from megatron.config.files.deepspeed_file import OFFLOADED_WEIGHTS, read_settings
+from megatron.config.files.deepspeed_table import governing_flags
 from megatron.errors import ConfigError
 
 # We log progress ourselves, and DeepSpeed has no setting for "never print".
@@ -57,7 +58,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         # DeepSpeed gets an optimizer, the rate of each step, and samples of the length that they are to have
         extra.pop(done_here, None)
     merged = _merge(base, {**extra, "bf16": {**older, **extra.get("bf16", {})}})
-    for place in GOVERNED:
+    for place in governing_flags():
         _keep(merged, base, place)
     if config.parallel.splits_sequence:  # tensor-parallel ranks send different tokens, not parts of equal ones
         merged["pipeline"] = {**merged.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}

@@ -23,7 +23,7 @@ from torch import nn
 from megatron.engine.deepspeed_internals.parameters import is_whole, partition_of
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
-from megatron.engine.state import moment_names, moments, part_of
+from megatron.engine.state import moments, part_of
 from megatron.model.interface.step_state import states_of
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_gather_json, all_reduce_max, all_reduce_sum, broadcast
@@ -147,7 +147,7 @@ def _divided_replicas(engine: Engine, parameter: nn.Parameter, divided_over: Axi
     else:
         nothing = torch.empty(0, device=engine.mesh.device)
         averages: tuple[Kind, ...] = ("average",) if engine.averages is not None and engine.averages.is_kept else ()
-        kinds: tuple[Kind, ...] = ("master", *moment_names(engine, parameter), *averages)
+        kinds: tuple[Kind, ...] = ("master", *engine.plan.moments_of(parameter), *averages)
         yield from (Replica(name, kind, nothing, 0, divided_over) for kind in kinds)
 
 

@@ -14,25 +14,14 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megatron.config.sections.optimizers import ADAM, LION, MUON, SCHEDULE_FREE, SGD
 from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
-from megatron.engine.optimizers.muon import is_orthogonalized
-from megatron.engine.optimizers.schedule_free import ScheduleFree
 from megatron.engine.tensor_parts import MasterSlice
-from megatron.kernels.optimizer import count_updates, moment
+from megatron.kernels.optimizer import moment
 from megatron.model.interface.step_state import states_of
 from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
-
-# Name of each stored moment in the state of the torch optimizer.
-_ADAM: dict[Kind, str] = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-_MOMENTUM: dict[Kind, str] = {"exp_avg": "momentum_buffer"}
-_MOMENTS: dict[str, dict[Kind, str]] = {
-    **{ADAM: _ADAM, MUON: _ADAM, LION: {"exp_avg": "exp_avg"}, SGD: _MOMENTUM},
-    SCHEDULE_FREE: {"exp_avg": "distance", "exp_avg_sq": "exp_avg_sq"},
-}
 
 
 @dataclass(frozen=True)
@@ -148,16 +137,13 @@ def refresh_weights(
         restarts_averages: begin the means of weights with the weights, whatever was loaded. A checkpoint without means
             has given its weights for them.
     """
-    engine.update_count = update_count or 0
-    engine.averaging_weight = averaging_weight
+    engine.restart_count(update_count or 0, averaging_weight)
     freezing = engine.freezing = engine.freezing.as_of(engine.update_count, averaging_weight)
     for part in held_parts(engine):
         if part.master is not None:
             updates = engine.update_count - freezing.began_at.get(part.name, 0)
-            count_updates(engine.optimizer, part.master.flat, updates)
-            if isinstance(engine.optimizer, ScheduleFree):
-                weight = averaging_weight - freezing.averaged_from.get(part.name, 0.0)
-                engine.optimizer.go_on_from(part.master.flat, weight)
+            weight = averaging_weight - freezing.averaged_from.get(part.name, 0.0)
+            engine.plan.resume(engine.optimizer, part.master.flat, updates, weight)
     if restarts_averages and engine.averages is not None:
         engine.averages.restart()
     engine.view.refresh_weights()
@@ -188,17 +174,10 @@ def part_of(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
         first, is_shared = spec.replicas(mesh).rank * partition.numel(), False
         values = partition[: max(0, whole_numel(parameter) - first)]
     name: str = parameter.global_name  # type: ignore[attr-defined]
-    names = {} if master is None else moment_names(engine, parameter)
+    names = {} if master is None else engine.plan.moments_of(parameter)
     has_average = master is not None and engine.averages is not None
     is_counted = spec.is_counted(mesh)
     return HeldPart(name, spec, first, values, is_counted, is_shared, master, False, names, has_average)
-
-
-def moment_names(engine: Engine, parameter: nn.Parameter) -> Mapping[Kind, str]:
-    """The moments that the optimizer keeps of a trained parameter, and their names in its state."""
-    if engine.optim.optimizer == MUON and is_orthogonalized(parameter):
-        return _MOMENTUM
-    return _MOMENTS[engine.optim.optimizer]
 
 
 def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor]]:
@@ -219,7 +198,7 @@ def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor
 
 def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
     """The weight or master weight of a part, then its moments."""
-    is_master = part.master is not None and engine.precision.dtype_name != "float32"
+    is_master = part.master is not None and engine.steps.dtype is not torch.float32
     yield "master" if is_master else "weight", part.values
     yield from ((kind, tensor) for kind, tensor in moments(engine, part) if _is_kept(kind, with_optimizer))
 

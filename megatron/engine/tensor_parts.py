@@ -1,4 +1,4 @@
-"""Parts of what an optimizer holds: tensors in nested containers, and the slice of a parameter in a flat one."""
+"""Parameters as optimizers see them: matrices of blocks, slices in flat tensors, and tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+
+from megatron.parallel.shard_spec import shard_spec_of
 
 
 class MasterSlice(NamedTuple):
@@ -17,6 +20,17 @@ class MasterSlice(NamedTuple):
     values: torch.Tensor
     flat: torch.Tensor
     offset: int
+
+
+def is_block_matrix(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix of a block; embeddings, the head and vectors are none."""
+    return shard_spec_of(parameter).is_matrix and ".layers." in getattr(parameter, "global_name", "")
+
+
+def has_whole_gradient(parameter: nn.Parameter) -> bool:
+    """Whether it is a matrix of a block, of no experts, of which every rank has the gradient of all of its samples."""
+    is_shared = ".experts." not in getattr(parameter, "global_name", "") and not shard_spec_of(parameter).summed_over
+    return is_shared and is_block_matrix(parameter)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -6,9 +6,10 @@ path or record can hold are refused before anything is built from them; every re
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.errors import ConfigError
@@ -129,7 +130,7 @@ def read_yaml(path: str, name: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_expansion(node, name)
+        _expanded(node, name, {})
         tree = loader.construct_document(node)
     except RecursionError:
         raise ConfigError(_depth_text(name)) from None
@@ -155,55 +156,59 @@ def check_values(tree: Any, name: str) -> None:
     Raises:
         ConfigError: a text in it holds a NUL or half of a surrogate pair, or values are nested too deeply.
     """
-    waiting = [(tree, 1)]
-    while waiting:
-        value, level = waiting.pop()
+    for value, level in every_value(tree):
         if isinstance(value, str) and (unusable := _UNUSABLE.search(value)):
             letter = "a NUL" if unusable.group() == "\0" else f"U+{ord(unusable.group()):04X}, half of a surrogate pair"
             raise ConfigError(
                 f'{name}: the text "{_shown(value)}" contains {letter}, which no path and no record can contain. Write '
                 "it again."
             )
-        inner: Iterable[Any] = ()
-        if isinstance(value, dict):
-            inner = (*value.keys(), *value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            inner = value
-        if inner and level > MOST_LEVELS:
+        if level > MOST_LEVELS + 1:
             raise ConfigError(_depth_text(name))
-        waiting += [(item, level + 1) for item in inner]
 
 
-def _check_expansion(root: Any, name: str) -> None:
-    """Checks the nodes of a YAML document: how many values they expand to, their keys and their numbers."""
-    sizes: dict[int, int] = {}
-    open_nodes: set[int] = set()
-    waiting: list[tuple[Any, bool]] = [(root, False)]
+def every_value(tree: Any) -> Iterator[tuple[Any, int]]:
+    """Each value in a tree of lists and objects, the names in objects included, with its level; the root has 1."""
+    waiting: list[Iterator[Any]] = [iter((tree,))]
     while waiting:
-        node, is_over = waiting.pop()
-        key, inner = id(node), list(_inner(node))
-        if is_over:
-            open_nodes.discard(key)
-            sizes[key] = 1 + sum(sizes[id(one)] for one in inner)
-            if sizes[key] > MOST_YAML_VALUES:
-                raise ConfigError(
-                    f"{name} expands to more than {MOST_YAML_VALUES:,} values once its aliases (*name) are written "
-                    "out. Write out what is needed."
-                )
-            continue
-        if key in open_nodes:
-            raise ConfigError(f"{name} has an alias (*name) inside its own definition, which has no end.")
-        if key in sizes:
-            continue
-        _check_node(node, name)
-        open_nodes.add(key)
-        waiting.append((node, True))
-        waiting += [(one, False) for one in inner]
+        level = len(waiting)
+        for value in waiting[-1]:
+            yield value, level
+            if isinstance(value, dict):
+                waiting.append(itertools.chain.from_iterable(value.items()))
+                break
+            if isinstance(value, (list, tuple, set, frozenset)):
+                waiting.append(iter(value))
+                break
+        else:
+            waiting.pop()
 
 
-def _inner(node: Any) -> Iterator[Any]:
-    for item in node.value if isinstance(node.value, list) else ():
-        yield from item if isinstance(item, tuple) else (item,)
+def _expanded(node: Any, name: str, sizes: dict[int, int]) -> int:
+    """The number of values that a YAML node expands to; checks its keys and numbers on the way.
+
+    An alias leads to a node before it, which has its size already, or to one around it: recursion is as deep as the
+    document is.
+
+    Args:
+        sizes: of the nodes seen so far, by identity; 0 while a node is being looked at.
+    """
+    size = sizes.get(id(node))
+    if size == 0:
+        raise ConfigError(f"{name} has an alias (*name) inside its own definition, which has no end.")
+    if size is not None:
+        return size
+    sizes[id(node)] = 0
+    _check_node(node, name)
+    items = node.value if isinstance(node.value, list) else ()
+    inner = itertools.chain.from_iterable(item if isinstance(item, tuple) else (item,) for item in items)
+    size = sizes[id(node)] = 1 + sum(_expanded(one, name, sizes) for one in inner)
+    if size > MOST_YAML_VALUES:
+        raise ConfigError(
+            f"{name} expands to more than {MOST_YAML_VALUES:,} values once its aliases (*name) are written out. Write "
+            "out what is needed."
+        )
+    return size
 
 
 def _check_node(node: Any, name: str) -> None:

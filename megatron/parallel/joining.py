@@ -20,13 +20,13 @@ import torch.distributed as dist
 from megatron import device, log
 from megatron.config import ParallelRequest
 from megatron.errors import HangError, LaunchError, PeerLostError
-from megatron.launch.slurm import SlurmJob, find_slurm_job
 from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, requested_axes, requested_experts
 from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.processes import ProcessIdentity, allow_open_files
 from megatron.parallel.rank_start import die_with_deepspeed_runner, die_with_launcher, launched_ranks
 from megatron.parallel.tree_opening import LOOPBACK
+from megatron.slurm import SlurmJob, find_slurm_job
 
 _LOOKUP_TRIES = 3  # one second apart
 # A rank connects to the store for the roll call, for its groups and for torch's own watch of them.

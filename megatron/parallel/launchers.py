@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.errors import LaunchError
-from megatron.launch import LAUNCH_VARIABLE
-from megatron.launch.slurm import expand_hostlist
+from megatron.slurm import expand_hostlist
+
+LAUNCH_VARIABLE = "MEGATRON_LAUNCHER"
+"""Tells a rank that its parent is tools/launch.py, which it must not outlive."""
 
 _DEFAULT_PORT = 29500  # torch's own
 _LOWEST_JOB_PORT, _JOB_PORTS = 10_000, 20_000  # below Linux's ephemeral ports (32768 and up)

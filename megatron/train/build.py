@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from megatron import log
+from megatron.checkpoint.background_writer import BackgroundWriter
 from megatron.config import RunRequest, check_resume
 from megatron.config.expert_rules import balancing_notices
-from megatron.train.callback import Callback, CallbackSetup
-from megatron.train.callbacks.start_record import check_history
+from megatron.train.callback import Callback, CallbackList, CallbackSetup
+from megatron.train.callbacks.evaluator import Evaluator
+from megatron.train.callbacks.saving import Saving, open_writer
+from megatron.train.callbacks.start_record import StartRecord
+from megatron.train.callbacks.step_reports import StepReports
 from megatron.train.callbacks.table import make_callbacks
-from megatron.train.checkpoints import Saves, open_writer
 from megatron.train.objectives import build_objective
+from megatron.train.restarts.restart_policy import check_history
 from megatron.train.restarts.restore import check_tokenizer, find_start, load_tensors, warn_if_done
 from megatron.train.run import Run
 from megatron.train.run_data import open_data, show_notices
@@ -21,17 +24,14 @@ from megatron.train.start_up.engine_opening import open_engine
 from megatron.train.start_up.environment import RunEnvironment, open_environment
 from megatron.train.start_up.report_opening import open_report
 from megatron.train.start_up.summary import show_start
-from megatron.train.stop import Stopping, kill_switch_is_on, kill_switch_message
-from megatron.train.validation import Evaluator
+from megatron.train.stop import Stopping
 
 
 @contextlib.contextmanager
 def open_run(
     request: RunRequest, signals: StopSignals | None = None, callbacks: Sequence[type[Callback]] = ()
-) -> Iterator[Run | None]:
-    """Builds a run, from its process groups to its progress, and tears it down afterwards.
-
-    Yields None if the kill switch is on before anything has started.
+) -> Iterator[tuple[Run, CallbackList]]:
+    """Builds a run, from its process groups to its progress, with all its callbacks, and tears it down afterwards.
 
     Args:
         signals: where stop signals are noted, if the caller has installed that; else it is done here.
@@ -40,26 +40,24 @@ def open_run(
     Raises:
         MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
     """
-    if kill_switch_is_on(request.stopping.kill_switch_path):
-        log.line(kill_switch_message(request.stopping.kill_switch_path))
-        yield None
-        return
     with (
         open_environment(request, signals) as environment,
         contextlib.ExitStack() as closing,
         environment.explaining_failures(),
     ):
-        run = _build(environment, callbacks)
-        if run.saves.writer is not None:
-            closing.enter_context(run.saves.writer)
+        run, writer, all_callbacks = _build(environment, callbacks)
+        if writer is not None:
+            closing.enter_context(writer)
         closing.callback(run.stopping.close)
         closing.callback(run.data.close)
         closing.callback(run.report.close)
-        closing.enter_context(run.callbacks.open(run))
-        yield run
+        closing.enter_context(all_callbacks.open(run))
+        yield run, all_callbacks
 
 
-def _build(environment: RunEnvironment, more_callbacks: Sequence[type[Callback]]) -> Run:
+def _build(
+    environment: RunEnvironment, more_callbacks: Sequence[type[Callback]]
+) -> tuple[Run, BackgroundWriter | None, CallbackList]:
     config, mesh, tokenizer, watch = environment.config, environment.mesh, environment.tokenizer, environment.watch
     start = find_start(config, mesh)
     config, saved = start.config, start.saved
@@ -72,8 +70,7 @@ def _build(environment: RunEnvironment, more_callbacks: Sequence[type[Callback]]
     else:
         is_by_choice = config.was_given("model.moe_aux_loss_scope")
         show_notices([*balancing_notices(config.model, is_by_choice=is_by_choice)], mesh)
-    setup = CallbackSetup(config, mesh, tokenizer, watch, environment.history, passes)
-    callbacks = make_callbacks(setup, more_callbacks)
+    asked = make_callbacks(CallbackSetup(config, mesh, tokenizer, watch, passes), more_callbacks)
     engine, sizes = open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config, engine, environment.lock)
     loaded, progress = load_tensors(config, engine, saved)
@@ -81,19 +78,16 @@ def _build(environment: RunEnvironment, more_callbacks: Sequence[type[Callback]]
     if resumed is not None and not config.evaluation.eval_only:
         warn_if_done(config.optim, progress)
     data = open_data(config, mesh, tokenizer, progress, None if resumed is None else resumed.data_plan, passes)
-    engine.objective = build_objective(config, mesh, source_count=len(data.source_names))
-    callbacks.restore(engine, progress, resumed)
+    engine.objective = build_objective(config, mesh, sources=data.source_names)
+    asked.restore(engine, progress, resumed)
     is_resume = loaded is not None or start.is_restart
-    report, folder = open_report(config, mesh, sizes[1], data.source_names, data.plan, is_resume=is_resume)
+    report, folder = open_report(config, mesh, sizes[1], data.plan, is_resume=is_resume)
     watch.report_folder = folder
     show_start(config, engine, sizes, data, progress, folder, is_loaded=loaded is not None)
-    saves = Saves(
-        start.identity,
-        lock=environment.lock,
-        writer=writer,
-        saved_step=None if resumed is None else progress.step,
-        after_commit=callbacks.after_save,
-        beat=lambda: watch.beat("save"),
-    )
-    stopping = Stopping(environment.rules, mesh, watch)
-    return Run(config, mesh, engine, data, report, Evaluator(), saves, stopping, callbacks, progress)
+    run = Run(config, mesh, engine, data, report, Stopping(environment.rules, mesh, watch), watch, progress)
+    reports = StepReports()
+    evaluator = Evaluator(asked, reports)
+    saved_step = None if resumed is None else progress.step
+    saving = Saving(start.identity, asked, reports, evaluator, environment.lock, writer, saved_step)
+    callbacks = CallbackList((reports, *asked, evaluator, saving, StartRecord(environment.history)))
+    return run, writer, callbacks

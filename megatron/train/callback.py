@@ -1,4 +1,4 @@
-"""The callbacks of a run: what it does besides training, and when each of them is called."""
+"""Callbacks: what a run does besides training its steps, and when each of them is called."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from megatron.engine.engine import Engine
 from megatron.observe.activity import Activity
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.restarts.history import RestartHistory
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
-from megatron.train.validation import Evaluation
 from megatron.train.watchdog import Watch
 
 
@@ -27,7 +25,6 @@ class CallbackSetup:
 
     Attributes:
         watch: watches all ranks already; later it knows the run folder.
-        history: the history of the run's starts; it is open on global rank 0.
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
         activity: what the run shows to those who watch it; nothing is written until a callback opens it.
     """
@@ -36,13 +33,28 @@ class CallbackSetup:
     mesh: ParallelMesh
     tokenizer: Tokenizer
     watch: Watch = field(default_factory=Watch)
-    history: RestartHistory = field(default_factory=RestartHistory)
     passes: tuple[int, ...] = ()
     activity: Activity = field(default_factory=Activity)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        split: "valid" or "test".
+        prefix: the point in training, for the log ("iteration 100").
+        losses: mean loss per counted token, in nats, by group name, None for a group of which no token counts; empty if
+            the split is empty.
+    """
+
+    split: str
+    prefix: str
+    losses: Mapping[str, float | None]
+
+
 class Callback:
-    """Something that a run does besides training. A callback overrides only the methods it needs.
+    """Something that a run does besides training its steps. A callback overrides only the methods it needs.
 
     All but `after_save` are called in the main thread, on every rank and at the same point of the run, so that they may
     communicate. What they raise ends the run.
@@ -70,9 +82,6 @@ class Callback:
     def after_step(self, run: Run, step: TrainedStep) -> None:
         """A step is trained and part of the progress of the run. Its metrics may still be on the device."""
 
-    def entering(self, run: Run, phase: str) -> None:
-        """The run enters `evaluation` or `save`, or makes progress in it."""
-
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """A split was evaluated. The training state must stay as it is."""
 
@@ -97,7 +106,10 @@ class Callback:
         return {}
 
     def trained(self, run: Run) -> None:
-        """No step follows, and the last one is saved."""
+        """No step follows; the last checkpoint is about to be saved."""
+
+    def finished(self, run: Run) -> None:
+        """All samples are consumed and the last checkpoint is saved; or the run only evaluates."""
 
     def close(self, run: Run, error: BaseException | None) -> None:
         """The run ends; the last callback is closed first. Called once `opened` was, whether or not that raised.
@@ -112,6 +124,9 @@ class CallbackList(Callback):
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = tuple(callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
         for callback in self._callbacks:
@@ -132,10 +147,6 @@ class CallbackList(Callback):
     def after_step(self, run: Run, step: TrainedStep) -> None:
         for callback in self._callbacks:
             callback.after_step(run, step)
-
-    def entering(self, run: Run, phase: str) -> None:
-        for callback in self._callbacks:
-            callback.entering(run, phase)
 
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         for callback in self._callbacks:
@@ -159,6 +170,10 @@ class CallbackList(Callback):
     def trained(self, run: Run) -> None:
         for callback in self._callbacks:
             callback.trained(run)
+
+    def finished(self, run: Run) -> None:
+        for callback in self._callbacks:
+            callback.finished(run)
 
 
 @contextlib.contextmanager

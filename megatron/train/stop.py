@@ -126,24 +126,28 @@ class Stopping:
         self._rules = rules
         self._mesh = mesh
         self._reach = reach
+        self._requested = StopVerdict.CONTINUE
         self._pending: deque[PendingMaximum] = deque()
 
     def after_steps(self) -> contextlib.AbstractContextManager[None]:
         """While the context is open, a signal is left to the loop, which stops after a step."""
         return self._rules.signals.steps_follow(self._reach)
 
-    def decide(self, step: int, *, has_failed_save: bool) -> StopVerdict:
+    def request(self, verdict: StopVerdict) -> None:
+        """Asks on behalf of this rank that the run stop, for a reason that others may not know yet."""
+        self._requested = max(self._requested, verdict)
+
+    def decide(self, step: int, *, is_last: bool = False) -> StopVerdict:
         """The verdict, common to all ranks, on whether the run ends after this step.
 
         It takes effect at the same step on all ranks, at most `steps_in_flight` steps after a rank reached it;
         --exit-interval, which every rank evaluates identically, takes effect at once.
 
         Args:
-            has_failed_save: whether no more checkpoints can be saved; this rank may know before others do.
+            is_last: whether it is the last step; if --exit-interval names that, the run is finished all the same,
+                evaluations included.
         """
-        own = self._rules.verdict(step)
-        if has_failed_save:
-            own = max(own, StopVerdict.FAILED_SAVE)
+        own = max(self._rules.verdict(step), self._requested)
         self._pending.append(PendingMaximum(int(own), self._mesh.control))
         keep = 0 if self._rules.is_interval_over(step) else self.steps_in_flight
         self.verdict = StopVerdict.CONTINUE
@@ -151,6 +155,8 @@ class Stopping:
             self.verdict = max(self.verdict, StopVerdict(self._pending.popleft().wait()))
         if self.verdict is not StopVerdict.CONTINUE:
             self._rules.signals.settle()
+        if is_last and self.verdict is StopVerdict.INTERVAL:
+            self.verdict = StopVerdict.CONTINUE
         return self.verdict
 
     def explain(self, step: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 
 from megatron.config import RunRequest, parse
-from megatron.config.flags.legacy import IGNORED, SUPPORTED, legacy_flags
+from megatron.config.flags.legacy import legacy_flags
 from megatron.config.flags.shorthands import shorthand_flags
+from megatron.config.flags.status_table import IGNORED, SUPPORTED
 from megatron.config.parse import field_flags
 
 SMALL = (

@@ -240,7 +240,7 @@ def test_flags_that_are_named_exist(document: str) -> None:
             "examples",
             "tests",
             "tests/config/published",
-            "megatron/launch",
+            "trident/launch",
         )
         for path in (ROOT / folder).glob("*")
         if path.is_file()

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.config.sections.optimizers import OPTIMIZERS
 from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate, set_weight_decay
 from megatron.engine.engine import Engine
+from megatron.engine.optimizers.plans import PLANS, plan_of
 from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerStack
 from megatron.objective.language_model import Z_LOSS
@@ -39,7 +41,9 @@ def names_of(module: nn.Module, group: dict) -> set[str]:
 
 def test_only_matrices_have_weight_decay() -> None:
     module = small_module()
-    matrices, others = build_optimizer(optim_config(weight_decay=0.3), module, ParallelMesh.single()).param_groups
+    matrices, others = build_optimizer(
+        plan_of(optim_config(weight_decay=0.3)), module, ParallelMesh.single()
+    ).param_groups
     assert names_of(module, matrices) == {"0.weight", "2.weight"}
     assert names_of(module, others) == {"0.bias", "1.weight", "1.bias"}
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
@@ -48,14 +52,14 @@ def test_only_matrices_have_weight_decay() -> None:
 def test_frozen_parameters_are_not_optimized() -> None:
     module = small_module()
     module[2].weight.requires_grad_(False)
-    assert names_of(module, build_optimizer(optim_config(), module, ParallelMesh.single()).param_groups[0]) == {
-        "0.weight"
-    }
+    assert names_of(
+        module, build_optimizer(plan_of(optim_config()), module, ParallelMesh.single()).param_groups[0]
+    ) == {"0.weight"}
 
 
 def test_adam_uses_its_flags() -> None:
     optim = optim_config(lr=2e-3, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
-    optimizer = build_optimizer(optim, small_module(), ParallelMesh.single())
+    optimizer = build_optimizer(plan_of(optim), small_module(), ParallelMesh.single())
     assert isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (2e-3, (0.8, 0.95), 1e-6)
@@ -63,7 +67,7 @@ def test_adam_uses_its_flags() -> None:
 
 def test_sgd_uses_its_flags() -> None:
     optimizer = build_optimizer(
-        optim_config(optimizer="sgd", lr=0.5, sgd_momentum=0.7), small_module(), ParallelMesh.single()
+        plan_of(optim_config(optimizer="sgd", lr=0.5, sgd_momentum=0.7)), small_module(), ParallelMesh.single()
     )
     assert isinstance(optimizer, torch.optim.SGD)
     assert {(group["lr"], group["momentum"]) for group in optimizer.param_groups} == {(0.5, 0.7)}
@@ -73,7 +77,7 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
     module = small_module()
     embedding = module[2].weight
     embedding.shard_spec = dataclasses.replace(shard_spec_of(embedding), lr_multiplier=0.25)
-    optimizer = build_optimizer(optim_config(weight_decay=0.3, adam_eps=1e-6), module, ParallelMesh.single())
+    optimizer = build_optimizer(plan_of(optim_config(weight_decay=0.3, adam_eps=1e-6)), module, ParallelMesh.single())
     assert [names_of(module, group) for group in optimizer.param_groups] == [
         {"2.weight"},
         {"0.weight"},
@@ -88,7 +92,7 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
 
 def test_a_weight_of_two_stages_is_alone_in_its_group() -> None:
     module, optim = small_module(), optim_config(weight_decay=0.3)
-    groups = build_optimizer(optim, module, ParallelMesh.single(), tied=[module[2].weight]).param_groups
+    groups = build_optimizer(plan_of(optim), module, ParallelMesh.single(), tied=[module[2].weight]).param_groups
     assert [names_of(module, group) for group in groups] == [
         {"0.weight"},
         {"2.weight"},
@@ -99,22 +103,31 @@ def test_a_weight_of_two_stages_is_alone_in_its_group() -> None:
 
 def test_a_rank_with_nothing_to_train_has_a_placeholder() -> None:
     module = small_module().requires_grad_(False)
-    (group,) = build_optimizer(optim_config(weight_decay=0.3), module, ParallelMesh.single()).param_groups
+    (group,) = build_optimizer(plan_of(optim_config(weight_decay=0.3)), module, ParallelMesh.single()).param_groups
     assert names_of(module, group) == {"placeholder"} and group["weight_decay"] == 0.0
     assert not module.placeholder.tensor_model_parallel
 
 
 def test_an_unknown_optimizer_is_rejected() -> None:
     # The flag itself refuses it earlier.
-    optim = SimpleNamespace(optimizer="lamb", lr=1.0, weight_decay=0.0, use_bnb_optimizer=False)
     with pytest.raises(ConfigError, match="--optimizer lamb is not known. Use one of: adam, muon, lion, sgd"):
-        build_optimizer(optim, small_module(), ParallelMesh.single())
+        plan_of(SimpleNamespace(optimizer="lamb"))
+
+
+def test_each_optimizer_keeps_as_many_moments_as_are_predicted() -> None:
+    vector, matrix = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2))
+    matrix.global_name = "decoder.layers.0.weight"
+    assert tuple(PLANS) == OPTIMIZERS
+    for name in OPTIMIZERS:
+        optim = optim_config(optimizer=name, lr_decay_style="constant")
+        for parameter, of_blocks in ((vector, False), (matrix, True)):
+            assert 4 * len(plan_of(optim).moments_of(parameter)) == optim.state_bytes(of_blocks=of_blocks)
 
 
 def test_muon_does_not_work_on_the_host() -> None:
     optim = optim_config(optimizer="muon")
     with pytest.raises(ConfigError, match="offload_optimizer in the --deepspeed_config file.*Remove the entry"):
-        build_optimizer(optim, small_module(), ParallelMesh.single(), is_offloaded=True)
+        build_optimizer(plan_of(optim), small_module(), ParallelMesh.single(), is_offloaded=True)
 
 
 def engine_of(layout: tuple[int, int, int], stage: int, *flags: str) -> Engine:
@@ -217,7 +230,7 @@ def losses_of_two_objectives(rank: int) -> dict[str, list[float]]:
         batches = local_batches(RECIPE, config, engine.mesh, 0, True)
         loss_sum, tokens = engine.evaluate(batches)
         result = engine.train_batch(batches, 1e-3)
-        z_losses = [total / tokens for total in result.metrics.get(Z_LOSS, ())]
+        z_losses = [metric.value for name, metric in result.metrics.items() if name == Z_LOSS]
         found[name] = [loss_sum / tokens, result.loss, result.gradient_norm, *z_losses]
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, LaunchError
-from megatron.launch.hostfile import Host, is_host_name, named_hosts, parse_hosts, read_hostfile
+from trident.launch.hostfile import Host, is_host_name, named_hosts, parse_hosts, read_hostfile
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, LaunchError
-from megatron.launch.launching import LaunchRequest, check_program, launch
 from megatron.parallel.processes import born_at
 from tests.config.command_lines import words
 from tests.helpers.machines.fake_ssh import FakeSsh
+from trident.launch.launching import LaunchRequest, check_program, launch
 
 TOOL = Path(__file__).parents[2] / "tools" / "launch.py"
 # Writes what it was given; then ends with a code at once, or saves at SIGTERM.

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.launch.node import Node, rank_commands, run_node
-from megatron.launch.supervise import Patience
 from megatron.parallel.launchers import discover_ranks
+from trident.launch.node import Node, rank_commands, run_node
+from trident.launch.supervise import Patience
 
 NODE = Node(index=1, nodes=2, devices=2, master_address="head", master_port=1234)
 WRITE = (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, LaunchError
-from megatron.launch.hostfile import Host
-from megatron.launch.plan import Plan, choose_devices, choose_hosts, passed_environment, slurm_hosts
+from trident.launch.hostfile import Host
+from trident.launch.plan import Plan, choose_devices, choose_hosts, passed_environment, slurm_hosts
 
 AWKWARD = ["a b", "$HOME", "it's", '"x"', "`id`", "*", "; exit 3", "back\\slash", "two\nlines", "", "ü", "#", "!x"]
 

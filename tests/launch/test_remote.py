@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.launch.hostfile import Host
-from megatron.launch.plan import FREE_PORT, Plan
-from megatron.launch.remote import become_srun, free_port, run_by_ssh
-from megatron.launch.supervise import Patience
 from tests.helpers.machines.fake_ssh import FakeSsh
+from trident.launch.hostfile import Host
+from trident.launch.plan import FREE_PORT, Plan
+from trident.launch.remote import become_srun, free_port, run_by_ssh
+from trident.launch.supervise import Patience
 
 PLAN = Plan((Host("a"), Host("b")), 1, "launch.py", sys.executable, "/", ("p.py",), {}, "a", 1234, Patience(0, 5))
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import parse_flags
 from megatron.errors import ConfigError
-from megatron.launch.launching import LaunchRequest
+from trident.launch.launching import LaunchRequest
 
 
 @pytest.mark.parametrize(

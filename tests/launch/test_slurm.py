@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.launch.slurm import expand_hostlist
 from megatron.observe.metrics_file import read_steps
+from megatron.slurm import expand_hostlist
 from tests.helpers.machines.cluster import HOSTS, Cluster
 from tests.helpers.tiny_run import TinyCorpus
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.launch.supervise import Child, Patience, Supervisor, combined_code
+from trident.launch.supervise import Child, Patience, Supervisor, combined_code
 
 # Ends with its first word; or, at SIGTERM, with its second, and at SIGUSR1 with its third.
 WAITING = "import signal, sys, time; codes = sys.argv[1:]; print(flush=True)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.engine.memory.closed_form import state_bytes
 from tests.plan.counted import counted
 from trident.plan.hardware import Cluster, device_of, links_of
 from trident.plan.job import Job
@@ -81,8 +80,8 @@ def test_the_closed_form_is_within_a_tenth_of_what_is_counted(
         size,
         cluster,
         has_fused_kernels=False,
-        block_state_bytes=state_bytes(optim, of_blocks=True),
-        end_state_bytes=state_bytes(optim, of_blocks=False),
+        block_state_bytes=optim.state_bytes(of_blocks=True),
+        end_state_bytes=optim.state_bytes(of_blocks=False),
     )
     pipeline_rank = rank * layout.pp // world_size
     memory = memory_of_ranks(job, layout)[pipeline_rank]

@@ -12,9 +12,9 @@ from megatron.checkpoint import CheckpointLock, verify
 from megatron.checkpoint.storage import DISK, Storage, write_file
 from megatron.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
-from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.keeping.checkpoints import MESH, OTHER_RUN, RUN, hidden, save_step, steps
 from tests.checkpoint.made.fake_pieces import make_state
+from tests.checkpoint.made.stored import save_checkpoint
 from tools import checkpoints
 
 

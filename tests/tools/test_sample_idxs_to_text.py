@@ -34,18 +34,17 @@ Rows = list[list[int]]
 def consume(flags: Sequence[str], steps: int) -> list[Rows]:
     """Takes the batches of some steps as training does, without training on them; saves; gives each step's tokens."""
     seen = []
-    with open_run(parse(list(flags))) as run:
-        assert run is not None
+    with open_run(parse(list(flags))) as (run, callbacks):
         run.report.started(run.progress)
         for _ in range(steps):
-            run.callbacks.before_step(run)
+            callbacks.before_step(run)
             batches = run.train_batches()
             seen.append(
                 [row for one in batches for row in np.concatenate([one.tokens, one.labels[:, -1:]], axis=1).tolist()]
             )
             run.progress = run.progress.after(len(seen[-1]), len(seen[-1]) * 32)
             run.report.step(run.progress, Outcome(sample_count=len(seen[-1])), 0.1, 0.1)
-        run.saves.save(run, must_succeed=True)
+        callbacks.trained(run)
     return seen
 
 

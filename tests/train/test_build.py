@@ -9,24 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import pretrain_gpt
 from megatron.checkpoint.record import Progress
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
 from megatron.config.run_config import sections_of
 from megatron.data.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
-from megatron.errors import PeerLostError
+from megatron.errors import ExitCode, PeerLostError
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.build import open_run
-from megatron.train.callback import CallbackList
 from megatron.train.run import Run
 from megatron.train.run_data import RunData
 from megatron.train.start_up import environment
 from megatron.train.start_up.engine_opening import parameter_counts
 from megatron.train.stop import Stopping
-from megatron.train.validation import Evaluator
+from megatron.train.watchdog import Watch
 from tests.config.command_lines import small
 from tests.helpers.tiny_run import train, write_tiny_corpus
 
@@ -53,8 +54,7 @@ def run_of(text: str = "", *, train: Any = None, progress: Progress | None = Non
     plan: Any = SimpleNamespace(train=None)
     tokenizer: Any = SimpleNamespace(eod_id=999)
     data = RunData(config, mesh, tokenizer, SplitDatasets(train, {"valid": "v"}, {"test": "t"}), plan)
-    rules, callbacks = Stopping(nothing, mesh), CallbackList()
-    return Run(config, mesh, nothing, data, nothing, Evaluator(), nothing, rules, callbacks, progress or Progress())
+    return Run(config, mesh, nothing, data, nothing, Stopping(nothing, mesh), Watch(), progress or Progress())
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,21 @@ def test_every_argument_is_logged_under_its_own_name() -> None:
 
 def test_parameters_are_counted_with_and_without_embeddings_and_frozen_ones() -> None:
     kinds = [(LayerKind.EMBEDDING, 100), (LayerKind.EMBEDDING, 20), (LayerKind.BLOCK, 7)]
-    counted = [(LayerSpec("any", kind, LayerCost(0), object), count, count > 7) for kind, count in kinds]
-    engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), counted_parameters=lambda: iter(counted))
+    layers = [
+        (LayerSpec("any", kind, LayerCost(0), object), nn.ParameterList([nn.Parameter(torch.zeros(size))]))
+        for kind, size in kinds
+    ]
+    layers[2][1].requires_grad_(False)
+    tied = layers[2][0], layers[0][1]  # counts once
+    stack = SimpleNamespace(named_layers=lambda: [*layers, tied])
+    engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), stack=stack)
     assert parameter_counts(engine) == (127, 7, 120)
 
 
 def test_an_active_kill_switch_prevents_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    switch = tmp_path / "stop"
+    switch, corpus = tmp_path / "stop", write_tiny_corpus(tmp_path)
     switch.touch()
-    with open_run(small(f"--kill-switch-path {switch}")) as run:
-        assert run is None
+    assert pretrain_gpt.train(corpus.flags("--kill-switch-path", str(switch), folder=tmp_path)) == ExitCode.DONE
     assert capsys.readouterr().out == f"Detected kill switch at {switch}. Exiting\n"
 
 

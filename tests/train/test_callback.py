@@ -56,10 +56,6 @@ def noting_callback(events: list[Any]) -> type[Callback]:
             self.steps += 1
             events.append(("after", run.progress.step, step.progress == run.progress))
 
-        def entering(self, run: Run, phase: str) -> None:
-            if events[-1] != phase:
-                events.append(phase)
-
         def at_evaluation(self, run: Run, evaluation: Any) -> None:
             events.append((evaluation.split, evaluation.prefix, list(evaluation.losses)))
 
@@ -75,6 +71,9 @@ def noting_callback(events: list[Any]) -> type[Callback]:
         def trained(self, run: Run) -> None:
             events.append("trained")
 
+        def finished(self, run: Run) -> None:
+            events.append("finished")
+
         def close(self, run: Run, error: BaseException | None) -> None:
             events.append(("close", error))
 
@@ -86,15 +85,15 @@ def train(flags: list[str], events: list[Any]) -> int:
     return pretrain_gpt.train(flags, Program(callbacks=lambda: [noting_callback(events)]))
 
 
-def test_a_part_sees_every_event_in_order_and_continues(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_a_callback_sees_every_event_in_order_and_continues(corpus: TinyCorpus, tmp_path: Path) -> None:
     flags = corpus.flags("--no-async-save", folder=tmp_path, train_iters=4, lr_decay_iters=4, eval_interval=2)
     events: list[Any] = []
     assert train([*flags, "--exit-interval", "2", "--save-interval", "100"], events) == ExitCode.DONE
-    saved = [("before_save", 2), ("after_save", "iter_0000002"), "trained"]
+    saved = ["trained", ("before_save", 2), ("after_save", "iter_0000002")]
     assert events == [
         *("made", ("restore", 0, 0), ("opened", 0)),
         *(("before", 0), ("after", 1, True), ("before", 1), ("after", 2, True)),
-        *("evaluation", ("valid", "iteration 2", ["valid"]), "save", *saved),
+        *(("valid", "iteration 2", ["valid"]), *saved),
         ("close", None),
     ]
     assert read_record(tmp_path / "checkpoints/iter_0000002")["parts"] == {"noting": {"steps": 2}}
@@ -103,16 +102,20 @@ def test_a_part_sees_every_event_in_order_and_continues(corpus: TinyCorpus, tmp_
     assert events[:3] == ["made", ("restore", 2, 2), ("opened", 2)]
     last = read_record(tmp_path / "checkpoints/iter_0000004")
     assert last["parts"] == {"noting": {"steps": 4}}
+    assert events[-4:-2] == ["finished", ("valid", "the end of training for val data", ["valid"])]
     assert events[-1] == ("close", None)
 
 
-def test_a_checkpoint_of_a_run_without_such_a_part_is_as_ever(corpus: TinyCorpus, tmp_path: Path) -> None:
-    with open_run(parse(corpus.flags(folder=tmp_path, train_iters=1, save_interval=1)), StopSignals()) as run:
-        assert run_to_end(run) is ExitCode.DONE
+def test_a_checkpoint_of_a_run_without_such_a_callback_is_as_ever(corpus: TinyCorpus, tmp_path: Path) -> None:
+    with open_run(parse(corpus.flags(folder=tmp_path, train_iters=1, save_interval=1)), StopSignals()) as (
+        run,
+        callbacks,
+    ):
+        assert run_to_end(run, callbacks) is ExitCode.DONE
     assert "parts" not in read_record(tmp_path / "checkpoints/iter_0000001")
 
 
-def test_every_part_is_closed_with_what_ends_the_run() -> None:
+def test_every_callback_is_closed_with_what_ends_the_run() -> None:
     events: list[Any] = []
 
     class Closing(Callback):
@@ -132,14 +135,14 @@ def test_every_part_is_closed_with_what_ends_the_run() -> None:
     assert events == [("c", "no data"), ("b", "no data"), ("a", "no data")]
 
 
-def test_a_part_needs_no_method() -> None:
+def test_a_callback_needs_no_method() -> None:
     nothing: Any = None
     callbacks = CallbackList([Callback(), Callback()])
     callbacks.restore(nothing, Progress(), None)
     with callbacks.open(nothing):
-        for event in (callbacks.before_step, callbacks.before_save, callbacks.trained):
+        for event in (callbacks.before_step, callbacks.before_save, callbacks.trained, callbacks.finished):
             event(nothing)
-        for pair in (callbacks.after_step, callbacks.entering, callbacks.at_evaluation, callbacks.after_save):
+        for pair in (callbacks.after_step, callbacks.at_evaluation, callbacks.after_save):
             pair(nothing, nothing)
         callbacks.failed_save(nothing, 1, "no space")
         assert callbacks.state(nothing) == {}
@@ -174,7 +177,7 @@ def test_the_loop_fits_one_screen() -> None:
     assert (loop.end_lineno or 0) - loop.lineno < 40
 
 
-def test_what_ends_a_run_is_recorded_before_its_parts_are_closed(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_what_ends_a_run_is_recorded_before_its_callbacks_are_closed(corpus: TinyCorpus, tmp_path: Path) -> None:
     """Closing may wait for other ranks, and a scheduler does not wait for that."""
     seen: list[str] = []
 

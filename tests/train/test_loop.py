@@ -1,8 +1,9 @@
-"""The order of events in a run, seen by callbacks that only write down when they are called."""
+"""The order of events in a run, of which evaluations and saves are only written down."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +14,22 @@ from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
 from megatron.device import Elapsed
 from megatron.errors import DataError, ExitCode, NumericsError
-from megatron.observe.metrics import Waits
+from megatron.objective.metric import Metric
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.parallel.messages import TRANSFER
+from megatron.train import loop
 from megatron.train.callback import Callback, CallbackList
-from megatron.train.loop import run_to_end
+from megatron.train.callbacks.evaluator import Evaluator
+from megatron.train.callbacks.saving import Saving
+from megatron.train.callbacks.step_reports import StepReports
+from megatron.train.restarts.identity import RunIdentity
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Stopping, StopVerdict
 from tests.train.samples import Outcome, optim_config, run_config
 
 
 class Noting(Callback):
-    """Notes when each step of a run begins, and when the last one is saved."""
+    """Notes when each step of a run begins, and when no step follows."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events = events
@@ -36,10 +41,42 @@ class Noting(Callback):
         self.events.append("trained")
 
 
-class FakeRun:
-    """A run of three steps whose callbacks note their calls in `events`."""
+class NotedEvaluator(Evaluator):
+    """Notes which evaluations are due."""
 
-    def __init__(self, *, train_iters: int = 3, outcome: Outcome | None = None, **flags: Any) -> None:
+    def evaluate(self, run: Any, prefix: str, *, split: str = "valid") -> Mapping[str, float | None]:
+        run.events.append(("evaluate", prefix, split))
+        return run.evaluated
+
+    def has_validated(self, step: int) -> bool:
+        return step == self.validated_step
+
+    validated_step: int | None = None
+
+
+class NotedSaving(Saving):
+    """Notes which saves are due."""
+
+    def save(self, run: Any, *, must_succeed: bool = False) -> None:
+        run.events.append(("save", run.progress.step, must_succeed))
+
+
+def run_to_end(run: FakeRun) -> ExitCode:
+    """Runs the loop with the callbacks that every run has."""
+    reports, noting = StepReports(), Noting(run.events)
+    evaluator = NotedEvaluator(noting, reports)
+    evaluator.validated_step = run.validated_step
+    saving = NotedSaving(RunIdentity(), noting, reports, evaluator)
+    typed: Any = run
+    return loop.run_to_end(typed, CallbackList((reports, noting, evaluator, saving)))
+
+
+class FakeRun:
+    """A run of three steps that notes what happens to it in `events`."""
+
+    def __init__(
+        self, *, train_iters: int = 3, outcome: Outcome | None = None, epoch_samples: int | None = None, **flags: Any
+    ) -> None:
         self.events: list[Any] = []
         self.outcome = outcome or Outcome()
         self.verdicts: dict[int, StopVerdict] = {}
@@ -47,26 +84,21 @@ class FakeRun:
         self.config = SimpleNamespace(
             evaluation=asked.evaluation,
             saving=asked.saving,
-            optim=optim_config(train_iters=train_iters, lr=1.0, lr_decay_style="constant"),
+            optim=optim_config(train_iters=train_iters, train_tokens=epoch_samples, lr_decay_style="constant"),
+            finetuning=SimpleNamespace(epochs=1 if epoch_samples else None),
             data=SimpleNamespace(seq_length=10),
             report=asked.report,
             safety=SafetyConfig(),
             precision=PrecisionConfig(fp16=True),
         )
         self.progress = Progress()
-        self.epoch_ends: set[int] = set()
         self.evaluated: dict[str, float | None] = {}
         self.validated_step: int | None = None
         self.mesh = ParallelMesh.single()
-        self.waits: list[Waits] = []
+        self.waits: list[dict[str, Any]] = []
         self.gate = SimpleNamespace(has_open_row=False)
         self.engine = SimpleNamespace(train_batch=self._train, gate=self.gate, update_count=0)
         self.next_length = 10
-        self.callbacks = CallbackList([Noting(self.events)])
-        self.evaluator = SimpleNamespace(
-            evaluate=self._evaluate, has_validated=lambda step: step == self.validated_step
-        )
-        self.saves = SimpleNamespace(save=self._save, note_outcome=lambda run: None, failure=None)
         self.report = SimpleNamespace(
             started=lambda progress: self.events.append(("started", progress.step)),
             step=self._report,
@@ -83,12 +115,9 @@ class FakeRun:
             is_interval_over=lambda step: False,
         )
 
-    def _report(
-        self, progress: Progress, step: Outcome, rate: float, seconds: float, waits: Waits, norms: None
-    ) -> None:
-        assert norms is None, "not asked for"
+    def _report(self, progress: Progress, step: Outcome, rate: float, seconds: float, metrics: list[Metric]) -> None:
         self.events.append(("report", progress.step))
-        self.waits.append(waits)
+        self.waits.append({metric.name: metric.value for metric in metrics})
 
     def _train(self, batches: Any, rate: float, weight_decay: float) -> Outcome:
         assert weight_decay == self.config.optim.weight_decay
@@ -98,9 +127,6 @@ class FakeRun:
     @property
     def is_done(self) -> bool:
         return self.progress.step >= self.config.optim.train_iters
-
-    def completed_epoch(self, consumed_before: int) -> bool:
-        return self.progress.step in self.epoch_ends
 
     def train_batches(self) -> str:
         return f"from {self.progress.consumed_samples}"
@@ -112,21 +138,14 @@ class FakeRun:
         self.events.append(("ask", step))
         return self.verdicts.get(step, StopVerdict.CONTINUE)
 
-    def _evaluate(self, run: FakeRun, prefix: str, *, split: str = "valid") -> dict[str, float | None]:
-        self.events.append(("evaluate", prefix, split))
-        return self.evaluated
-
-    def _save(self, run: FakeRun, *, must_succeed: bool = False) -> None:
-        self.events.append(("save", run.progress.step, must_succeed))
-
 
 def one_step(step: int) -> list[Any]:
     return ["begin", ("train", f"from {8 * (step - 1)}", 1.0), ("report", step)]
 
 
 END = [
-    ("save", 3, True),
     "trained",
+    ("save", 3, True),
     ("evaluate", "the end of training for val data", "valid"),
     ("evaluate", "the end of training for test data", "test"),
 ]
@@ -171,25 +190,24 @@ def test_the_messages_of_a_step_are_those_since_it_began() -> None:
     run_to_end(run)
     assert run.events[run.events.index("time messages") + 1][0] == "train"
     (waits,) = run.waits
-    assert waits.communication_seconds == 0.75 and waits.transfer_seconds is None  # there is one stage
-    assert waits.data_seconds is not None and waits.memory_bytes is not None and waits.memory_bytes > 2**20
+    assert waits["communication_seconds"] == 0.75 and "transfer_seconds" not in waits  # there is one stage
+    assert waits["data_wait_seconds"] is not None and waits["memory_bytes"] > 2**20
     run = FakeRun(train_iters=1, eval_interval=100)
     run.mesh = ParallelMesh.at(standard_axes(2, pp=2), 0).timed_by(Clock(run))  # type: ignore[arg-type]
     run_to_end(run)
-    assert run.waits[0].transfer_seconds == 0.25
+    assert run.waits[0]["transfer_seconds"] == 0.25
     run = FakeRun(train_iters=1, eval_interval=100)
     run_to_end(run)
-    assert run.waits[0].communication_seconds is None  # one rank sends nothing
+    assert "communication_seconds" not in run.waits[0]  # one rank sends nothing
 
 
 def test_an_epoch_ends_with_an_evaluation_and_a_checkpoint_if_asked() -> None:
     for asked in (True, False):
         settings = {"eval_each_epoch": asked, "save_each_epoch": asked, "eval_interval": 100}
-        run = FakeRun(save="checkpoints", save_interval=100, **settings)
-        run.epoch_ends = {1}
+        run = FakeRun(save="checkpoints", save_interval=100, epoch_samples=16, **settings)
         assert run_to_end(run) is ExitCode.DONE
         seen = [event for event in run.events if event[0] in ("evaluate", "save")]
-        at_the_end = [("evaluate", "iteration 1", "valid"), ("save", 1, False)] if asked else []
+        at_the_end = [("evaluate", "iteration 2", "valid"), ("save", 2, False)] if asked else []
         assert seen == [*at_the_end, *(event for event in END if event != "trained")]
 
 
@@ -216,7 +234,7 @@ def test_a_stop_saves_and_returns_its_exit_code(
     run, message = FakeRun(), f"stopped by {verdict.name} at 1"
     run.verdicts[1] = verdict
     assert run_to_end(run) is code
-    assert run.events == [("started", 0), *one_step(1), ("ask", 1), ("save", 1, True), "trained", "flush"]
+    assert run.events == [("started", 0), *one_step(1), ("ask", 1), "trained", ("save", 1, True), "flush"]
     assert (run.stopping.verdict, run.stopping.reason) == (verdict, message)
     assert capsys.readouterr().out == f"{message}\n"
 
@@ -233,10 +251,6 @@ def test_a_finished_run_trains_no_more_steps() -> None:
     run.progress = Progress(3, 24, 240)
     assert run_to_end(run) is ExitCode.DONE
     assert run.events == [("started", 3), *END]
-
-
-def test_a_run_whose_start_the_kill_switch_prevented() -> None:
-    assert run_to_end(None) is ExitCode.DONE
 
 
 def test_evaluating_only() -> None:
@@ -309,7 +323,7 @@ def test_pending_metrics_are_reported_one_step_later_but_before_saving() -> None
         *("begin", "train", ("report", 1), "ask"),
         *("begin", "train", ("report", 2), ("report", 3), ("save", 3), "ask"),
         *("begin", "train", "ask"),
-        *(("report", 4), ("save", 4), "trained", "evaluate", "evaluate"),
+        *(("report", 4), "trained", ("save", 4), "evaluate", "evaluate"),
     ]
 
 

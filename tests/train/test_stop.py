@@ -106,7 +106,7 @@ def test_the_most_urgent_reason_applies(tmp_path: Path, signals: StopSignals) ->
     assert max(StopVerdict.INTERVAL, StopVerdict.DURATION, StopVerdict.SIGNAL) is StopVerdict.SIGNAL
 
 
-def agreed(verdicts: dict[int, StopVerdict], steps: range, in_flight: int = 0) -> dict[int, StopVerdict]:
+def agreed(verdicts: dict[int, StopVerdict], steps: range, in_flight: int = 0, last: int = 0) -> dict[int, StopVerdict]:
     """What all ranks, here one, decide after each step."""
     rules: Any = SimpleNamespace(
         verdict=lambda step: verdicts.get(step, StopVerdict.CONTINUE),
@@ -116,11 +116,16 @@ def agreed(verdicts: dict[int, StopVerdict], steps: range, in_flight: int = 0) -
     )
     stopping = Stopping(rules, ParallelMesh.single())
     stopping.steps_in_flight = in_flight
-    return {step: stopping.decide(step, has_failed_save=False) for step in steps}
+    return {step: stopping.decide(step, is_last=step == last) for step in steps}
 
 
 def test_the_verdict_of_one_rank_applies_to_all() -> None:
     assert agreed({4: StopVerdict.SIGNAL}, range(3, 5)) == {3: StopVerdict.CONTINUE, 4: StopVerdict.SIGNAL}
+
+
+def test_an_interval_that_names_the_last_step_stops_nothing() -> None:
+    for verdict, expected in ((StopVerdict.INTERVAL, StopVerdict.CONTINUE), (StopVerdict.SIGNAL, StopVerdict.SIGNAL)):
+        assert agreed({4: verdict}, range(4, 5), last=4) == {4: expected}
 
 
 def test_a_pending_verdict_takes_effect_one_step_later_and_an_interval_at_once() -> None:
@@ -134,4 +139,5 @@ def test_a_pending_verdict_takes_effect_one_step_later_and_an_interval_at_once()
 def test_a_failed_save_ends_the_run_unless_it_stops_for_another_reason() -> None:
     for own, expected in ((None, StopVerdict.FAILED_SAVE), ("/", StopVerdict.KILL_SWITCH)):
         stopping = Stopping(StopRules(StoppingConfig(kill_switch_path=own), StopSignals()), ParallelMesh.single())
-        assert stopping.decide(1, has_failed_save=True) is expected
+        stopping.request(StopVerdict.FAILED_SAVE)
+        assert stopping.decide(1) is expected

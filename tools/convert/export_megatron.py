@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(ExportFlags, words, prog="export_megatron.py", description=__doc__ or "")
 
-    from megatron.checkpoint.analysis.slices import OpenCheckpoint
+    from megatron.checkpoint.recovery import OpenCheckpoint
     from trident.convert.megatron_output.output_tensors import OutputRequest
     from trident.convert.megatron_output.torch_output import write_torch_layout
     from trident.convert.megatron_output.universal_output import write_universal

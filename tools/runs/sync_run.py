@@ -60,7 +60,7 @@ def _turns(every_seconds: int | None) -> Iterator[None]:
 
 
 def _copy(flags: SyncFlags) -> None:
-    from megatron.observe.run_copy import copy_run, place_of
+    from trident.checkpoints.run_copy import copy_run, place_of
 
     place = place_of(flags.to)
     copied = copy_run(Path(flags.run), place, log.line)

@@ -17,7 +17,6 @@ from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.parallel import RING
 from megatron.config.sections.pipelines import is_schedule_file
 from megatron.config.world import batch_sizes, world_problems
-from megatron.engine.memory.closed_form import state_bytes
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.division import Division
@@ -158,8 +157,8 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
         batch,
         weight_bytes,
         cluster,
-        block_state_bytes=state_bytes(request.optim, of_blocks=True),
-        end_state_bytes=state_bytes(request.optim, of_blocks=False),
+        block_state_bytes=request.optim.state_bytes(of_blocks=True),
+        end_state_bytes=request.optim.state_bytes(of_blocks=False),
         is_orthogonalized=request.optim.optimizer == MUON,
         offloads_optimizer=config.parallel.offloads_optimizer,
         head_share=config.head_share,

@@ -16,42 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.files.deepspeed_keys import CheckedSettings, check_settings
+from megatron.config.files.deepspeed_table import governing_flags
 from megatron.config.flags.command_line import value_from_file
 from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
 from megatron.files.settings import read_json
-
-# The settings of a DeepSpeed file that flags govern: path in the file -> "section.field".
-GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
-    {
-        ("train_micro_batch_size_per_gpu",): "optim.micro_batch_size",
-        ("train_batch_size",): "optim.global_batch_size",
-        ("gradient_clipping",): "optim.clip_grad",
-        ("zero_optimization", "stage"): "parallel.zero_stage",
-        ("fp16", "enabled"): "precision.fp16",
-        ("bf16", "enabled"): "precision.bf16",
-        ("bfloat16", "enabled"): "precision.bf16",
-        ("fp16", "loss_scale"): "precision.loss_scale",
-        ("fp16", "initial_scale_power"): "precision.initial_loss_scale",
-        ("fp16", "loss_scale_window"): "precision.loss_scale_window",
-        ("fp16", "min_loss_scale"): "precision.min_loss_scale",
-        ("fp16", "hysteresis"): "precision.hysteresis",
-        ("optimizer", "params", "lr"): "optim.lr",
-        ("optimizer", "params", "eps"): "optim.adam_eps",
-        ("optimizer", "params", "weight_decay"): "optim.weight_decay",
-        ("scheduler", "params", "warmup_max_lr"): "optim.lr",  # after the optimizer's, which it replaces
-        ("curriculum_learning", "enabled"): "optim.curriculum_learning",
-        ("curriculum_learning", "schedule_type"): "optim.curriculum_schedule",
-        ("curriculum_learning", "min_difficulty"): "optim.curriculum_min_length",
-        ("curriculum_learning", "max_difficulty"): "optim.curriculum_max_length",
-        ("curriculum_learning", "schedule_config", "total_curriculum_step"): "optim.curriculum_steps",
-        ("curriculum_learning", "schedule_config", "difficulty_step"): "optim.curriculum_length_step",
-        ("curriculum_learning", "schedule_config", "root_degree"): "optim.curriculum_root_degree",
-        ("curriculum_learning", "schedule_config", "difficulty"): "optim.curriculum_lengths",
-        ("curriculum_learning", "schedule_config", "max_step"): "optim.curriculum_max_steps",
-    }
-)
-
 
 # A section that says `"enabled": false` is not compared with flags, nor is anything else in it.
 _SWITCHES = frozenset({"fp16", "bf16", "bfloat16", "curriculum_learning"})
@@ -135,8 +104,9 @@ def governed_values(
     except ConfigError as failure:
         return DeepSpeedReading(problems=failure.problems)
     reading = DeepSpeedReading(problems=checked.problems, notices=checked.notices)
-    for place, destination in GOVERNED.items():
-        entry = _lookup(checked.settings, place)
+    destinations = {flag.positive_name: destination for destination, flag in flags.items()}
+    for place, name in governing_flags().items():
+        destination, entry = destinations[name], _lookup(checked.settings, place)
         if entry is None:
             if _is_present(checked.settings, place):
                 reading.broken.add(flags[destination].field)

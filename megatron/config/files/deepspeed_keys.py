@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.files.deepspeed_table import GOVERNED, IGNORED, KEYS, REFUSED, DeepSpeedKey, Range, as_text
+from megatron.config.files.deepspeed_table import DeepSpeedKey, Range, deepspeed_keys
 from megatron.config.flags.command_line import shown_value
+from megatron.config.flags.status_table import GOVERNED, IGNORED, REFUSED
 
 # A key may contain one typing error per this many letters, and always at least one.
 _LETTERS_PER_ERROR = 6
@@ -55,13 +56,14 @@ def check_settings(tree: Mapping[str, Any], name: str) -> CheckedSettings:
 
 def _check_section(section: Mapping[str, Any], prefix: str, name: str, checked: CheckedSettings) -> dict[str, Any]:
     kept: dict[str, Any] = {}
+    known = deepspeed_keys()
     for key, value in section.items():
         if key.startswith(("_", "/", "#")):
             continue
-        row = KEYS.get(prefix + key)
+        row = known.get(prefix + key)
         if row is None:
             _report_unknown(prefix + key, prefix, name, checked)
-        elif value is None or (value == "auto" and row.off != "auto"):
+        elif value in (None, "auto"):
             continue
         elif row.status in (IGNORED, REFUSED):
             _report_without_effect(row, value, name, checked)
@@ -81,10 +83,11 @@ def _check_section(section: Mapping[str, Any], prefix: str, name: str, checked: 
 
 def _check_inside(section: Mapping[str, Any], prefix: str, name: str, checked: CheckedSettings) -> dict[str, Any]:
     """What a section sets; if it is switched off, only that."""
-    is_disabled = section.get("enabled") is False and f"{prefix}enabled" in KEYS
-    if is_disabled or (section.get("device") == "none" and f"{prefix}device" in KEYS):
+    known = deepspeed_keys()
+    is_disabled = section.get("enabled") is False and f"{prefix}enabled" in known
+    if is_disabled or (section.get("device") == "none" and f"{prefix}device" in known):
         for key in section:
-            if not key.startswith(("_", "/", "#")) and prefix + key not in KEYS:
+            if not key.startswith(("_", "/", "#")) and prefix + key not in known:
                 _report_unknown(prefix + key, prefix, name, checked)
         return {"enabled": False} if is_disabled else {}
     return _check_section(section, prefix, name, checked)
@@ -95,7 +98,9 @@ def _report_unknown(key: str, prefix: str, name: str, checked: CheckedSettings) 
     if checked.unknown > _MOST_UNKNOWN:
         return
     shown = shown_value(key[:_LONGEST_KEY])[1:-1]
-    known = [one.removeprefix(prefix) for one in KEYS if one.startswith(prefix) and "." not in one[len(prefix) :]]
+    known = [
+        one.removeprefix(prefix) for one in deepspeed_keys() if one.startswith(prefix) and "." not in one[len(prefix) :]
+    ]
     meant = closest_key(key.removeprefix(prefix), known)
     hint = f'Did you mean "{prefix}{meant}"?' if meant else "DeepSpeed 0.19 reads no such key: remove it."
     checked.problems.append(f'{name}: "{shown}" is unknown. {hint}')
@@ -110,9 +115,9 @@ def _report_without_effect(row: DeepSpeedKey, value: Any, name: str, checked: Ch
         checked.problems.append(f'{name}: "{row.name}" cannot be set here: {row.reason}. Remove it from the file.')
 
 
-def _is_active(value: Any, off: Any) -> bool:
+def _is_active(value: Any, off: str) -> bool:
     """Whether an entry turns something on."""
-    if value is None or value is False or value in ("auto", "") or (off is not None and as_text(value) == as_text(off)):
+    if value is None or value is False or value in ("auto", "") or (off and _as_text(value) == off):
         return False
     if isinstance(value, Mapping):
         shared = value.get("shared_parameters")  # of a method of compression
@@ -121,6 +126,13 @@ def _is_active(value: Any, off: Any) -> bool:
             return False
         return any(_is_active(item, off) for key, item in value.items() if not key.startswith(("_", "/", "#")))
     return bool(value)
+
+
+def _as_text(value: Any) -> str:
+    """A value as JSON writes it, whatever kind of number it is; empty for a list or a section."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, (bool, int, str)) else ""
 
 
 def _checked_value(row: DeepSpeedKey, value: Any, name: str, checked: CheckedSettings) -> Any:

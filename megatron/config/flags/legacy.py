@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.config.flags.fields import Flag, FlagFacts
-from megatron.files.plain import read_plain_text
+from megatron.config.flags.status_table import IGNORED, StatusRow, read_status_table
 
-SUPPORTED = "supported"
-IGNORED = "ignored"
-REFUSED = "refused"
 IGNORING = "is accepted and ignored"
 TABLE = Path(__file__).with_name("legacy_flags.txt")
 _TYPES: Mapping[str, type] = types.MappingProxyType({"bool": bool, "int": int, "float": float, "str": str})
@@ -56,31 +53,19 @@ DEPRECATED: Mapping[str, str] = types.MappingProxyType(
 )
 
 
-def legacy_flags() -> dict[str, Legacy]:
-    """Every flag that is known but sets no field, by its destination `legacy.name`."""
-    return dict(_read_table())
-
-
 @functools.cache
-def _read_table() -> Mapping[str, Legacy]:
-    """The rows of the table: a line with a status and a reason, and below it the flags that it holds for."""
-    table, status, reason = dict[str, Legacy](), "", ""
-    for line in read_plain_text(TABLE).splitlines():
-        if line.startswith("  "):
-            entry = _entry(line.split(), status, reason)
-            table[f"legacy.{entry.flag.field}"] = entry
-        elif not line.startswith("#"):
-            status, _, reason = line.partition(": ")
-    return types.MappingProxyType(table)
+def legacy_flags() -> Mapping[str, Legacy]:
+    """Reads the table; every flag that is known but sets no field, by its destination `legacy.name`."""
+    entries = map(_entry, read_status_table(TABLE))
+    return types.MappingProxyType({f"legacy.{entry.flag.field}": entry for entry in entries})
 
 
-def _entry(words: Sequence[str], status: str, reason: str) -> Legacy:
-    (name, *spelled), type_name = words[0].split(","), words[1] if words[1:] else "bool"
+def _entry(row: StatusRow) -> Legacy:
+    (name, *spelled), type_name = row.name.split(","), row.words[0] if row.words else "bool"
     element = _TYPES[type_name.removesuffix("...")]
-    harmless = element(words[2]) if words[2:] else None
-    facts = FlagFacts(help=reason, spelled=tuple(spelled), numeric=True)
+    harmless = element(row.words[1]) if row.words[1:] else None
+    facts = FlagFacts(help=row.reason, spelled=tuple(spelled), numeric=True)
     default, is_tuple = False if element is bool else harmless, type_name.endswith("...")
     field = name.removeprefix("--").replace("-", "_")
-    return Legacy(
-        Flag(field, element, facts, default, required=False, is_tuple=is_tuple, count=None), status, reason, harmless
-    )
+    flag = Flag(field, element, facts, default, required=False, is_tuple=is_tuple, count=None)
+    return Legacy(flag, row.status, row.reason, harmless)

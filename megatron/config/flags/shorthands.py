@@ -69,35 +69,29 @@ def _value(node: ast.expr) -> int | tuple[int, ...]:
     Raises:
         ValueError: the expression is anything else, or too long.
     """
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        return tuple(_number(_value(item)) for item in node.elts)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(left, tuple) and isinstance(right, tuple) and isinstance(node.op, ast.Add):
-            return left + right
-        if isinstance(left, tuple) and isinstance(right, int) and isinstance(node.op, ast.Mult):
-            return _repeated(left, right)
+    match node:
+        case ast.Constant(value=number) if type(number) is int:
+            return number
+        case ast.List(elts=items):
+            entries = tuple(value for value in map(_value, items) if isinstance(value, int))
+            if len(entries) == len(items):
+                return entries
+        case ast.BinOp():
+            match node.op, _value(node.left), _value(node.right):
+                case ast.Add(), tuple() as left, tuple() as right:
+                    return left + right
+                case ast.Mult(), tuple() as left, int() as times if 0 <= len(left) * times <= _MOST_ENTRIES:
+                    return left * times
     raise ValueError("not a pattern")
-
-
-def _repeated(pattern: tuple[int, ...], times: int) -> tuple[int, ...]:
-    if 0 <= len(pattern) * times <= _MOST_ENTRIES:
-        return pattern * times
-    raise ValueError("too long")
-
-
-def _number(value: int | tuple[int, ...]) -> int:
-    if isinstance(value, int):
-        return value
-    raise ValueError("a list within a list")
 
 
 Values = Mapping[str, Any]
 
 _PREFIX = "shorthand."
 _MODEL = "model."
+_LLAMA3_SCALING: Mapping[str, float] = types.MappingProxyType(
+    {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
+)
 _GLU_ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
     {"geglu": "gelu", "reglu": "relu", "liglu": "linear", "swiglu": "silu"}
 )
@@ -116,12 +110,15 @@ class Meaning:
     defaults: Values = field(default_factory=dict)
 
 
+_MeaningOf = Callable[[Any, Values], Meaning]
+
+
 @dataclass(frozen=True)
 class Shorthand:
     """A flag and its meaning, a function of its value and of all known values of the model."""
 
     flag: Flag
-    meaning: Callable[[Any, Values], Meaning]
+    meaning: _MeaningOf
 
 
 def shorthand_flags() -> dict[str, Shorthand]:
@@ -222,11 +219,6 @@ def _rope_type(value: str, known: Values) -> Meaning:
     return Meaning({"rope_scaling_type": "yarn" if value == "yarn" else "none"}, stretch)
 
 
-def _use_rope_scaling(value: Any, known: Values) -> Meaning:
-    fixed = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
-    return Meaning({"rope_scaling_type": "llama3"}, fixed)
-
-
 def _window_size(words: tuple[str, ...], known: Values) -> Meaning:
     """Upstream does not count the token itself: (127, 0) is a window of 128."""
     parts = " ".join(words).strip("()[] ").replace(",", " ").split()
@@ -242,7 +234,7 @@ def _window_size(words: tuple[str, ...], known: Values) -> Meaning:
     return Meaning({"attention_window": None if left == -1 else left + 1})
 
 
-def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False, flipped: bool = False) -> Any:
+def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False, flipped: bool = False) -> _MeaningOf:
     """A meaning: N gives every N-th layer the entry `lone`; a list gives the entries themselves.
 
     Args:
@@ -318,103 +310,48 @@ def _interpolation(value: float, known: Values) -> Meaning:
     return Meaning({"rope_scaling_type": "linear", "rope_scaling_factor": value})
 
 
-def _always(values: Values, defaults: Values | None = None) -> Callable[[Any, Values], Meaning]:
+def _always(values: Values, defaults: Values | None = None) -> _MeaningOf:
     return lambda value, known: Meaning(values, defaults or {})
 
 
-def _flag(name: str, element: type, help: str, *, many: bool = False) -> Flag:
-    default = False if element is bool else None
-    return Flag(name, element, FlagFacts(help=help, once=many), default, required=False, is_tuple=many, count=None)
+def _row(name: str, element: type, meaning: _MeaningOf, help: str, *, many: bool = False) -> Shorthand:
+    facts, default = FlagFacts(help=help, once=many), False if element is bool else None
+    return Shorthand(Flag(name, element, facts, default, required=False, is_tuple=many, count=None), meaning)
 
 
 # In the order in which they are applied: --no-position-embedding depends on what earlier ones have set.
 _SHORTHANDS: tuple[Shorthand, ...] = (
-    Shorthand(
-        _flag("swiglu", bool, "silu and gated; the inner width is 8/3 x hidden size, down to a multiple of 64"), _swiglu
-    ),
-    Shorthand(
-        _flag(
-            "glu_activation",
-            str,
-            "gated with GELU (exact), ReLU, no activation or SiLU: "
-            "geglu, reglu, liglu, swiglu; the inner width stays 4 x hidden size",
-        ),
-        _glu_activation,
-    ),
-    Shorthand(
-        _flag("squared_relu", bool, "--activation-function squared_relu"),
-        _always({"activation_function": "squared_relu"}),
-    ),
-    Shorthand(
-        _flag("quick_geglu", bool, "--activation-function quick_gelu --gated-linear-unit"),
-        _always({"activation_function": "quick_gelu", "gated_linear_unit": True}),
-    ),
-    Shorthand(
-        _flag("disable_bias_linear", bool, "no biases, except with --add-qkv-bias; GELU is exact"),
-        _always({"add_bias_linear": False}, {"bias_gelu_fusion": False}),
-    ),
-    Shorthand(
-        _flag("group_query_attention", bool, "take --num-query-groups, or 1 if it is not given"),
-        _always({}, {"num_query_groups": 1}),
-    ),
-    Shorthand(
-        _flag("use_rotary_position_embeddings", bool, "--position-embedding-type rope"),
-        _always({"position_embedding_type": "rope"}),
-    ),
-    Shorthand(
-        _flag("no_position_embedding", bool, "no learned positions; rotary positions stay"), _no_position_embedding
-    ),
-    Shorthand(
-        _flag("use_rope_scaling", bool, "--rope-scaling-type llama3, made for a context of 8192"), _use_rope_scaling
-    ),
-    Shorthand(
-        _flag("rope_type", str, "rotation of latent attention: rope, or yarn with a context of 4096 that is stretched"),
-        _rope_type,
-    ),
-    Shorthand(
-        _flag("rotary_seq_len_interpolation_factor", float, "--rope-scaling-type linear and its factor"), _interpolation
-    ),
-    Shorthand(
-        _flag(
-            "no_rope_freq", str, "N: every N-th layer has no positions; or a list with 1 for those layers", many=True
-        ),
-        _every("--no-rope-freq", "rope_layer_pattern", 0, flipped=True),
-    ),
-    Shorthand(_flag("window_size", str, "L,0: a window of L tokens and the token itself", many=True), _window_size),
-    Shorthand(
-        _flag(
-            "window_attn_skip_freq",
-            str,
-            "N: every N-th layer attends to everything; or a list with 1 for windows",
-            many=True,
-        ),
-        _every("--window-attn-skip-freq", "attention_window_pattern", 0),
-    ),
-    Shorthand(
-        _flag(
-            "moe_layer_freq",
-            str,
-            "N: the first of every N layers has experts; or a list with 1 for those layers",
-            many=True,
-        ),
-        _every("--moe-layer-freq", "moe_layer_pattern", 1, lone_first=True),
-    ),
-    Shorthand(
-        _flag("expert_interval", int, "the last of every N layers has experts"),
-        _every("--expert-interval", "moe_layer_pattern", 1),
-    ),
-    Shorthand(
-        _flag("mock_data", bool, f"--data-path {MOCK_DATA}: random ids, the same in every layout, and no files"),
-        _always({"data.data_path": (MOCK_DATA,)}),
-    ),
-    Shorthand(_flag("topk", int, "--moe-router-topk; 1 with --moe-router-pre-softmax"), _topk),
-    Shorthand(_flag("mlp_type", str, "standard, or residual for --moe-residual with --moe-router-topk 1"), _mlp_type),
-    Shorthand(
-        _flag(
-            "moe_router_load_balancing_type",
-            str,
-            "aux_loss, seq_aux_loss or global_aux_loss for a --moe-aux-loss-scope, or none for --moe-aux-loss-coeff 0",
-        ),
-        _load_balancing,
-    ),
-)
+    _row("swiglu", bool, _swiglu, "silu and gated; the inner width is 8/3 x hidden size, down to a multiple of 64"),
+    _row("glu_activation", str, _glu_activation, "gated with GELU (exact), ReLU, no activation or SiLU: "
+         "geglu, reglu, liglu, swiglu; the inner width stays 4 x hidden size"),
+    _row("squared_relu", bool, _always({"activation_function": "squared_relu"}), "--activation-function squared_relu"),
+    _row("quick_geglu", bool, _always({"activation_function": "quick_gelu", "gated_linear_unit": True}),
+         "--activation-function quick_gelu --gated-linear-unit"),
+    _row("disable_bias_linear", bool, _always({"add_bias_linear": False}, {"bias_gelu_fusion": False}),
+         "no biases, except with --add-qkv-bias; GELU is exact"),
+    _row("group_query_attention", bool, _always({}, {"num_query_groups": 1}),
+         "take --num-query-groups, or 1 if it is not given"),
+    _row("use_rotary_position_embeddings", bool, _always({"position_embedding_type": "rope"}),
+         "--position-embedding-type rope"),
+    _row("no_position_embedding", bool, _no_position_embedding, "no learned positions; rotary positions stay"),
+    _row("use_rope_scaling", bool, _always({"rope_scaling_type": "llama3"}, _LLAMA3_SCALING),
+         "--rope-scaling-type llama3, made for a context of 8192"),
+    _row("rope_type", str, _rope_type,
+         "rotation of latent attention: rope, or yarn with a context of 4096 that is stretched"),
+    _row("rotary_seq_len_interpolation_factor", float, _interpolation, "--rope-scaling-type linear and its factor"),
+    _row("no_rope_freq", str, _every("--no-rope-freq", "rope_layer_pattern", 0, flipped=True),
+         "N: every N-th layer has no positions; or a list with 1 for those layers", many=True),
+    _row("window_size", str, _window_size, "L,0: a window of L tokens and the token itself", many=True),
+    _row("window_attn_skip_freq", str, _every("--window-attn-skip-freq", "attention_window_pattern", 0),
+         "N: every N-th layer attends to everything; or a list with 1 for windows", many=True),
+    _row("moe_layer_freq", str, _every("--moe-layer-freq", "moe_layer_pattern", 1, lone_first=True),
+         "N: the first of every N layers has experts; or a list with 1 for those layers", many=True),
+    _row("expert_interval", int, _every("--expert-interval", "moe_layer_pattern", 1),
+         "the last of every N layers has experts"),
+    _row("mock_data", bool, _always({"data.data_path": (MOCK_DATA,)}),
+         f"--data-path {MOCK_DATA}: random ids, the same in every layout, and no files"),
+    _row("topk", int, _topk, "--moe-router-topk; 1 with --moe-router-pre-softmax"),
+    _row("mlp_type", str, _mlp_type, "standard, or residual for --moe-residual with --moe-router-topk 1"),
+    _row("moe_router_load_balancing_type", str, _load_balancing,
+         "aux_loss, seq_aux_loss or global_aux_loss for a --moe-aux-loss-scope, or none for --moe-aux-loss-coeff 0"),
+)  # fmt: skip

@@ -8,6 +8,8 @@ from megatron.config.flags.fields import RUN_MUST_MATCH, SMALLEST_FLOAT32, flag
 from megatron.config.flags.section import ConfigSection
 
 OPTIMIZERS = (ADAM, MUON, LION, SGD, SCHEDULE_FREE) = ("adam", "muon", "lion", "sgd", "schedule-free")
+# Those whose state holds a mean of the iterates: the weights that are evaluated.
+AVERAGING = (SCHEDULE_FREE,)
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,14 @@ class OptimizerFields(ConfigSection):
     muon_dtype: str = flag(
         "float32", "dtype in which Muon's matrices are orthogonalised", choices=("float32", "bfloat16")
     )
+
+    def state_bytes(self, *, of_blocks: bool) -> int:
+        """Bytes that the optimizer keeps of an element, beside its fp32 weight: moments, and a mean of the weights.
+
+        The 8-bit moments of --use-bnb-optimizer count as those of AdamW.
+
+        Args:
+            of_blocks: whether the element is one of a matrix of a block, of which Muon has one moment.
+        """
+        moments = {ADAM: 2, SCHEDULE_FREE: 2, LION: 1, MUON: 1 if of_blocks else 2, SGD: int(self.sgd_momentum > 0)}
+        return 4 * (moments[self.optimizer] + (self.ema_decay is not None))

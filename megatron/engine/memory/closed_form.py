@@ -29,8 +29,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config.sections.optimizers import ADAM, LION, MUON, SCHEDULE_FREE, SGD, OptimizerFields
-
 
 @dataclass(frozen=True)
 class Amounts:
@@ -80,18 +78,6 @@ class Partitioning:
     offloaded_ratio: float = 1.0
 
 
-def state_bytes(optim: OptimizerFields, *, of_blocks: bool) -> int:
-    """Bytes that an optimizer keeps of an element, beside its fp32 weight: moments, and a mean of the weights.
-
-    The 8-bit moments of --use-bnb-optimizer count as those of AdamW.
-
-    Args:
-        of_blocks: whether the element is one of a matrix of a block, of which Muon has one moment.
-    """
-    moments = {ADAM: 2, SCHEDULE_FREE: 2, LION: 1, MUON: 1 if of_blocks else 2, SGD: int(optim.sgd_momentum > 0)}
-    return _FP32 * (moments[optim.optimizer] + (optim.ema_decay is not None))
-
-
 def predicted_bytes(
     groups: Sequence[Sequence[int]],
     how: Partitioning,
@@ -104,7 +90,7 @@ def predicted_bytes(
         groups: number of elements of each parameter, by group of the optimizer.
         how: the layout.
         ranks: over how many each group is divided; over `how.ranks` by default.
-        states: `state_bytes` of each group; those of AdamW by default.
+        states: `OptimizerFields.state_bytes` of each group; those of AdamW by default.
     """
     everything = sum(map(sum, groups))
     counts = [how.ranks] * len(groups) if ranks is None else ranks

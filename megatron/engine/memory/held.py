@@ -12,9 +12,8 @@ import torch
 from megatron.config.sections.optimizers import OptimizerFields
 from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
-from megatron.engine.memory.closed_form import Amounts, state_bytes
-from megatron.engine.optimizers.muon import is_orthogonalized
-from megatron.engine.tensor_parts import tensors_in
+from megatron.engine.memory.closed_form import Amounts
+from megatron.engine.tensor_parts import is_block_matrix, tensors_in
 from megatron.parallel.shard_spec import shard_spec_of
 
 
@@ -40,9 +39,9 @@ def parameter_groups(engine: Engine) -> list[list[int]]:
 
 
 def group_states(engine: Engine, optim: OptimizerFields) -> list[int]:
-    """Bytes that the optimizer keeps of an element of each of these groups, see `state_bytes`."""
+    """Bytes that the optimizer keeps of an element of each of these groups, see `OptimizerFields.state_bytes`."""
     groups = engine.view.groups()
-    return [state_bytes(optim, of_blocks=bool(group) and is_orthogonalized(group[0])) for group in groups]
+    return [optim.state_bytes(of_blocks=bool(group) and is_block_matrix(group[0])) for group in groups]
 
 
 def group_ranks(engine: Engine) -> list[int]:

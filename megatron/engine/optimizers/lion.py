@@ -5,10 +5,13 @@ Source: Chen et al., "Symbolic discovery of optimization algorithms", 2023 (arXi
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
 
+from megatron.engine.optimizers.plan import OptimizerPlan
+from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import gradients_unless_skipped, unless_skipped
 
 
@@ -47,3 +50,13 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, unless_skipped(skip, 1.0 - rate * group["weight_decay"], 1.0))
             torch._foreach_add_(parameters, directions)
             torch._foreach_lerp_(momenta, gradients, 1.0 - kept)
+
+
+class LionPlan(OptimizerPlan[Lion]):
+    """Lion."""
+
+    moments = types.MappingProxyType({"exp_avg": "exp_avg"})
+
+    def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> Lion:
+        """Lion for all groups."""
+        return Lion(groups, self.optim.lr or 0.0, (self.optim.lion_beta1, self.optim.lion_beta2))

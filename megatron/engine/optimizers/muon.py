@@ -13,16 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron.engine.optimizers.adam import adamw
 from megatron.engine.optimizers.orthogonalization import SCALES, orthogonalized
+from megatron.engine.optimizers.plan import ADAMS_MOMENTS, MOMENTUM, OptimizerPlan
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
-from megatron.engine.tensor_parts import MasterSlice
+from megatron.engine.tensor_parts import MasterSlice, is_block_matrix
+from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import can_skip, gradients_unless_skipped, unless_skipped, update
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_gather_json
+from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
 # The entry of a parameter group whose matrices are orthogonalised.
-IS_ORTHOGONAL = "is_orthogonal"
+_IS_ORTHOGONAL = "is_orthogonal"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,6 @@ class MuonSettings:
     dtype: torch.dtype = torch.float32
 
 
-def is_orthogonalized(parameter: nn.Parameter) -> bool:
-    """Whether Muon takes a parameter: the matrices of blocks, not embeddings, the head or vectors."""
-    return shard_spec_of(parameter).is_matrix and ".layers." in getattr(parameter, "global_name", "")
-
-
 class HeldMatrix(NamedTuple):
     """A matrix, and the part of it that this rank updates: from `offset` on in a flat tensor of the optimizer, which is
     None if it updates none.
@@ -66,14 +66,14 @@ class HeldMatrix(NamedTuple):
 def held_matrices(
     parameters: Iterable[nn.Parameter], slice_of: Callable[[nn.Parameter], MasterSlice | None], mesh: ParallelMesh
 ) -> list[HeldMatrix]:
-    """The matrices of this rank's layers, and where its optimizer has its parts of them; collective over the ranks that
+    """The matrices of blocks, and where this rank's optimizer has its parts of them; collective over the ranks that
     hold copies of a shard.
 
     Args:
         parameters: all that are trained.
         slice_of: the part of a parameter that this rank updates.
     """
-    chosen = [parameter for parameter in parameters if is_orthogonalized(parameter)]
+    chosen = [parameter for parameter in parameters if is_block_matrix(parameter)]
     slices = [slice_of(parameter) for parameter in chosen]
     by_axis: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
     for number, parameter in enumerate(chosen):
@@ -181,6 +181,49 @@ class Muon(torch.optim.Optimizer):
             each_matrix.replace(whole, each)
 
 
+class MuonPlan(OptimizerPlan[Muon]):
+    """Muon for the matrices of blocks, which are groups of their own, and AdamW for the rest."""
+
+    moments = ADAMS_MOMENTS
+    offload_refusal = (
+        "--optimizer muon cannot be combined with offload_optimizer in the --deepspeed_config file: the products "
+        "of its matrices are work for the device. Remove the entry; --zero-stage 2 divides the state."
+    )
+
+    def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """Which are orthogonalised."""
+        return {_IS_ORTHOGONAL: True} if is_block_matrix(parameter) else {}
+
+    def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> Muon:
+        """Muon, with AdamW for the groups that it leaves."""
+        optim = self.optim
+        others = [group for group in groups if not group.get(_IS_ORTHOGONAL)]
+        settings = MuonSettings(
+            momentum=optim.muon_momentum,
+            nesterov=optim.muon_nesterov,
+            coefficients=optim.muon_coefficient_type,
+            steps=optim.muon_num_ns_steps,
+            scale=optim.muon_scale_mode,
+            extra_scale=optim.muon_extra_scale_factor,
+            dtype=_DTYPES[optim.muon_dtype],
+        )
+        return Muon(groups, adamw(optim, others, implementation) if others else None, optim.lr or 0.0, settings)
+
+    def connect(
+        self,
+        optimizer: Muon,
+        trained: Iterable[nn.Parameter],
+        slice_of: Callable[[nn.Parameter], MasterSlice | None],
+        mesh: ParallelMesh,
+    ) -> None:
+        """Tells Muon which matrices its tensors hold parts of."""
+        optimizer.connect(held_matrices(trained, slice_of, mesh))
+
+    def moments_of(self, parameter: nn.Parameter) -> Mapping[Kind, str]:
+        """One of what is orthogonalised, and AdamW's."""
+        return MOMENTUM if is_block_matrix(parameter) else ADAMS_MOMENTS
+
+
 def _tensors_of(group: dict[str, Any]) -> list[torch.Tensor]:
     """The matrices of a group that have a gradient; none of a group for the other optimizer."""
-    return [tensor for tensor in group["params"] if tensor.grad is not None] if group.get(IS_ORTHOGONAL) else []
+    return [tensor for tensor in group["params"] if tensor.grad is not None] if group.get(_IS_ORTHOGONAL) else []

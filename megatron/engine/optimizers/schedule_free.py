@@ -19,12 +19,17 @@ is the rate without bias correction, and the second moment is corrected as in Ad
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from megatron.kernels.optimizer import unless_skipped
+from megatron.engine.optimizers.adam import scale_epsilon
+from megatron.engine.optimizers.averages import AveragedWeights
+from megatron.engine.optimizers.plan import OptimizerPlan
+from megatron.kernels.choice import Implementation
+from megatron.kernels.optimizer import count_updates, unless_skipped
 
 _LEAST = 1e-300  # where no rate was above 0, no iterate counts yet
 
@@ -119,8 +124,8 @@ class ScheduleFree(torch.optim.Optimizer):
         return state
 
 
-class IterateMeans:
-    """The means x of an optimizer, computed where they are asked for; see `AveragedWeights`, whose place they take.
+class IterateMeans(AveragedWeights):
+    """The means x of an optimizer, computed where they are asked for: nothing is kept of them.
 
     Args:
         masters: the tensors that the optimizer updates, flat or not.
@@ -163,3 +168,29 @@ class IterateMeans:
         self._trained = [master.detach().clone() for master in self._masters]
         for master in self._masters:
             master.view(-1).copy_(self.of(master, 0, master.numel()))
+
+
+class ScheduleFreePlan(OptimizerPlan[ScheduleFree]):
+    """Schedule-free AdamW, whose state has the means of its iterates."""
+
+    moments = types.MappingProxyType({"exp_avg": "distance", "exp_avg_sq": "exp_avg_sq"})
+
+    def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> ScheduleFree:
+        """Schedule-free AdamW for all groups."""
+        optim = self.optim
+        scale_epsilon(optim, groups)
+        betas = (optim.adam_beta1, optim.adam_beta2)
+        return ScheduleFree(groups, optim.lr or 0.0, betas, optim.schedule_free_weight_lr_power)
+
+    def averages(self, optimizer: ScheduleFree, masters: Sequence[torch.Tensor]) -> IterateMeans:
+        """The means of the iterates, which --ema-decay would repeat."""
+        return IterateMeans(optimizer, masters)
+
+    def weight_of(self, optimizer: ScheduleFree, learning_rate: float) -> float:
+        """What the iterate counts."""
+        return optimizer.weight_of(learning_rate)
+
+    def resume(self, optimizer: ScheduleFree, master: torch.Tensor, updates: int, weight: float) -> None:
+        """Sets also what the iterates count in their mean."""
+        count_updates(optimizer, master, updates)
+        optimizer.go_on_from(master, weight)

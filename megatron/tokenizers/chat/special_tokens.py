@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from megatron.errors import DataError, printable
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -35,14 +34,6 @@ def private_characters(texts: Sequence[str], count: int) -> list[str]:
     return chosen
 
 
-class TextPiece(NamedTuple):
-    """A stretch of a rendered text, [first, last): a special token, or text to be encoded by itself."""
-
-    first: int
-    last: int
-    token_id: int | None
-
-
 class SpecialTokens:
     """The special tokens of a tokenizer, and the encoding of texts that contain them.
 
@@ -63,23 +54,22 @@ class SpecialTokens:
         self.heads = _grouped((head[-1], head) for head, _ in parts)
         self._numbers = frozenset(self.ids.values())
 
-    def pieces(self, text: str, cuts: Iterable[int]) -> Iterator[TextPiece]:
+    def pieces(self, text: str, cuts: Iterable[int]) -> Iterator[tuple[int, int, int | None]]:
         """Divides a rendered text at its special tokens and at some places.
 
-        Args:
-            cuts: places where a piece must end.
+        Yields:
+            Where a piece begins and ends, and its id: None if it is no special token, but text to be encoded by itself.
         """
-        places = sorted({*cuts, len(text)})
-        position = 0
+        edges, position = sorted(cuts), 0
         for match in [*self.pattern.finditer(text), None]:
-            first = len(text) if match is None else match.start()
-            for cut in (*(place for place in places if position < place < first), first):
-                if position < cut:
-                    yield TextPiece(position, cut, None)
-                    position = cut
+            first, last = (len(text), len(text)) if match is None else match.span()
+            for edge in (*(edge for edge in edges if position < edge < first), first):
+                if position < edge:
+                    yield position, edge, None
+                    position = edge
             if match is not None:
-                yield TextPiece(match.start(), match.end(), self.ids[match[0]])
-                position = match.end()
+                yield first, last, self.ids[match[0]]
+                position = last
 
     def first_after(self, text: str, position: int, last: int) -> tuple[int, int] | None:
         """Where the first special token in a part of a text is."""

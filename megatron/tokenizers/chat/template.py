@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import hashlib
 import json
@@ -224,7 +225,7 @@ class _Conversation:
     ) -> None:
         _check_messages(messages)
         self._template = template
-        self._guard = guard = Guard(special, _contents(messages))
+        self._guard = guard = Guard(special, [value for message in messages for value in message.values()])
         self._messages = [
             {key: value if key == "role" else guard.applied(value) for key, value in message.items()}
             for message in messages
@@ -349,17 +350,11 @@ class _Conversation:
         """Ids of a rendered text and which of them are in an answer; nothing is encoded across the edge of one."""
         ids: list[int] = []
         is_answer: list[bool] = []
-        waiting = iter([*answers, (len(text), len(text))])
-        first, last = next(waiting)
-        for piece in self._special.pieces(text, [place for answer in answers for place in answer]):
-            while piece.first >= last < len(text):
-                first, last = next(waiting)
-            if piece.token_id is not None:
-                piece_ids = [piece.token_id]
-            else:
-                piece_ids = self._special.encode(text[piece.first : piece.last], self._guard.mark)
+        edges = [edge for answer in answers for edge in answer]
+        for first, last, token_id in self._special.pieces(text, edges):
+            piece_ids = self._special.encode(text[first:last], self._guard.mark) if token_id is None else [token_id]
             ids += piece_ids
-            is_answer += [first <= piece.first < last] * len(piece_ids)
+            is_answer += [bisect.bisect(edges, first) % 2 == 1] * len(piece_ids)
         return ids, is_answer
 
     def _unclear(self) -> ConfigError:
@@ -381,10 +376,6 @@ def _variables(messages: Sequence[Message], tokens: Mapping[str, str], add_gener
         "tools": None,
         "documents": None,
     }
-
-
-def _contents(messages: Sequence[Message]) -> list[str]:
-    return [value for message in messages for value in message.values()]
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

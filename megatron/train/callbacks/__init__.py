@@ -1,4 +1,5 @@
-"""What runs do besides training, one callback per file. A file says from the configuration whether a run has it.
+"""What runs do besides training their steps, one callback per file.
 
-`table.py` lists the callbacks in the order in which they are called.
+Every run reports its steps, evaluates and saves. Of the others, which `table.py` lists in the order in which they are
+called, each says from the configuration whether a run has it.
 """

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callback import Callback, CallbackSetup, Evaluation
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
-from megatron.train.validation import Evaluation
 
 
 class CollectingGarbage(Callback):

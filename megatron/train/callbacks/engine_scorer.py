@@ -82,7 +82,7 @@ class EngineScorer(NetworkScorer):
         """Scores with the network of a run as it is."""
         config = run.config
         batch_tokens = config.optim.micro_batch_size * config.data.seq_length
-        return cls(run.engine, config.model, batch_tokens, lambda: run.callbacks.entering(run, "evaluation"))
+        return cls(run.engine, config.model, batch_tokens, lambda: run.watch.enter("evaluation", run.progress.step))
 
     def rounds(self, queries: Sequence[Query]) -> list[list[list[int]]]:
         """Batches of one shape, enough of them in a round to fill the pipeline."""

@@ -14,10 +14,9 @@ from megatron.evaluation.tasks.tasks_file import read_tasks
 from megatron.parallel.agreement import run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callback import Callback, CallbackSetup, Evaluation
 from megatron.train.callbacks.engine_scorer import EngineScorer
 from megatron.train.run import Run
-from megatron.train.validation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class EvaluationTasks(Callback):
 
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         for task in self._tasks if evaluation.split == "valid" else ():
-            run.callbacks.entering(run, "evaluation")
+            run.watch.enter("evaluation", run.progress.step)
             run.report.task(run.progress, evaluation.prefix, task.run(EngineScorer.of(run)))
 
 

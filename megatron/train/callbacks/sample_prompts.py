@@ -16,10 +16,9 @@ from megatron.parallel.agreement import run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_prompt
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.callback import Callback, CallbackSetup
+from megatron.train.callback import Callback, CallbackSetup, Evaluation
 from megatron.train.callbacks.engine_scorer import EngineScorer
 from megatron.train.run import Run
-from megatron.train.validation import Evaluation
 
 MOST_PROMPTS = 64
 _MOST_BYTES = 1 << 20
@@ -55,7 +54,7 @@ class SamplePrompts(Callback):
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation.split != "valid":
             return
-        run.callbacks.entering(run, "evaluation")
+        run.watch.enter("evaluation", run.progress.step)
         prompts = self._prompts.texts
         texts = self._prompts.complete(EngineScorer.of(run), run.data.tokenizer)
         for prompt, text in zip(prompts, texts, strict=True):

@@ -1,4 +1,4 @@
-"""The callbacks that a run may have, in the order in which they are called."""
+"""The callbacks that the flags of a run may ask for, in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron.train.callbacks.numerics import PoisonedBatches, ReplicaCheck, Ski
 from megatron.train.callbacks.profiling import Profiling
 from megatron.train.callbacks.sample_prompts import SamplePrompts
 from megatron.train.callbacks.slowest_rank import SlowestRankReports
-from megatron.train.callbacks.start_record import StartRecord
 from megatron.train.callbacks.watching import Watching
 
 CALLBACK_CLASSES: tuple[type[Callback], ...] = (
@@ -30,7 +29,6 @@ CALLBACK_CLASSES: tuple[type[Callback], ...] = (
     ActivityReports,
     SlowestRankReports,
     Keeping,
-    StartRecord,
     CollectingGarbage,
 )
 

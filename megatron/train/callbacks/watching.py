@@ -21,13 +21,9 @@ class Watching(Callback):
 
     def opened(self, run: Run) -> None:
         run.engine.on_phase = self._watch.enter
-        self._watch.writes_beside = lambda: run.saves.is_writing
 
     def before_step(self, run: Run) -> None:
         self._watch.enter("data", run.progress.step + 1)
-
-    def entering(self, run: Run, phase: str) -> None:
-        self._watch.enter(phase, run.progress.step)
 
     def close(self, run: Run, error: BaseException | None) -> None:
         if error is None or not is_lost_peer(error):  # else the verdict says what this rank did when it lost the other

@@ -1,9 +1,9 @@
 """The starts and ends of a run, kept in its --save folder, so that each start knows how earlier ones ended.
 
-`history.jsonl` gets a line when the run starts, when it enters its training loop, and when it ends. Each is one write
-to the end of the file and is synced; a line that a crash left incomplete is ignored. A process that is killed writes
-none, so the step it is at is kept in `.run.step`, a few bytes that are overwritten at every step: not synced, they
-survive the process but not always the machine. The next start reads them and writes the missing line.
+`history.jsonl` gets a line when the run starts and when it ends. Each is one write to the end of the file and is
+synced; a line that a crash left incomplete is ignored. A process that is killed writes none, so the step it is at is
+kept in `.run.step`, a few bytes that are overwritten at every step: not synced, they survive the process but not always
+the machine. The next start reads them and writes the missing line.
 
 Nothing here may end a run: what the file system refuses is a warning, once.
 """
@@ -46,9 +46,8 @@ class Attempt:
         settings: a digest of what decides the outcome of a step: starts that differ in it are not comparable.
         passes: the steps before which a batch was passed over; one entry for each batch.
         at: date and time of the start, for people.
-        entered_loop: whether it reached the training loop.
         has_ended: whether its end is known.
-        step: the step it was training when it ended; None if unknown.
+        step: the step it was training when it ended; None if unknown, or if it did not come that far.
         code: its exit code; None if it was killed.
         text: the first line of its error.
         was_asked: whether the end was requested, by flags or by a signal, or was the end of training.
@@ -60,7 +59,6 @@ class Attempt:
     settings: str = ""
     passes: tuple[int, ...] = ()
     at: str = ""
-    entered_loop: bool = False
     has_ended: bool = False
     step: int | None = None
     code: int | None = None
@@ -69,7 +67,7 @@ class Attempt:
     blames_step: bool = False
 
     def __str__(self) -> str:
-        place = "before training" if not self.entered_loop else f"at iteration {self.step}"
+        place = "before training" if self.step is None else f"at iteration {self.step}"
         how = "killed without a message (by the system for lack of memory?)"
         if self.code is not None:
             how = f"exit code {self.code}" + (f": {self.text}" if self.text else "")
@@ -98,7 +96,7 @@ class RestartHistory:
         attempts = read_attempts(directory, run_id)
         if attempts and not attempts[-1].has_ended:
             killed = attempts[-1]
-            step = _marked_step(directory, killed.key) if killed.entered_loop else None
+            step = _marked_step(directory, killed.key)
             attempts[-1] = dataclasses.replace(killed, has_ended=True, step=step)
             self._append("end", killed.key, {"step": step, "code": None, "text": "", "asked": False})
         return attempts
@@ -119,8 +117,12 @@ class RestartHistory:
     def training_begins(self, step: int) -> None:
         """Records that training begins with a step; from here on an end counts."""
         if self._key and self._directory is not None:
-            self._append("loop", self._key, {"step": step})
-            self._open_marker(self._directory / STEP_NAME)
+            path = self._directory / STEP_NAME
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                self._marker = os.open(path, flags, 0o666)
+            except OSError as failure:
+                self._warn(path, failure)
         self.at(step)
         self._in_loop = True
 
@@ -195,13 +197,6 @@ class RestartHistory:
         except OSError as failure:
             self._warn(path, failure)
 
-    def _open_marker(self, path: Path) -> None:
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._marker = os.open(path, flags, 0o666)
-        except OSError as failure:
-            self._warn(path, failure)
-
     def _warn(self, path: Path, failure: OSError) -> None:
         if not self._warned:
             self._warned = True
@@ -228,29 +223,23 @@ def read_attempts(directory: Path, run_id: str) -> list[Attempt]:
 
 def _add(value: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
     """Adds the contents of a line; a line with a wrong entry is ignored."""
-    key, step = value.get("start"), value.get("step")
-    if not isinstance(key, str) or not (step is None or _is_count(step)):
-        return
-    if value.get("event") == "start":
-        resumed_step, passes = value.get("resumed_step"), value.get("passes")
-        if _is_count(resumed_step) and isinstance(passes, list) and all(map(_is_count, passes)):
-            settings, at = _shown(value.get("settings")), _shown(value.get("at"))
-            attempts[key] = Attempt(key, int(resumed_step or 0), settings, tuple(passes), at)
-    elif key not in attempts:
-        return
-    elif value.get("event") == "loop":
-        attempts[key] = dataclasses.replace(attempts[key], entered_loop=True)
-    elif value.get("event") == "end" and not attempts[key].has_ended:
-        code = value.get("code")
-        attempts[key] = dataclasses.replace(
-            attempts[key],
-            has_ended=True,
-            step=step,
-            code=code if _is_count(code) else None,
-            text=_shown(value.get("text")),
-            was_asked=value.get("asked") is True,
-            blames_step=value.get("blamed") is True,
-        )
+    match value:
+        case {"event": "start", "start": str(key), "resumed_step": step, "passes": list(passes)}:
+            if all(map(_is_count, (step, *passes))):
+                settings, at = _shown(value.get("settings")), _shown(value.get("at"))
+                attempts[key] = Attempt(key, step, settings, tuple(passes), at)
+        case {"event": "end", "start": str(key), "step": step} if key in attempts and not attempts[key].has_ended:
+            if step is None or _is_count(step):
+                code = value.get("code")
+                attempts[key] = dataclasses.replace(
+                    attempts[key],
+                    has_ended=True,
+                    step=step,
+                    code=code if _is_count(code) else None,
+                    text=_shown(value.get("text")),
+                    was_asked=value.get("asked") is True,
+                    blames_step=value.get("blamed") is True,
+                )
 
 
 def _last_lines(path: Path) -> list[bytes]:

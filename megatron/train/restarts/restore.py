@@ -21,7 +21,7 @@ from megatron.checkpoint.storage import DISK
 from megatron.config import LoadingConfig, OptimConfig, RunConfig
 from megatron.config.flags.paths import is_address
 from megatron.config.schedule import is_done
-from megatron.config.sections.optimizers import SCHEDULE_FREE
+from megatron.config.sections.optimizers import AVERAGING
 from megatron.config.sections.reporting import UPSTREAMS_STYLE
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
@@ -213,7 +213,7 @@ def check_tokenizer(loading: LoadingConfig, record: Record, tokenizer: Tokenizer
 def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> tuple[Record | None, Progress]:
     """Loads weights and optimizer state of the newest checkpoint that verifies; collective over the mesh.
 
-    Of a schedule-free optimizer whose state is left, the mean of its iterates is the weights.
+    Where the state of an optimizer is left that averages its iterates, their mean is the weights.
 
     Returns:
         the record of the loaded checkpoint (an older one if `saved` is damaged) and the progress at which training
@@ -232,7 +232,8 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
             "with --no-load-optim (the moments start from zero) or with --finetune."
         )
     source = _source(config, engine.mesh)
-    begins_with_means = not with_optimizer and _saved_optim(saved.record).get("optimizer") == SCHEDULE_FREE
+    optimizer = _saved_optim(saved.record).get("optimizer")
+    begins_with_means = not with_optimizer and optimizer in AVERAGING
     loaded = load_newest(
         source,
         lambda: wanted_pieces(engine, with_optimizer=with_optimizer, begins_with_means=begins_with_means),
@@ -248,9 +249,9 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
     restarts = loading.finetune and not with_optimizer
     refresh_weights(engine, updates, averaging_weight=weight, restarts_averages=restarts)
     if with_optimizer:
-        engine.restore_loss_scale(record.loss_scale)
+        engine.view.restore_loss_scale(record.loss_scale)
     if begins_with_means:
-        log.info(f"training begins with the mean of the iterates in {loaded.path} (--optimizer {SCHEDULE_FREE})")
+        log.info(f"training begins with the mean of the iterates in {loaded.path} (--optimizer {optimizer})")
     if loading.finetune:
         what = "weights and optimizer state" if with_optimizer else "weights"
         log.info(f"finetuning the {what} of {loaded.path} from iteration 0")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron.config.files.deepspeed_file import GOVERNED
 from megatron.config.files.deepspeed_keys import check_settings
-from megatron.config.files.deepspeed_table import GOVERNED as IS_GOVERNED
-from megatron.config.files.deepspeed_table import IGNORED, KEYS, REFUSED, SUPPORTED, key_table
+from megatron.config.files.deepspeed_table import deepspeed_keys, governing_flags
+from megatron.config.flags.status_table import GOVERNED, IGNORED, REFUSED, SUPPORTED
+from megatron.config.parse import field_flags
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "deepspeed_keys.txt"
+KEYS = deepspeed_keys()
 # The classes that describe a section, and where it stands in the file.
 MODELS = {
     "zero_optimization": ("runtime.zero.config", "DeepSpeedZeroConfig"),
@@ -42,16 +42,6 @@ _NO_KEYS = {"train", "eval", "predict", "encode", "params", "type", "legacy_fusi
 _NO_KEYS |= {"data_parallel_group", "global_rank"}
 
 
-def golden_text() -> str:
-    """The table of keys as the golden file shows it."""
-    rows = [(name, status, values or "-", reason or "-") for name, status, values, reason in key_table()]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "".join(
-        "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]) + "\n"
-        for row in rows
-    )
-
-
 def status_of(name: str) -> str | None:
     """The status of a key, or of the ignored or refused section that it stands in."""
     while name:
@@ -66,12 +56,6 @@ def status_of(name: str) -> str | None:
 def checked(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
     found = check_settings(tree, "ds.json")
     return found.settings, found.problems, found.notices
-
-
-def test_the_golden_list_of_keys() -> None:
-    assert GOLDEN.read_text(encoding="utf-8") == golden_text(), (
-        "run: python -m tests.config.golden.write_deepspeed_keys"
-    )
 
 
 def test_every_key_that_deepspeed_reads_has_a_status() -> None:
@@ -106,11 +90,11 @@ def test_every_key_that_deepspeed_reads_has_a_status() -> None:
     assert sorted(name for name in names - _NO_KEYS if status_of(name) is None) == []
 
 
-def test_the_flags_that_govern_keys_are_those_of_the_table() -> None:
-    named = {name for name, key in KEYS.items() if key.status == IS_GOVERNED} - {"gradient_accumulation_steps"}
-    named -= {name for name in named if name.startswith("bfloat16")}
-    assert named == {".".join(place) for place in GOVERNED if place[0] != "bfloat16"}
+def test_each_key_that_is_not_passed_on_has_a_flag_or_a_reason() -> None:
     assert all(key.reason for key in KEYS.values() if key.status != SUPPORTED)
+    assert all(key.values for key in KEYS.values() if key.status in (SUPPORTED, GOVERNED))
+    assert set(governing_flags().values()) <= {flag.positive_name for flag in field_flags().values()}
+    assert governing_flags()["bfloat16", "enabled"] == governing_flags()["bf16", "enabled"] == "--bf16"
 
 
 @pytest.mark.parametrize(
@@ -140,22 +124,12 @@ def test_unknown_keys_are_refused_in_every_section() -> None:
     assert len(problems) == 21 and problems[-1] == "ds.json: 9980 more keys are unknown. Is it the right file?"
 
 
+_SECTIONS = (
+    "amp", "progressive_layer_drop", "elasticity", "autotuning", "flops_profiler", "tensorboard", "wandb",
+    "csv_monitor", "torch_autocast", "hybrid_engine", "eigenvalue",
+)  # fmt: skip
 SWITCHED_OFF: list[dict[str, Any]] = [
-    {name: {"enabled": False, "anything": {"deep": [1, 2]}}}
-    for name in (
-        "amp",
-        "progressive_layer_drop",
-        "elasticity",
-        "autotuning",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "torch_autocast",
-        "hybrid_engine",
-        "eigenvalue",
-    )
-] + [
+    {name: {"enabled": False, "anything": {"deep": [1, 2]}} for name in _SECTIONS},
     {"sparse_gradients": False, "sparse_attention": None, "compression_training": {}, "optimizer": "auto"},
     {
         "compression_training": {
@@ -167,6 +141,7 @@ SWITCHED_OFF: list[dict[str, Any]] = [
     {"zero_optimization": {"compute_grad_norm": True, "load_from_fp32_weights": True, "elastic_checkpoint": False}},
     {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None, "profile": False}},
     {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1, "managed_gradient_accumulation": True},
+    {"pipeline": {"stages": "auto", "partition": "best"}, "zero_optimization": {"stage": "auto"}},
     {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}, "data_sampling": {"enabled": False}}},
 ]
 
@@ -242,14 +217,15 @@ def test_what_cannot_be_used_is_refused(tree: dict[str, Any], sentence: str) -> 
     assert notices == []
 
 
-@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.status in (IGNORED, REFUSED)])
-def test_each_key_without_effect_says_why(name: str) -> None:
-    tree: Any = {"enabled": True, "value": 7}
-    for part in reversed(name.split(".")):
-        tree = {part: tree}
-    settings, problems, notices = checked(tree)
-    said = problems if KEYS[name].status == REFUSED else notices
-    assert len(problems) + len(notices) == 1 and KEYS[name].reason in said[0] and not any(settings.values())
+def test_each_key_without_effect_says_why() -> None:
+    for name, key in KEYS.items():
+        tree: Any = {"enabled": True, "value": 7}
+        for part in reversed(name.split(".")):
+            tree = {part: tree}
+        if key.status in (IGNORED, REFUSED):
+            settings, problems, notices = checked(tree)
+            (said,) = problems if key.status == REFUSED else notices
+            assert len(problems) + len(notices) == 1 and key.reason in said and not any(settings.values()), name
 
 
 def test_supported_values_are_passed_on() -> None:

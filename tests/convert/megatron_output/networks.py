@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import read_tensors
-from megatron.checkpoint.analysis.slices import OpenCheckpoint
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.config.resolve import padded_vocab_size
 from megatron.parallel.pieces import Kind
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
-from tests.checkpoint.analysis.stored import save_checkpoint
+from tests.checkpoint.made.stored import save_checkpoint
 from tests.helpers.vocabulary import write_vocabulary
 from trident.convert.foreign import open_foreign
 from trident.convert.megatron_format.foreign_model import ForeignPieces

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.checkpoint import read_tensors
-from megatron.checkpoint.analysis.differences import compare
-from megatron.checkpoint.analysis.slices import OpenCheckpoint
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.errors import ConfigError, ConversionError
 from tests.convert.megatron_output.networks import BLOOM, GPT2, LLAMA, check_comes_back, write_network
 from tools.convert import export_megatron, import_megatron
+from trident.checkpoints.differences import compare
 from trident.convert.megatron_output.torch_output import write_torch_layout
 
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.checkpoint.analysis.differences import compare
-from megatron.checkpoint.analysis.slices import OpenCheckpoint
+from megatron.checkpoint.recovery import OpenCheckpoint
 from tests.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
 from tests.helpers.programs import forking_python
 from tests.helpers.tiny_run import write_tiny_corpus
 from tools.convert import import_megatron
+from trident.checkpoints.differences import compare
 
 ROOT = Path(__file__).resolve().parents[3]
 

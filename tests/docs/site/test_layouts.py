@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.site.layout_survey import AXES, problems_of, survey, words_of
 from docs.site.layouts import COMMAND, FEW, PAGE, PAIRS_TESTED_BY, REPLICAS, TESTED_BY, page, refused_on, yes_cells
-from megatron.config.support import AXES, problems_of, survey, words_of
 from tests.engine.pipeline import test_deepspeed_pipeline
 from tests.parity import test_parity
 from tests.parity.layouts import layout_flags

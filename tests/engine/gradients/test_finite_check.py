@@ -16,8 +16,8 @@ from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.errors import NumericsError
 from megatron.objective.base import ObjectiveResult
 from megatron.parallel.joining import open_mesh
+from megatron.train.callbacks.step_reports import check_numbers
 from megatron.train.start_up.engine_opening import build_engine
-from megatron.train.steps import check_numbers
 from tests.engine.engine_runs import BF16, CHUNKS, RECIPE
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches

@@ -13,7 +13,7 @@ import torch
 
 from megatron.engine.gradients.gradient_figures import NoiseEstimate
 from megatron.engine.gradients.gradient_owner import GradientOwner
-from megatron.engine.optimizers.muon import is_orthogonalized
+from megatron.engine.tensor_parts import is_block_matrix
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.start_up.engine_opening import build_engine
@@ -55,12 +55,13 @@ def measured(rank: int, runs: list[Layout]) -> list[Figures]:
         engine = build_engine(config, open_mesh(config.parallel))
         for step in (0, 1):
             result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), 1e-3)
-        norms, noise = result.gradient_norms, result.noise
-        assert norms is not None and noise is not None and result.loss is not None
+        value, prefix = result.metrics.value, "gradient_norms/"
+        norms = {name[len(prefix) :]: each.value for name, each in result.metrics.items() if name.startswith(prefix)}
         small, large = (
-            noise.signal + noise.noise / size for size in (RECIPE.micro_batch_size, RECIPE.global_batch_size)
+            value("gradient_signal") + value("gradient_noise") / size
+            for size in (RECIPE.micro_batch_size, RECIPE.global_batch_size)
         )
-        found.append(Figures(result.gradient_norm, dict(norms), result.zero_gradients, small, large))
+        found.append(Figures(result.gradient_norm, norms, value("gradient_zeros"), small, large))
     return found
 
 
@@ -87,7 +88,7 @@ def computed_of(extra: list[str]) -> Figures:
         del sums[1:]
         result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), 1e-3)
     squares: dict[str, float] = defaultdict(float)
-    chosen = [each for each in engine.parameters() if is_orthogonalized(each) and not shard_spec_of(each).summed_over]
+    chosen = [each for each in engine.parameters() if is_block_matrix(each) and not shard_spec_of(each).summed_over]
     matrices = {name for name in (each.global_name for each in chosen) if ".experts." not in name}  # type: ignore[attr-defined]
     total, small = sums[-1], 0.0
     for name, gradient in total.items():
@@ -100,7 +101,7 @@ def computed_of(extra: list[str]) -> Figures:
     norms = {layer: math.sqrt(squares[layer]) for layer in engine.layer_names}
     zeros = sum(int((gradient == 0).sum()) for gradient in total.values())
     assert zeros > 0 and count == 4
-    assert small > large > 0 and result.zero_gradients is None
+    assert small > large > 0 and not result.metrics
     return Figures(result.gradient_norm, norms, zeros, small, large)
 
 
@@ -142,7 +143,7 @@ def zeros(rank: int, runs: list[Layout]) -> list[int | None]:
         engine = build_engine(config, open_mesh(config.parallel))
         for step in (0, 1):
             result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), 1e-3)
-        counts.append(result.zero_gradients)
+        counts.append(result.metrics.value("gradient_zeros"))
     return counts
 
 

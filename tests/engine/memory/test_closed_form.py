@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import parse_flags
 from megatron.config.sections.optimizers import OptimizerFields
-from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes, state_bytes
+from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 
 # 100 elements in two groups; on 4 ranks a rank updates 20 + 5 of them
 GROUPS = [[30, 30, 20], [12, 8]]
@@ -46,7 +46,7 @@ def test_the_closed_form_gives_these_bytes(how: Partitioning, expected: Amounts)
     ],
 )
 def test_what_each_optimizer_keeps(words: tuple[str, ...], of_blocks: bool, expected: int) -> None:
-    assert state_bytes(parse_flags(OptimizerFields, words), of_blocks=of_blocks) == expected
+    assert parse_flags(OptimizerFields, words).state_bytes(of_blocks=of_blocks) == expected
 
 
 def test_groups_may_be_kept_differently() -> None:

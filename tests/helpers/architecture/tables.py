@@ -12,9 +12,9 @@ PACKAGE_PLACES = {
     "cuda_driver": 3,
     "host_memory": 3,
     "processor": 3,
+    "slurm": 3,
     "config": 4,
     "kernels": 5,
-    "launch": 5,
     "tokenizers": 6,
     "data": 7,
     "parallel": 9,
@@ -28,7 +28,7 @@ PACKAGE_PLACES = {
     "inference": 18,
 }
 # The packages of `trident/`, each of which imports `megatron` and no other of them; the trainer imports none.
-COMPANIONS = frozenset({"convert", "corpus", "dashboard", "plan", "serve"})
+COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "launch", "plan", "serve"})
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -86,14 +86,15 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "quantities",
         "routing",
         "metrics",
+        "names",
         "console",
         "destinations",
         ".",
-        "curves",
         "styles",
     ),
     "megatron.parallel": ("schedule", ".", "expert", "sequence", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
+    "megatron.model.blocks": ("dropout", "norm", "position", "attention_forms", "."),
     "megatron.checkpoint": (
         "object_storage",
         "storage",
@@ -103,7 +104,6 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "manifests",
         ".",
         "keeping",
-        "analysis",
     ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
     "megatron.engine": (
@@ -114,6 +114,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.inference": ("sampling", ".", "beams", "generation", "harness"),
     "trident.serve": ("requests", "execution", "."),
+    "trident.dashboard": (".", "curves"),
     "trident.plan": (".", "rehearsal"),
     "trident.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
@@ -131,7 +132,7 @@ HOMES = {
     "os.environ": (
         "megatron/device.py",
         "megatron/cuda_driver.py",
-        "megatron/launch/launching.py",
+        "trident/launch/launching.py",
         "megatron/parallel/joining.py",
         "megatron/parallel/rank_start.py",
     ),
@@ -207,7 +208,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "starlette": ("trident/serve/web.py",),
     "uvicorn": ("trident/serve/network.py",),
     "prometheus_client": ("trident/serve/metrics.py",),
-    "matplotlib": ("megatron/observe/curves/image.py",),
+    "matplotlib": ("trident/dashboard/curves/image.py",),
     "lm_eval": ("megatron/inference/harness.py",),
     "wandb": ("megatron/observe/destinations/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/destinations/tensorboard.py",),
@@ -221,7 +222,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "checkpoints", "objectives", "callback", "run", "run_data")),
+    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "callback", "run", "run_data")),
     *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
     "trident/plan/rehearsal/",
     "megatron/train/preflight/",
@@ -231,7 +232,8 @@ USES_RUN_CONFIG = (
     "megatron/engine/ds_config.py",
     "megatron/inference/loaded_model.py",  # a checkpoint holds the configuration of its run
     "megatron/train/callbacks/distillation.py",  # likewise
-    "megatron/train/callbacks/start_record.py",
+    "megatron/train/callbacks/saving.py",
+    "megatron/train/restarts/restart_policy.py",
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}

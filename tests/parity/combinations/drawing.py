@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from docs.site.layout_survey import AXES
 from megatron.config import Machine, RunConfig
 from megatron.config.sections.optimizers import LION, OPTIMIZERS
-from megatron.config.support import AXES
 from megatron.engine.ds_config import deepspeed_config
 from megatron.errors import ConfigError
 from tests.parity.layouts import layout_config

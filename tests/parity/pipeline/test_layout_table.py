@@ -12,9 +12,9 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from docs.site.layout_survey import AXES, words_of
 from docs.site.layouts import FEW, PAGE, yes_cells
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.config.support import AXES, words_of
 from megatron.data.loader import Batch, predicted_places
 from megatron.engine.engine import Engine
 from megatron.model.interface.network import draw_initial_values

@@ -40,8 +40,7 @@ from megatron.checkpoint import (
     save,
     verify,
 )
-from megatron.checkpoint.analysis.slices import OpenCheckpoint
-from megatron.checkpoint.analysis.summary import summarize, summary_lines
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import LaunchError, MegatronError, StorageError
 from megatron.parallel.mesh import ParallelMesh
@@ -50,6 +49,7 @@ from tests.checkpoint.made.fake_pieces import make_state, whole_sink
 from tests.checkpoint.made.records import make_record
 from tests.reliability.damage.hostile_payloads import NEWEST, PAYLOADS, Place
 from tests.reliability.fuzzing.fuzz import memory_peak, reset_peak
+from trident.checkpoints.summary import summarize, summary_lines
 
 MESH = ParallelMesh.single()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (24, 20), "b": (40,)}

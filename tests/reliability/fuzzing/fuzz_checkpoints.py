@@ -27,10 +27,8 @@ import torch
 
 from megatron import log
 from megatron.checkpoint import SaveOptions, load_newest, newest_record, read_tensors, save
-from megatron.checkpoint.analysis.slices import OpenCheckpoint
-from megatron.checkpoint.analysis.summary import summarize, summary_lines
 from megatron.checkpoint.record import Progress, Record
-from megatron.checkpoint.recovery import only_of_run
+from megatron.checkpoint.recovery import OpenCheckpoint, only_of_run
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
 from megatron.config.program_flags import laid_over
 from megatron.config.schedule import is_done, learning_rate, planned_samples
@@ -50,6 +48,7 @@ from tests.reliability.fuzzing.fuzz import main as run_fuzzer
 from tests.reliability.fuzzing.fuzz_stores import check, check_ids
 from tests.reliability.fuzzing.fuzz_targets import Target
 from tests.reliability.fuzzing.mutations import HOSTILE_JSON, JSON, Files
+from trident.checkpoints.summary import summarize, summary_lines
 
 MESH = ParallelMesh.single()
 STEP, BATCH = 3, 4

@@ -23,7 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.config.files.deepspeed_table import KEYS, Range, Values
+from megatron.config.files.deepspeed_table import Range, Values, deepspeed_keys
 from megatron.config.files.flag_files import preset_names, preset_path
 from megatron.data.formats.store_names import is_store_address
 from megatron.data.stores.address import StoreAddress
@@ -223,7 +223,8 @@ def deepspeed_entries(draw: Random, files: Files) -> Files:
     ((name, data),) = files.items()
     tree = json.loads(data)
     for _ in range(draw.choice((1, 2, 4, 8))):
-        key = KEYS[draw.choice(sorted(KEYS))]
+        keys = deepspeed_keys()
+        key = keys[draw.choice(sorted(keys))]
         *sections, last = key.name.split(".")
         holder = tree
         for section in sections:

@@ -29,9 +29,9 @@ from megatron import log
 from megatron.checkpoint.lock import LOCK_NAME
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.data.formats.indexed_writer import IndexedWriter
-from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.checkpoint.keeping.checkpoints import save_step
 from tests.checkpoint.made.fake_pieces import make_state
+from tests.checkpoint.made.stored import save_checkpoint
 from tests.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
 from tests.convert.megatron_output.networks import GPT2, write_network
 from tests.convert.tiny_models import write_tiny_model

@@ -14,8 +14,10 @@ import torch
 from examples.dsgpt2 import ds_trainer
 from megatron.data.stores import store_rows
 from megatron.observe.metrics_file import read_steps
-from megatron.train.steps import StepReports, TrainedStep
-from megatron.train.validation import Evaluator
+from megatron.train.callbacks.evaluator import Evaluator
+from megatron.train.callbacks.step_reports import StepReports
+from megatron.train.run import Run
+from megatron.train.steps import TrainedStep
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.seeds.dsgpt2.example import dsgpt2_example
 
@@ -68,7 +70,7 @@ def state_of(run: Any) -> dict[str, torch.Tensor]:
 
 def observe(rank: int, words: list[str], killed_at: int | None = None) -> Observed:
     """Trains on one rank; this process ends with SIGKILL after a step."""
-    read, evaluate, report = store_rows.StoreRows.read, Evaluator.evaluate, StepReports.add
+    read, evaluate, report = store_rows.StoreRows.read, Evaluator.evaluate, StepReports.after_step
     trained: set[int] = set()
     evaluated: set[int] = set()
     reading = [trained]
@@ -87,13 +89,13 @@ def observe(rank: int, words: list[str], killed_at: int | None = None) -> Observ
         untouched.append(before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before))
         return losses
 
-    def report_and_die(self: StepReports, step: TrainedStep) -> None:
-        report(self, step)
+    def report_and_die(self: StepReports, run: Run, step: TrainedStep) -> None:
+        report(self, run, step)
         if step.progress.step == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     store_rows.StoreRows.read = noted_read  # type: ignore[method-assign]
-    Evaluator.evaluate, StepReports.add = noted_evaluate, report_and_die  # type: ignore[method-assign,assignment]
+    Evaluator.evaluate, StepReports.after_step = noted_evaluate, report_and_die  # type: ignore[method-assign,assignment]
     return Observed(ds_trainer.main(words), trained, evaluated, untouched)
 
 

@@ -146,8 +146,8 @@ def test_nothing_of_the_teacher_is_trained(corpus: TinyCorpus, whole: Path, tmp_
     def weights(network: torch.nn.Module) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in network.parameters()]
 
-    with open_run(parse(student(corpus, tmp_path))) as run:
-        assert run is not None and isinstance(run.engine.objective, DistillationObjective)
+    with open_run(parse(student(corpus, tmp_path))) as (run, _):
+        assert isinstance(run.engine.objective, DistillationObjective)
         teacher = run.engine.objective.teacher
         assert teacher is not None
         before = weights(teacher.network), weights(run.engine.stack)

@@ -47,9 +47,9 @@ def test_an_end_in_training_is_kept_with_its_error(tmp_path: Path) -> None:
     (attempt,) = read_attempts(tmp_path, RUN)
     assert (attempt.resumed_step, attempt.settings, attempt.passes) == (4, "settings", (3,))
     assert (attempt.step, attempt.code, attempt.text) == (6, 77, "iteration 6: loss nan")
-    assert attempt.entered_loop and attempt.has_ended and attempt.blames_step and not attempt.was_asked
+    assert attempt.has_ended and attempt.blames_step and not attempt.was_asked
     assert str(attempt).endswith("from iteration 4, ended at iteration 6, exit code 77: iteration 6: loss nan")
-    assert [line["event"] for line in lines(tmp_path)] == ["start", "loop", "end"]
+    assert [line["event"] for line in lines(tmp_path)] == ["start", "end"]
 
 
 def test_the_step_of_another_error_is_the_one_in_progress(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_end_in_another_thread_arrives_through_the_log(tmp_path: Path) -> Non
 def test_the_step_of_a_killed_start_is_found(tmp_path: Path) -> None:
     train(begun(tmp_path), 5, 6)  # and no end
     (attempt,) = RestartHistory().open(tmp_path, RUN)
-    assert (attempt.step, attempt.code, attempt.entered_loop, attempt.was_asked) == (6, None, True, False)
+    assert (attempt.step, attempt.code, attempt.was_asked) == (6, None, False)
     assert "ended at iteration 6, killed without a message" in str(attempt)
     assert RestartHistory().open(tmp_path, RUN) == [attempt], "its end was written down"
 
@@ -123,7 +123,7 @@ def test_a_start_that_was_killed_before_training_has_no_step(tmp_path: Path) -> 
     RestartHistory().open(tmp_path, RUN)
     begun(tmp_path)
     attempts = RestartHistory().open(tmp_path, RUN)
-    assert [(attempt.entered_loop, attempt.step) for attempt in attempts] == [(True, 6), (False, None)]
+    assert [attempt.step for attempt in attempts] == [6, None]
     assert "ended before training" in str(attempts[-1])
 
 

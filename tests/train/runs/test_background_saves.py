@@ -20,7 +20,8 @@ import pytest
 from megatron import log
 from megatron.checkpoint.storage import Storage
 from megatron.errors import ConfigError, ExitCode
-from megatron.train import checkpoints, signals
+from megatron.train import signals
+from megatron.train.callbacks import saving
 from megatron.train.signals import StopSignals
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled
@@ -243,7 +244,7 @@ def test_whatever_ends_a_run_waits_for_the_save_and_saves_the_last_step(
 
 def with_little_memory(rank: int, flags: list[str]) -> tuple[int, str, str]:
     """Exit code and text of a run, and what it said."""
-    checkpoints.available_memory_bytes = lambda: 5000  # type: ignore[assignment]
+    saving.available_memory_bytes = lambda: 5000  # type: ignore[assignment]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         return *train_here(rank, flags), said.getvalue()
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.analysis.slices import CheckpointTensor, OpenCheckpoint
+from megatron.checkpoint.catalogue import CheckpointTensor
+from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.config import ModelConfig
 from megatron.config.layout import heads_problems, widths_problems
-from megatron.config.sections.optimizers import SCHEDULE_FREE
+from megatron.config.sections.optimizers import AVERAGING
 from megatron.errors import ConversionError, StorageError
 from megatron.files.replacing import write_new
 from megatron.parallel.pieces import Kind, PieceKey
@@ -86,7 +87,7 @@ class OurTensors:
                 f"{request.checkpoint.folder} does not hold the tensors of its own network: {', '.join(left[:5])}. Use "
                 "another checkpoint."
             )
-        has_moments = request.run.get("optimizer") != SCHEDULE_FREE and all(
+        has_moments = request.run.get("optimizer") not in AVERAGING and all(
             kind in tensor.kinds for tensor in stored.values() for kind in MOMENTS
         )
         return cls(request.checkpoint, rules, stored, has_moments and request.with_moments)

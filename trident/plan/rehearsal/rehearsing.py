@@ -15,10 +15,9 @@ import numpy as np
 from megatron import log
 from megatron.config import RunConfig
 from megatron.config.schedule import global_batch_size
-from megatron.config.sections.optimizers import SCHEDULE_FREE
+from megatron.config.sections.optimizers import AVERAGING
 from megatron.data.build import epoch_samples
 from megatron.data.sources.source import DataRequest
-from megatron.engine.memory.closed_form import state_bytes
 from megatron.errors import ConfigError, ExitCode
 from megatron.observe.quantities import short_bytes, short_count
 from megatron.parallel.mesh import requested_axes, requested_experts
@@ -148,8 +147,8 @@ def rehearsal_lines(rehearsal: Rehearsal, seconds: float) -> Iterator[str]:
         weights = short_bytes(program.parameters)
         sent = ", ".join(f"{number:,} {kind}" for kind, number in sorted(messages.items()))
         yield f"rank {program.rank}: {weights} of weights; messages of a step: {sent or 'none'}"
-    kinds = 1 + state_bytes(config.optim, of_blocks=True) // 4  # the weight, and what the optimizer keeps in fp32
-    kinds += config.optim.optimizer == SCHEDULE_FREE  # whose mean is made for a checkpoint
+    kinds = 1 + config.optim.state_bytes(of_blocks=True) // 4  # the weight, and what the optimizer keeps in fp32
+    kinds += config.optim.optimizer in AVERAGING  # whose mean is made for a checkpoint
     parameters = sum(math.prod(shape) for shape in rehearsal.pieces.shapes.values())
     boxes, saved = sum(len(boxes) for boxes in rehearsal.pieces.boxes.values()), programs.saved_pieces()
     yield (

@@ -25,13 +25,13 @@ from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum, Partial
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
-from megatron.engine.optimizers.muon import is_orthogonalized
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
-from megatron.engine.pipeline.chunks import Chunks, tied_weights
+from megatron.engine.pipeline.chunks import Chunks
 from megatron.engine.pipeline.executor import Executor
-from megatron.engine.stage_build import partial_parameters
+from megatron.engine.stage_build import partial_parameters, tied_weights
+from megatron.engine.tensor_parts import is_block_matrix
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import Axis, ParallelMesh, build_mesh, requested_axes, requested_experts
@@ -266,7 +266,7 @@ class _Walk:
         matrices = [
             DividedMatrix(shard_spec_of(each), shard_spec_of(each).replicas(self._mesh), self._ranges(group, place))
             for group in self._groups
-            if is_orthogonalized(group.parameters[0])
+            if is_block_matrix(group.parameters[0])
             for place, each in enumerate(group.parameters)
         ]
         for numbers, whole in WholeMatrices.buckets(matrices):
@@ -304,7 +304,7 @@ class _Walk:
         members: dict[tuple[bool, ...], list[nn.Parameter]] = {}
         for each in self._trained:
             is_tied = any(each is weight for weight, _ in self._tied)
-            is_orthogonal = self._has_matrices and is_orthogonalized(each)
+            is_orthogonal = self._has_matrices and is_block_matrix(each)
             key = not shard_spec_of(each).is_matrix, self._averaging.is_expert(each), is_orthogonal, is_tied
             members.setdefault(key, []).append(each)
         groups = []

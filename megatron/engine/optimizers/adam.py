@@ -1,0 +1,47 @@
+"""AdamW, of whichever implementation; other optimizers leave some of their parameters to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config import OptimConfig
+from megatron.engine.optimizers.plan import ADAMS_MOMENTS, OptimizerPlan
+from megatron.kernels.choice import Implementation
+from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw
+
+
+class AdamPlan(OptimizerPlan[torch.optim.Optimizer]):
+    """AdamW; with moments of 8 bits, embeddings are groups of their own, whose moments stay in float32."""
+
+    moments = ADAMS_MOMENTS
+
+    def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """Which of them keep moments in float32, if others have 8 bits."""
+        if not self.optim.use_bnb_optimizer:
+            return {}
+        return {"keeps_float32": getattr(parameter, "global_name", "").startswith("embedding.")}
+
+    def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+        """AdamW for all groups."""
+        return adamw(self.optim, groups, implementation)
+
+
+def adamw(optim: OptimConfig, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    """AdamW with the constants of a section."""
+    rate, betas = optim.lr or 0.0, (optim.adam_beta1, optim.adam_beta2)
+    scale_epsilon(optim, groups)
+    if optim.use_bnb_optimizer:
+        return build_eight_bit_adamw(groups, lr=rate, betas=betas)
+    return build_adamw(groups, lr=rate, betas=betas, implementation=implementation)
+
+
+def scale_epsilon(optim: OptimConfig, groups: list[dict[str, Any]]) -> None:
+    """Gives groups Adam's epsilon, with the factor of their learning rate: gradients are as small as the rate they call
+    for.
+    """
+    for group in groups:
+        group["eps"] = optim.adam_eps * group["lr_multiplier"]

@@ -1,0 +1,156 @@
+"""The mean of several checkpoints' weights, as a checkpoint of weights only."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.keeping.copying import point_to_newest
+from megatron.checkpoint.lock import CheckpointLock
+from megatron.checkpoint.publish import sweep_at_start
+from megatron.checkpoint.record import Record
+from megatron.checkpoint.recovery import OpenCheckpoint, find
+from megatron.checkpoint.saving import write_snapshot
+from megatron.checkpoint.snapshot import Snapshot
+from megatron.checkpoint.storage import DISK
+from megatron.config.resume import architecture_differences
+from megatron.errors import CheckpointError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import PieceKey
+from trident.checkpoints.slices import batches
+
+
+@dataclass(frozen=True)
+class WeightedCheckpoint:
+    """A checkpoint and how much it counts; only the ratios of coefficients matter."""
+
+    checkpoint: OpenCheckpoint
+    coefficient: float = 1.0
+
+
+def average(shares: Sequence[WeightedCheckpoint], directory: Path) -> Path:
+    """Writes the mean of the weights as a checkpoint in a directory and returns its folder.
+
+    fp32 masters are averaged where they are stored, sums are made in float64, and the mean is stored in float32. The
+    record is the newest checkpoint's, without optimizer state. Memory is constant.
+
+    Raises:
+        LaunchError: a run saves to the directory.
+        CheckpointError: the checkpoints hold different networks, names the fields; or the directory holds checkpoints.
+        DamagedError: the bytes of a checkpoint are not those that were written.
+        StorageError: the file system refused.
+    """
+    for share in shares[1:]:
+        _check_fits(shares[0].checkpoint, share.checkpoint)
+    mesh = ParallelMesh.single()
+    with CheckpointLock(directory, mesh):
+        return _write_mean(shares, directory, mesh)
+
+
+def _write_mean(shares: Sequence[WeightedCheckpoint], directory: Path, mesh: ParallelMesh) -> Path:
+    """Writes the mean into a folder that no run uses."""
+    present = find(directory)
+    if present:  # perhaps by the same command, which was killed before it had finished the folder
+        sweep_at_start(directory, mesh)
+        point_to_newest(directory, secrets.token_hex(8), DISK)
+        raise CheckpointError(
+            f"{directory} holds checkpoints already ({present[0].path.name}), and nothing is overwritten. Give --save "
+            "another folder."
+        )
+    newest = max((share.checkpoint for share in shares), key=lambda checkpoint: checkpoint.manifest.step)
+    pieces = AveragedPieces(tuple(shares))
+    record = {**_weights_only(newest.record).to_json(), "averaged": _origin(shares)}
+    return write_snapshot(directory, newest.manifest.step, pieces.snapshot(), record, mesh)
+
+
+@dataclass(frozen=True)
+class AveragedPieces:
+    """The mean as pieces for the checkpoint writer, computed slice by slice when they are asked for."""
+
+    shares: tuple[WeightedCheckpoint, ...]
+
+    def snapshot(self) -> Snapshot:
+        """What the checkpoint writer needs: the list of pieces, and their values."""
+        return Snapshot(tuple((key, "F32") for batch in self._batches() for key in batch), self)
+
+    def __iter__(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
+        total = sum(share.coefficient for share in self.shares)
+        for batch in self._batches():
+            sums = [torch.zeros(key.numel, dtype=torch.float64) for key in batch]
+            for share in self.shares:
+                for mean, values in zip(sums, share.checkpoint.read(batch), strict=True):
+                    mean.add_(values.double(), alpha=share.coefficient / total)
+            for key, mean in zip(batch, sums, strict=True):
+                yield key, mean.float()
+
+    def _batches(self) -> Iterator[list[PieceKey]]:
+        tensors = self.shares[0].checkpoint.tensors()
+        return batches((name, "weight", tensor.shape) for name, tensor in tensors.items())
+
+
+def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
+    """Checks that two checkpoints hold the same network and were trained with the same tokenizer."""
+    changed = [
+        f"{field} is {one} and {two}"
+        for field, one, two in architecture_differences(first.record.config, other.record.config)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{first.folder} and {other.folder} hold different networks: {'; '.join(changed)}. Only checkpoints of one "
+            "network have a mean."
+        )
+    one, two = first.record.tokenizer, other.record.tokenizer
+    if not one.is_of(two):
+        differing = one.differences(two)
+        raise CheckpointError(
+            f"{first.folder} and {other.folder} were trained with different tokenizers: {one.name} with "
+            f"{one.vocab_size} tokens, fingerprint {str(one.fingerprint)[:12]}, and {two.name} with {two.vocab_size}, "
+            f"{str(two.fingerprint)[:12]}{f' ({differing})' if differing else ''}. The rows of their embeddings mean "
+            "different words."
+        )
+    ours, theirs = first.tensors(), other.tensors()
+    left = sorted(set(ours) ^ set(theirs))
+    if left:
+        raise CheckpointError(
+            f"{first.folder} and {other.folder} hold different tensors: {', '.join(left[:5])} only in one of them. "
+            "Only checkpoints of one network have a mean."
+        )
+
+
+def _weights_only(record: Record) -> Record:
+    """The record of a checkpoint with the same progress and no optimizer state, which belongs to no run."""
+    sections = [name for name, entries in record.config.items() if _knows_saving(entries)] or ["saving"]
+    changed = {name: {**record.config.get(name, {}), "no_save_optim": True} for name in sections}
+    config: dict[str, Any] = {**record.config, **changed}
+    return dataclasses.replace(
+        record,
+        config=config,
+        optimizer_updates=0,
+        loss_scale={},
+        run_id="",
+        finetuned_from={},
+        family=record.first_family,
+    )
+
+
+def _knows_saving(entries: Any) -> bool:
+    """Whether a section of a stored configuration is the one that says what is saved."""
+    return isinstance(entries, Mapping) and "no_save_optim" in entries
+
+
+def _origin(shares: Sequence[WeightedCheckpoint]) -> list[dict[str, Any]]:
+    total = sum(share.coefficient for share in shares)
+    return [
+        {
+            "path": str(share.checkpoint.folder),
+            "step": share.checkpoint.manifest.step,
+            "coefficient": share.coefficient / total,
+        }
+        for share in shares
+    ]
