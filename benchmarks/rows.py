@@ -31,10 +31,11 @@ from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter
-from megatron.data.formats.parquet_windows import WindowFacts, Windows, WindowWriter
+from megatron.data.formats.parquet_windows import WindowFacts, Windows
 from megatron.data.sources.source import DataRequest
 from megatron.tokenizers.encoders.fast_encoder import resident_bytes
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from trident.corpus.featurize.window_writer import WindowWriter
 
 _PIECE_CHARACTERS = 800
 

@@ -7,8 +7,8 @@ with its number.
 begins with the warnings since `keep_warnings`. A copy that cannot be written ends nothing; nor, after `make_optional`,
 do the standard streams.
 Characters that steer a terminal, which a text from a file may hold, are written as escapes.
-`open_status` reserves the last line of a terminal for a text that changes, such as a progress bar; messages appear
-above it.
+`open_status` and `status_line` reserve the last line of a terminal for a text that changes, such as a progress bar;
+messages appear above it.
 `exit_with` ends a program, and `end_process` ends it from a thread; both first show the error that was the reason. A
 program whose reader went away (`program | head`) ends without a word, as one that SIGPIPE ends.
 """
@@ -38,6 +38,7 @@ FailureListener = Callable[[int, str], bool]
 
 # How long another rank than 0 waits before it shows an error that all ranks may have: the launcher ends it meanwhile.
 _FIRST_RANK_SECONDS = 2.0
+_AGAIN_SECONDS = 0.05
 _SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 2.0, 60.0
 
 # Control characters other than tab and line feed, marks that reverse the direction of writing, and lone surrogates,
@@ -126,9 +127,7 @@ def keep_warnings() -> None:
 
 
 def copy_to(path: str | os.PathLike[str] | None) -> None:
-    """Also appends all later messages, and the warnings that were kept, to a file; None stops that. For one rank
-    only.
-    """
+    """Also appends later messages, and the warnings that were kept, to a file; None stops that. For one rank only."""
     if _OUTPUT.copy is not None:
         _OUTPUT.copy.close()
     _OUTPUT.copy = None if path is None else LogCopy(path)
@@ -188,6 +187,20 @@ def status(text: str) -> None:
     if _OUTPUT.status is not None and _OUTPUT.status.is_own:
         _OUTPUT.status.text = text
         _OUTPUT.status.draw()
+
+
+def status_line() -> Callable[[str], None] | None:
+    """Draws a last line on the terminal, none if its text is empty; None where standard error is no terminal."""
+    return _draw_status if is_terminal("stderr") else None
+
+
+def _draw_status(text: str) -> None:
+    if text:
+        _OUTPUT.status = _OUTPUT.status or _Status(is_own=True, took_lines=False)
+        status(text)
+    elif _OUTPUT.status is not None:
+        _OUTPUT.status.erase()
+        _OUTPUT.status = None
 
 
 def close_status() -> None:
@@ -292,20 +305,10 @@ def takes_unicode(name: str) -> bool:
     return (getattr(sys, name).encoding or "").lower().startswith("utf")
 
 
-def terminal_writer() -> Callable[[str], object] | None:
-    """A function that writes text unchanged, for a line that is redrawn; None where standard error is no terminal."""
-    if not sys.stderr.isatty():
-        return None
-    return lambda text: os.write(sys.stderr.fileno(), text.encode())
-
-
 def interrupt_on_sigterm() -> None:
     """Handles SIGTERM like Ctrl-C, so that a program cleans up before it ends."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGALRM, _interrupt)
-
-
-_AGAIN_SECONDS = 0.05
 
 
 class _Terminated(KeyboardInterrupt):

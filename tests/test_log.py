@@ -321,6 +321,22 @@ def test_messages_appear_above_the_last_line(copy: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("no_status")
+def test_a_job_draws_a_last_line_and_removes_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert log.status_line() is None
+    monkeypatch.setattr(log, "is_terminal", lambda name: name == "stderr")
+    draw = log.status_line()
+    assert draw is not None
+    draw("10 %")
+    log.warning("careful")
+    draw("")
+    draw("")
+    log.info("after")
+    assert capsys.readouterr().err == f"{ERASE}10 %{ERASE}warning: careful\n{ERASE}10 %{ERASE}after\n"
+
+
+@pytest.mark.usefixtures("no_status")
 def test_an_error_removes_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     log.open_status(with_lines=False)
     log.status("10 %")

@@ -36,7 +36,8 @@ from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import CheckpointError, ConfigError, ExitCode, LaunchError, StorageError, printable
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.keeping.listing import ListedCheckpoint, ManifestSummary
+    from megatron.checkpoint.keeping.summaries import ManifestSummary
+    from trident.checkpoints.listing import ListedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _list(flags: ListFlags) -> int:
     from megatron.checkpoint import find
-    from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.storage import DISK
+    from trident.checkpoints.listing import entries_in
     from trident.checkpoints.summary import table
 
     directory = Path(flags.load)
@@ -276,11 +277,11 @@ def _folders(flags: AverageFlags) -> list[Path]:
 
 
 def _prune(flags: PruneFlags) -> int:
-    from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.keeping.retention import KeepRules, Retention
     from megatron.checkpoint.publish import sweep
     from megatron.checkpoint.storage import DISK
     from megatron.train.restarts.identity import identity_of
+    from trident.checkpoints.listing import entries_in
 
     directory = Path(flags.load)
     if directory in _checkpoints(directory):

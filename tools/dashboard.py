@@ -84,9 +84,9 @@ def open_server(folders: Sequence[str], port: int) -> DashboardServer:
 
 def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """The checkpoints of a folder with their state; none if the folder does not exist or cannot be read."""
-    from megatron.checkpoint.keeping.listing import entries_in
     from megatron.checkpoint.storage import Storage
     from megatron.errors import StorageError
+    from trident.checkpoints.listing import entries_in
 
     if not os.path.isdir(folder):
         return []

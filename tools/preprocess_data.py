@@ -152,7 +152,7 @@ def run(flags: PreprocessFlags) -> int:
     if shard is not None or flags.partitions > 1:
         shares = divide(files, flags.partitions, shard, separator, flags.json_keys)
         inputs = [part for share in shares for part in share]
-    progress = ProgressLine(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(inputs), flags.log_interval, log.info, log.status_line())
     try:
         if flags.partitions > 1:
             result = preprocess_in_parts(shares, prefix, options, flags.workers, progress)

@@ -139,7 +139,7 @@ def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     inputs = expand_inputs(flags.input, separator)
     size = total_bytes(inputs)
     share = flags.sample if flags.megabytes is None or not size else min(1.0, flags.megabytes * 1e6 / size)
-    progress = ProgressLine(size, 10_000, log.info, sys.stderr.write if sys.stderr.isatty() else None)
+    progress = ProgressLine(size, 10_000, log.info, log.status_line())
     texts = texts_of(inputs, flags.json_keys, share, flags.on_bad_line == "skip", progress, separator)
     watched = _until_read(texts, progress, flags.model_type)
     return watched if flags.max_documents is None else drawn_texts(watched, flags.max_documents, flags.seed)

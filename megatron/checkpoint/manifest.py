@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.manifests.contents import Manifest
+from megatron.checkpoint.manifests.reading import read_values
 from megatron.checkpoint.manifests.texts import SEAL_BYTES, digest_in, parsed, read_whole
-from megatron.checkpoint.manifests.version_2 import FORMAT, FORMAT_VERSION, read_version_2
+from megatron.checkpoint.manifests.writing import FORMAT, FORMAT_VERSION
 from megatron.checkpoint.storage import DISK, Storage, read_tail, unreadable
 from megatron.errors import CheckpointError, DamagedError, MegatronError, StorageError, printable
 
@@ -128,4 +129,4 @@ def _checked(path: Path, text: bytes | bytearray, digest: str, storage: Storage)
             f"{path} has format_version {printable(version)}; this program reads {FORMAT_VERSION}. "
             "Read it with the program version that wrote it."
         )
-    return read_version_2(path, values, digest, storage)
+    return read_values(path, values, digest, storage)

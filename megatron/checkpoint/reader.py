@@ -24,7 +24,7 @@ from megatron.checkpoint.checks import LENGTH_BYTES, HeaderEntry, first_not_fini
 from megatron.checkpoint.layout import Copies, Integers, plan_piece, whole
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.manifests.contents import Manifest, StoredFile
-from megatron.checkpoint.manifests.version_2 import read_index
+from megatron.checkpoint.manifests.reading import read_index
 from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
 from megatron.checkpoint.storage import DISK, Storage, read_range, unreadable
 from megatron.errors import CheckpointError, DamagedError

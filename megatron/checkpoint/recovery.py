@@ -410,7 +410,6 @@ class OpenCheckpoint:
         return cls(newest.path, newest.manifest, Record.from_json(newest.record, newest.path))
 
     def tensors(self) -> dict[str, CheckpointTensor]:
-        """All tensors by name, in the order of the files."""
         return self.manifest.catalogue.tensors()
 
     def read(self, keys: Sequence[PieceKey]) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name, read_manifest
 from megatron.checkpoint.manifests.compaction import FileDescription, compact, describe
 from megatron.checkpoint.manifests.contents import StoredFile
-from megatron.checkpoint.manifests.version_2 import FORMAT, FORMAT_VERSION, manifest_texts, record_text
+from megatron.checkpoint.manifests.writing import FORMAT, FORMAT_VERSION, manifest_texts, record_text
 from megatron.checkpoint.publish import discard, open_temporary, publish, temporary_folder, write_hint
 from megatron.checkpoint.snapshot import Pieces, Snapshot, piece_name, take_snapshot
 from megatron.checkpoint.storage import Storage, append, cannot_write, write_file, writing
@@ -430,7 +430,6 @@ class _HashingFile:
         return self._chunk_bytes - self._filled
 
     def write(self, content: memoryview) -> None:
-        """Writes and hashes bytes."""
         while len(content):
             part = content[: self.room_bytes()]
             self._hash_and_write(part)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,11 +172,20 @@ class RequestDraft:
         return {name: getattr(self, name) for name in ("provenance", "notices", "ignored", "program")}
 
 
-def field_flags() -> dict[str, Flag]:
+@functools.cache
+def field_flags() -> Mapping[str, Flag]:
     """Every flag that sets a field, by its destination "section.field"."""
-    return {
-        f"{section}.{flag.field}": flag for section, cls in sections_of(RunRequest).items() for flag in flags_of(cls)
-    }
+    sections = sections_of(RunRequest).items()
+    return types.MappingProxyType(
+        {f"{section}.{flag.field}": flag for section, cls in sections for flag in flags_of(cls)}
+    )
+
+
+@functools.cache
+def known_flags() -> Mapping[str, Flag]:
+    """Every flag of the trainer by its destination: those that set a field, shorthands, and those without effect."""
+    others = {name: entry.flag for table in (shorthand_flags(), legacy_flags()) for name, entry in table.items()}
+    return types.MappingProxyType({**field_flags(), **others})
 
 
 def parse(
@@ -207,11 +217,10 @@ def read_flags(
     Raises:
         ConfigError: a file of flags cannot be read.
     """
-    own, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
-    flags = {**own, **{name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}}
-    groups = help_groups(own, shorthands)
+    own, flags, legacy = field_flags(), known_flags(), legacy_flags()
+    groups, epilog = help_groups(), _epilog(legacy)
     reading = read_command_line(
-        flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=_epilog(legacy), hidden=list(legacy)
+        flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=epilog, hidden=list(legacy)
     )
     merged = _merge(reading, flags, own, program)
     refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, merged.values)
@@ -414,14 +423,15 @@ def _with_counts(own: Mapping[str, Flag], values: Mapping[str, Any]) -> dict[str
     return counted
 
 
-def help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tuple[str, list[str]]]:
+def help_groups() -> list[tuple[str, list[str]]]:
     """(title, destinations) of the help; the architecture is shown by part of the network."""
+    own = field_flags()
     parts = {field: title for title, cls in reversed(_PARTS) for field in (flag.field for flag in flags_of(cls))}
     titles = list(dict.fromkeys([_SIZE, *(title for title, _ in _PARTS)]))
     model = [name for name in own if name.startswith("model.")]
     title_of = {name: _SIZE if name.partition(".")[2] in _SIZES else parts[name.partition(".")[2]] for name in model}
     groups = [(title, [name for name in model if title_of[name] == title]) for title in titles]
-    groups.append(("model: flags that set values of the flags above", list(shorthands)))
+    groups.append(("model: flags that set values of the flags above", list(shorthand_flags())))
     return groups + [
         (title, [name for name in own if name.startswith(f"{section}.")]) for section, title in _TITLES.items()
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from megatron.engine.gradients.gradient_sum import Partial
 from megatron.engine.grid import ModelParallelUnit
 from megatron.model.interface.network import LayerSpec, LayerStack, build_layer
 from megatron.parallel.mesh import Axis, ParallelMesh
-from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import shard_spec_of
 
@@ -93,6 +92,20 @@ def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
         mark_parameter(parameter, is_counted=spec.is_counted(mesh), is_tied_copy=spec.is_tied_copy)
 
 
+def tied_weights(
+    network: Sequence[LayerSpec], stack: LayerStack, mesh: ParallelMesh
+) -> list[tuple[nn.Parameter, Axis]]:
+    """The weights that both this rank and another one of its pipeline hold, each with the axis of the ranks that do."""
+    names = {spec.name for spec, _ in stack.named_layers()}
+    tied: dict[int, tuple[nn.Parameter, Axis]] = {}
+    for spec in network:
+        here = {spec.name, spec.tied_to} & names if spec.tied_to is not None else set()
+        if len(here) == 1:
+            weight = stack.weight_of(here.pop())
+            tied[id(weight)] = weight, mesh.embedding
+    return list(tied.values())
+
+
 def partial_parameters(stack: LayerStack) -> Partial:
     """The trained parameters of which each rank of an axis has the gradient of its own tokens, by axis."""
     groups: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}
@@ -101,19 +114,3 @@ def partial_parameters(stack: LayerStack) -> Partial:
             if axis.size > 1:
                 groups.setdefault(axis.ranks, (axis, []))[1].append(parameter)
     return list(groups.values())
-
-
-def sum_in_backward(partial: Partial) -> None:
-    """Has every backward pass sum these gradients, one message for each, before any DeepSpeed hook sees them: where
-    DeepSpeed adds gradients up itself.
-    """
-    for axis, parameters in partial:
-        for parameter in parameters:
-            parameter.register_hook(_summing_over(axis))
-
-
-def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
-    def sum_gradient(gradient: torch.Tensor) -> torch.Tensor:
-        return all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), axis)
-
-    return sum_gradient

@@ -137,8 +137,7 @@ def refresh_weights(
         restarts_averages: begin the means of weights with the weights, whatever was loaded. A checkpoint without means
             has given its weights for them.
     """
-    engine.update_count = update_count or 0
-    engine.averaging_weight = averaging_weight
+    engine.restart_count(update_count or 0, averaging_weight)
     freezing = engine.freezing = engine.freezing.as_of(engine.update_count, averaging_weight)
     for part in held_parts(engine):
         if part.master is not None:
@@ -199,7 +198,7 @@ def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor
 
 def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
     """The weight or master weight of a part, then its moments."""
-    is_master = part.master is not None and engine.precision.dtype_name != "float32"
+    is_master = part.master is not None and engine.steps.dtype is not torch.float32
     yield "master" if is_master else "weight", part.values
     yield from ((kind, tensor) for kind, tensor in moments(engine, part) if _is_kept(kind, with_optimizer))
 

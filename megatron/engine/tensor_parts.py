@@ -27,6 +27,12 @@ def is_block_matrix(parameter: nn.Parameter) -> bool:
     return shard_spec_of(parameter).is_matrix and ".layers." in getattr(parameter, "global_name", "")
 
 
+def has_whole_gradient(parameter: nn.Parameter) -> bool:
+    """Whether it is a matrix of a block, of no experts, of which every rank has the gradient of all of its samples."""
+    is_shared = ".experts." not in getattr(parameter, "global_name", "") and not shard_spec_of(parameter).summed_over
+    return is_shared and is_block_matrix(parameter)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers."""
     if torch.is_tensor(value):

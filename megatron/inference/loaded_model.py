@@ -25,8 +25,8 @@ from megatron.engine.stages import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
 from megatron.host_memory import available_memory_bytes
 from megatron.kernels.products import packed
+from megatron.model.blocks.attention_forms.latent import LatentProjection
 from megatron.model.blocks.embedding import OutputHead
-from megatron.model.blocks.latent_attention import LatentProjection
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh

@@ -27,7 +27,6 @@ from megatron.train.start_up.engine_opening import build_engine
 # DeepSpeed allocates its buckets in advance, by default half a billion elements each.
 _BUCKET_ELEMENTS = 500_000
 _SAMPLES_PER_RANK = 2
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEADINGS = ("stage", "offload", "parameters", "gradients", "optimizer", "on the device", "loss")
 
 
@@ -171,7 +170,7 @@ def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) ->
         engine.mesh.gradient.size,
         cell.offloads_optimizer,
         cell.offloads_parameters,
-        _WEIGHT_BYTES[engine.precision.dtype_name],
+        engine.steps.dtype.itemsize,
     )
     predicted = predicted_bytes(parameter_groups(engine), how, group_ranks(engine))
     return MeasuredCell(cell, predicted, held[-1], losses[0], losses[-1])

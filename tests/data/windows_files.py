@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.formats.parquet_windows import WindowFacts, Windows, WindowWriter
+from megatron.data.formats.parquet_windows import WindowFacts, Windows
+from trident.corpus.featurize.window_writer import WindowWriter
 
 IGNORED = -100
 

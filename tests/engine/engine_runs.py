@@ -35,7 +35,6 @@ def stand_in_engine(optimizer: torch.optim.Optimizer, wrapper: Any = None, *, is
         optimizer=optimizer if wrapper is None else wrapper,
         basic_optimizer=optimizer,
         communication_data_type=torch.float16 if is_fp16 else torch.float32,
-        pipeline_parallelism=False,
         fp16_enabled=lambda: is_fp16,
         postscale_gradients=lambda: True,
         gradient_predivide_factor=lambda: 1.0,

@@ -157,7 +157,7 @@ def course(zero_stage: int, flags: list[str], capturer: GraphCapturer | None = N
     if isinstance(capturer, FailingCapturer):
         capturer.agree_on(mesh)
     if capturer is not None:
-        engine.use_graphs(capturer)
+        engine.passes.use_graphs(capturer)
     figures = []
     for step in range(STEPS):
         batches = local_batches(recipe, config, mesh, step, False)

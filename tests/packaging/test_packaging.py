@@ -15,6 +15,7 @@ import pytest
 import megatron
 
 ROOT = Path(__file__).parents[2]
+TABLES = ("flags/legacy_flags.txt", "files/deepspeed_keys.txt")
 
 
 def build_extension(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -73,12 +74,17 @@ print(module.INTERFACE)
     assert shown.stdout.strip() == "3", shown.stderr
 
 
-def test_an_installed_package_has_the_presets(tmp_path):
+def test_an_installed_package_has_the_presets_and_the_tables_of_flags(tmp_path):
     shutil.copytree(ROOT / "examples/configs", tmp_path / "examples/configs")
+    for name in ("__init__.py", "flags/__init__.py", "files/__init__.py", *TABLES):
+        place = tmp_path / "megatron/config" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "megatron/config" / name, place)
     done = run_setup(tmp_path, ["build_py", "--build-lib", "built"])
     assert done.returncode == 0, done.stderr
     installed = {path.name for path in (tmp_path / "built/megatron/presets").iterdir()}
     assert installed == {path.name for path in (ROOT / "examples/configs").iterdir()}
+    assert all((tmp_path / "built/megatron/config" / name).is_file() for name in TABLES)
     assert "recursive-include examples/configs *.yaml" in (ROOT / "MANIFEST.in").read_text()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import pretrain_gpt
 from megatron.checkpoint.record import Progress
@@ -109,8 +111,14 @@ def test_every_argument_is_logged_under_its_own_name() -> None:
 
 def test_parameters_are_counted_with_and_without_embeddings_and_frozen_ones() -> None:
     kinds = [(LayerKind.EMBEDDING, 100), (LayerKind.EMBEDDING, 20), (LayerKind.BLOCK, 7)]
-    counted = [(LayerSpec("any", kind, LayerCost(0), object), count, count > 7) for kind, count in kinds]
-    engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), counted_parameters=lambda: iter(counted))
+    layers = [
+        (LayerSpec("any", kind, LayerCost(0), object), nn.ParameterList([nn.Parameter(torch.zeros(size))]))
+        for kind, size in kinds
+    ]
+    layers[2][1].requires_grad_(False)
+    tied = layers[2][0], layers[0][1]  # counts once
+    stack = SimpleNamespace(named_layers=lambda: [*layers, tied])
+    engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), stack=stack)
     assert parameter_counts(engine) == (127, 7, 120)
 
 

@@ -218,7 +218,7 @@ def main() -> int:
     log.interrupt_on_sigterm()
     options = flags.options()
     files = expand_inputs(flags.input, options.document_separator)
-    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.status_line())
     outputs = CleanOutputs(flags.output, flags.dropped, flags.report)
     try:
         report = clean_corpus(files, outputs, options, flags.workers, progress)

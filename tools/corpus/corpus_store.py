@@ -178,7 +178,7 @@ def _import(flags: ImportFlags) -> int:
     files = expand_inputs(flags.input, separator)
     key, second_key = flags.pair_keys or (flags.json_key, flags.form_key)
     options = ImportOptions(key, second_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add")
-    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.status_line())
     address = StoreAddress.of(flags.config)
     if address.collections and flags.collection not in address.collections:
         log.warning(

@@ -239,11 +239,10 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
     from trident.corpus.inputs.input_paths import expand_inputs
     from trident.corpus.workers.progress_line import ProgressLine
 
-    write_bar = log.terminal_writer()
     path = flags.output_path
     files = expand_inputs(flags.texts, encoding.document_separator)
     log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
-    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, write_bar)
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.status_line())
     try:
         return featurize(files, path, encoding, options, workers, progress)
     except BaseException:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--runs",
     )
 
-    from megatron.observe.curves.run_pair import pair_up, read_pair, table, verdict
+    from trident.dashboard.curves.run_pair import pair_up, read_pair, table, verdict
 
     pairs = pair_up(*read_pair(flags.runs), after=flags.after)
     agree, sentence = verdict(pairs, flags.tolerance, flags.norm_tolerance)

@@ -90,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--runs",
     )
 
-    from megatron.observe.curves.image import check_plot_path, draw_plot, write_plot
-    from megatron.observe.curves.reading import read_curves
-    from megatron.observe.curves.text import text_plot
+    from trident.dashboard.curves.image import check_plot_path, draw_plot, write_plot
+    from trident.dashboard.curves.reading import read_curves
+    from trident.dashboard.curves.text import text_plot
 
     if flags.output is not None:
         check_plot_path(flags.output)

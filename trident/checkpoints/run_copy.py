@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from megatron.checkpoint.keeping.listing import steps_in
+from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest, stored_digest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX

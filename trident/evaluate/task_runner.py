@@ -39,7 +39,7 @@ def run_tasks(
     """
     for task in tasks:
         started_at = time.monotonic()
-        progress = EvaluationProgress(task.title, log.info, log.terminal_writer()) if shows_progress else None
+        progress = EvaluationProgress(task.title, log.info, log.status_line()) if shows_progress else None
         result: TaskResult | None = None
         failure: MegatronError | None = None
         try:
@@ -55,32 +55,26 @@ def run_tasks(
         yield EvaluatedTask(task.title, result, None if failure is None else str(failure), seconds), failure
 
 
-class EvaluationProgress:
+class EvaluationProgress(ProgressDisplay):
     """A `Progress` of one task.
 
     Args:
         title: of the task.
-        write_line, write_bar, clock: see `ProgressDisplay`.
+        write_line, draw_bar, clock: see `ProgressDisplay`.
     """
 
     def __init__(
         self,
         title: str,
         write_line: Callable[[str], None],
-        write_bar: Callable[[str], object] | None = None,
+        draw_bar: Callable[[str], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(write_line, draw_bar, _LINE_SECONDS, clock)
         self._title = title
-        self._display = ProgressDisplay(write_line, write_bar, _LINE_SECONDS, clock)
 
     def __call__(self, done: int, total: int) -> None:
         """Shows the state if it is time."""
-        if self._display.is_due():
-            seconds = self._display.seconds
-            self._display.show(
-                tqdm.format_meter(done, total, seconds, ncols=_COLUMNS, prefix=self._title, unit=" queries", ascii=True)
-            )
-
-    def clear(self) -> None:
-        """Removes the bar."""
-        self._display.clear()
+        if self.is_due():
+            settings = {"ncols": _COLUMNS, "prefix": self._title, "unit": " queries", "ascii": True}
+            self.show(tqdm.format_meter(done, total, self.seconds, **settings))

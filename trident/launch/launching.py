@@ -215,7 +215,6 @@ def _offered_hosts(request: LaunchRequest) -> tuple[list[Host], str]:
 
 
 def _node_rank(request: LaunchRequest, nodes: int) -> int:
-    """Which node this is."""
     if request.node_rank is not None or nodes == 1:
         return request.node_rank or 0
     number = os.environ.get("SLURM_NODEID", "")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint.keeping.listing import steps_in
+from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import (
     MANIFEST_NAME,
     folder_name,
@@ -17,8 +17,8 @@ from megatron.checkpoint.manifest import (
     stored_digest,
 )
 from megatron.checkpoint.manifests.contents import Manifest
+from megatron.checkpoint.manifests.reading import read_index
 from megatron.checkpoint.manifests.texts import read_whole
-from megatron.checkpoint.manifests.version_2 import read_index
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
 from megatron.checkpoint.reader import check_files, verified_chunks
 from megatron.checkpoint.storage import DISK, Storage, append, cannot_write, write_file, writing
@@ -96,7 +96,6 @@ class CopyInProgress:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files of the checkpoint."""
         return sum(file.size_bytes for file in self.manifest.files)
 
     def is_there(self, replaces: bool) -> bool:

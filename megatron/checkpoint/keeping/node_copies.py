@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint.keeping.copying import CopyInProgress
-from megatron.checkpoint.keeping.listing import steps_in
+from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import file_name, folder_name, read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import discard, open_temporary, remove_checkpoint
@@ -60,7 +60,6 @@ class Nodes:
         return self.of_ranks.index(self.own) == self.rank
 
     def ranks(self, node: int) -> list[int]:
-        """The ranks of a node."""
         return [rank for rank, its_node in enumerate(self.of_ranks) if its_node == node]
 
     def holds(self, manifest: Manifest) -> list[int]:

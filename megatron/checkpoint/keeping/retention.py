@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from megatron import log
-from megatron.checkpoint.keeping.listing import ManifestSummaries, ManifestSummary, other_files, steps_in
+from megatron.checkpoint.keeping.summaries import ManifestSummaries, ManifestSummary, other_files, steps_in
 from megatron.checkpoint.publish import remove_checkpoint, remove_dead_links
 from megatron.checkpoint.reader import verify
 from megatron.checkpoint.storage import Storage

@@ -1,4 +1,4 @@
-"""The two versions of the manifest: as text, checked, and as one value that is the same for both.
+"""The format of a manifest: what is in one, its text, how ranks' files become runs, how it is written and read.
 
 What is needed of a manifest elsewhere is in `checkpoint.manifest`.
 """

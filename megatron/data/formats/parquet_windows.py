@@ -22,21 +22,20 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import ConfigError, DataError
-from megatron.files.failures import storage_error
 from megatron.files.plain import check_plain
 from megatron.tokenizers.record import TokenizerRecord
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
 LARGEST_ID = 2**31 - 1
 FORMAT_VERSION = 1
-_FACTS_KEY = b"megatron.windows"
-_OFFSETS_KEY = b"megatron.windows.offsets"
+FACTS_KEY = b"megatron.windows"
+OFFSETS_KEY = b"megatron.windows.offsets"
 _SHARD_NAME = re.compile(r"(?P<path>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.parquet)?", re.DOTALL)
 
 
@@ -152,7 +151,7 @@ class WindowFile:
                 "file is damaged; fetch or make it again."
             )
         self._notes: Mapping[bytes, bytes] = footer.metadata or {}
-        text = self._notes.get(_FACTS_KEY)
+        text = self._notes.get(FACTS_KEY)
         self.facts = None if text is None else WindowFacts.of_json(text, self.path)
 
     def __reduce__(self) -> tuple[type[WindowFile], tuple[str]]:
@@ -199,7 +198,7 @@ class WindowFile:
         Raises:
             DataError: they are damaged.
         """
-        text = self._notes.get(_OFFSETS_KEY)
+        text = self._notes.get(OFFSETS_KEY)
         if text is None:
             return None
         size = 8 * self.rows
@@ -214,24 +213,15 @@ class WindowFile:
             )
         return np.frombuffer(data, "<i8")
 
-    def read(self, group: int, vocab_size: int | None = None) -> Windows:
-        """The windows of one row group.
+    def batches(self, rows: int, vocab_size: int | None = None, group: int | None = None) -> Iterator[Windows]:
+        """All windows, or one row group's, at most `rows` rows at once, however large it is.
 
         Args:
             vocab_size: ids must be below it; they are never negative.
 
         Raises:
-            DataError: the group is damaged, or holds nulls, rows of several lengths, or ids outside the vocabulary.
+            DataError: rows are damaged, or hold nulls, rows of several lengths, or ids outside the vocabulary.
         """
-        first = sum(self.group_rows[:group])
-        try:
-            table = self._file.read_row_group(group, columns=list(COLUMNS), use_threads=False)
-        except (OSError, self._arrow.ArrowException) as failure:
-            raise self._unreadable(first, failure) from failure
-        return self._windows(table, first, vocab_size)
-
-    def batches(self, rows: int, vocab_size: int | None = None, group: int | None = None) -> Iterator[Windows]:
-        """All windows, or one row group's, at most `rows` rows at once, however large it is; see `read`."""
         first = sum(self.group_rows[:group]) if group is not None else 0
         groups = None if group is None else [group]
         source = self._file.iter_batches(
@@ -241,16 +231,14 @@ class WindowFile:
             try:
                 batch = next(source, None)
             except (OSError, self._arrow.ArrowException) as failure:
-                raise self._unreadable(first, failure) from failure
+                raise DataError(
+                    f"{self.path}: rows from {first} on cannot be read: {failure}. The file is damaged; fetch or make "
+                    "it again."
+                ) from failure
             if batch is None:
                 return
             yield self._windows(self._arrow.Table.from_batches([batch]), first, vocab_size)
             first += batch.num_rows
-
-    def _unreadable(self, first: int, failure: Exception) -> DataError:
-        return DataError(
-            f"{self.path}: rows from {first} on cannot be read: {failure}. The file is damaged; fetch or make it again."
-        )
 
     def _windows(self, table: Any, first: int, vocab_size: int | None) -> Windows:
         ids, mask, labels = (self._matrix(table.column(name), name, first) for name in COLUMNS)
@@ -320,80 +308,6 @@ class WindowFile:
                 f"{self.path}: row {first + row} has {what}: {values[row, position]} at position {position}. The file "
                 "is damaged, or was made with another tokenizer."
             )
-
-
-class WindowWriter:
-    """Writes windows into a Parquet file that the caller opened and will name; use as a context manager.
-
-    Args:
-        stream: open for writing bytes.
-        path: the file's name, for errors.
-    """
-
-    def __init__(self, stream: IO[bytes], path: str, facts: WindowFacts) -> None:
-        self._arrow = arrow = load_arrow(path)
-        self._parquet = arrow.parquet
-        self._path = path
-        self._facts = facts
-        self._offsets: list[npt.NDArray[np.int64]] = []
-        kinds = (arrow.int64(), arrow.float32(), arrow.int64())
-        self._schema = arrow.schema([(name, arrow.list_(kind)) for name, kind in zip(COLUMNS, kinds, strict=True)])
-        self._writer = self._parquet.ParquetWriter(
-            stream,
-            self._schema,
-            compression="zstd",
-            compression_level=1,
-            write_statistics=False,  # the smallest and the largest id of a page are of no use
-            write_page_checksum=True,
-        )
-
-    def __enter__(self) -> WindowWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._quietly_close()
-            return
-        data = np.concatenate([*self._offsets, np.empty(0, np.int64)]).astype("<i8").tobytes()
-        notes = {
-            _FACTS_KEY: self._facts.to_json().encode(),
-            _OFFSETS_KEY: base64.b64encode(zlib.compress(data, 6)),
-        }
-        try:
-            self._writer.add_key_value_metadata(notes)
-            self._writer.close()
-        except OSError as problem:
-            raise storage_error(Path(self._path), problem) from problem
-
-    def write(self, windows: Windows, offsets: npt.NDArray[np.int64]) -> None:
-        """Appends a row group.
-
-        Shapes:
-            offsets: int64 [n], where in its document each window begins.
-
-        Raises:
-            StorageError: the file system refused.
-        """
-        arrow = self._arrow
-        rows, length = windows.input_ids.shape
-        bounds = arrow.array(np.arange(rows + 1, dtype=np.int32) * np.int32(length))
-        columns = [
-            arrow.ListArray.from_arrays(bounds, arrow.array(np.ascontiguousarray(values).reshape(-1)))
-            for values in (windows.input_ids, windows.attention_mask, windows.labels)
-        ]
-        try:
-            self._writer.write_table(arrow.Table.from_arrays(columns, schema=self._schema), row_group_size=max(1, rows))
-        except OSError as failure:
-            raise storage_error(Path(self._path), failure) from failure
-        self._offsets.append(offsets)
-
-    def _quietly_close(self) -> None:
-        try:
-            self._writer.close()
-        except (OSError, ValueError):  # the failure that ended the work is the one to report
-            return
 
 
 def shard_name(path: str, number: int, count: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from megatron import log
 from megatron.data.stores.address import StoreAddress
@@ -22,8 +22,6 @@ from megatron.data.stores.backend import (
 from megatron.data.stores.mongodb import MongoCollections
 from megatron.data.stores.sqlite import SqliteCollections
 from megatron.errors import DataError
-
-_ITERATED_DOCUMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -76,20 +74,11 @@ class DocumentStore:
     def __len__(self) -> int:
         return self._lasts[-1] if self._lasts else 0
 
-    @overload
-    def __getitem__(self, document: int) -> str: ...
-
-    @overload
-    def __getitem__(self, document: slice) -> list[str]: ...
-
-    def __getitem__(self, document: int | slice) -> str | list[str]:
-        if isinstance(document, slice):
-            return self.fetch_many(range(*document.indices(len(self))))
-        return self.fetch(document + len(self) if -len(self) <= document < 0 else document)
+    def __getitem__(self, document: int) -> str:
+        return self.fetch(document)
 
     def __iter__(self) -> Iterator[str]:
-        for first in range(0, len(self), _ITERATED_DOCUMENTS):
-            yield from self.fetch_many(range(first, min(first + _ITERATED_DOCUMENTS, len(self))))
+        return map(self.fetch, range(len(self)))
 
     def fetch(self, document: int) -> str:
         """The text of one document.
@@ -104,15 +93,13 @@ class DocumentStore:
         return self._texts(collection, range(idx, idx + 1), rows)[0]
 
     def fetch_many(self, documents: range) -> list[str]:
-        """The texts of a range of documents, in one query per collection.
+        """The texts of consecutive documents, in one query per collection.
 
         Raises:
             DataError, StorageError: as for `fetch`.
         """
         if not documents:
             return []
-        if documents.step != 1:
-            return [self.fetch(document) for document in documents]
         self.collection_of(documents[0])
         self.collection_of(documents[-1])
         texts: list[str] = []

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.engine.deepspeed_internals.loss_scaler import counters_of, restore_counters
+from megatron.engine.gradients.gradient_figures import GradientFigures
+from megatron.engine.gradients.gradient_sum import Look
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.tensor_parts import MasterSlice
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.tensor.weight_gradients import AddProduct
 
 
 class OptimizerView(ABC):
@@ -20,6 +24,7 @@ class OptimizerView(ABC):
     Attributes:
         optimizer: the torch optimizer, without DeepSpeed's wrapper.
         is_direct: whether it updates the network's own weights, all of them on every data-parallel rank.
+        is_scaled: whether losses are multiplied by a scale, in fp16.
         takes_by_hooks: whether hooks of the backward pass take the gradients from the parameters.
     """
 
@@ -30,6 +35,7 @@ class OptimizerView(ABC):
     def __init__(self, engine: Any) -> None:
         self.optimizer: torch.optim.Optimizer = engine.basic_optimizer
         self._wrapper = engine.optimizer
+        self.is_scaled = bool(engine.fp16_enabled())
 
     @property
     def can_skip(self) -> bool:
@@ -66,16 +72,32 @@ class OptimizerView(ABC):
         return float("nan") if norm is None else norm
 
     def loss_scale(self) -> float | torch.Tensor:
-        """The loss scale, in fp16; a tensor is always the same one. Shapes: `[]`."""
-        return float(self._wrapper.cur_scale)
+        """The loss scale, 1 outside fp16; a tensor is always the same one. Shapes: `[]`."""
+        return float(self._wrapper.cur_scale) if self.is_scaled else 1.0
 
     def loss_scale_state(self) -> dict[str, float]:
-        """What changes of the loss scaler from step to step, in fp16."""
-        return counters_of(self._wrapper.loss_scaler)
+        """What changes of the loss scaler from step to step, for a checkpoint; nothing outside fp16."""
+        return counters_of(self._wrapper.loss_scaler) if self.is_scaled else {}
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Sets what `loss_scale_state` returned, and nothing else that a record may name."""
-        restore_counters(self._wrapper.loss_scaler, state)
+        """Sets what `loss_scale_state` returned, so that a resumed run does not search for the scale again; nothing of
+        a scale that stays.
+        """
+        if self.is_scaled and self._wrapper.loss_scaler.dynamic:
+            restore_counters(self._wrapper.loss_scaler, state)
+
+    def figures(
+        self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
+    ) -> GradientFigures | None:
+        """Measures the gradients of each step; None if nothing is asked for, or they are not here."""
+        return None
+
+    def look_at_own(self, look: Look) -> None:  # noqa: B027  (DeepSpeed shows none)
+        """Has a function see this rank's gradients of the next step before ranks sum them, where they are here."""
+
+    def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
+        """Adds products that are gradients to their sums, where these are here; see `GradientSum.product_adder`."""
+        return None
 
     @abstractmethod
     def guard(self, gate: UpdateGate) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,13 @@ from megatron.engine.deepspeed_internals.loss_scaler import loss_scale_of
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.gradients.update_gate import UpdateGate
-from megatron.engine.tensor_parts import MasterSlice, tensors_in
+from megatron.engine.tensor_parts import MasterSlice, has_whole_gradient, tensors_in
 from megatron.kernels.optimizer import AdamW, can_skip
 from megatron.parallel.mesh import ParallelMesh
 
@@ -52,8 +53,7 @@ class OwningView(GradientOwner, OptimizerView):
     def __init__(self, engine: Any, mesh: ParallelMesh, clipping: Clipping) -> None:
         OptimizerView.__init__(self, engine)
         self._device, self._implementation = clipping.device, clipping.implementation
-        self._scale = loss_scale_of(self._wrapper.loss_scaler, clipping.device) if engine.fp16_enabled() else None
-        self._tells_scaler = engine.pipeline_parallelism
+        self._scale = loss_scale_of(self._wrapper.loss_scaler, clipping.device) if self.is_scaled else None
         # The network's weights, if an update is to write them besides those of the optimizer; and whether they are all
         # new after it: of several ranks each updates a part, and all parts are gathered.
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
@@ -68,23 +68,23 @@ class OwningView(GradientOwner, OptimizerView):
         GradientOwner.__init__(self, self._new_sum(trained, averaging), clipping, trained)
         engine.clip_fp32_gradients = lambda: None
         engine.zero_grad = self._wrapper.zero_grad = lambda *_, **__: None  # all are freed when they are taken
-        if engine.pipeline_parallelism:
-            self._serve_pipeline(engine)
-        else:
-            engine.set_gradient_accumulation_boundary(True)  # every call of its `step` is to update
+        engine.set_gradient_accumulation_boundary(True)  # every call of its `step` is to update
 
     @abstractmethod
     def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
         """Where gradients are added up."""
 
-    def _serve_pipeline(self, engine: Any) -> None:
-        """Has DeepSpeed's pipeline engine average here."""
-        engine.buffered_allreduce_fallback = lambda *_, **__: self.reduce()
-
     @property
     def can_skip(self) -> bool:
         """Whether the optimizer can, and is where the gradients are."""
         return can_skip(self.optimizer) and all(master.device == self._device for master in self.masters())
+
+    def figures(
+        self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
+    ) -> GradientFigures | None:
+        """Measures what is asked."""
+        matrices = (each for each in trained if is_measured(each) and has_whole_gradient(each))
+        return GradientFigures(layers, measures, self, matrices, mesh) if measures else None
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The sums, what backward left, and what the optimizer reads."""
@@ -99,7 +99,6 @@ class OwningView(GradientOwner, OptimizerView):
             self._wrapper._global_grad_norm = norm
             if self.update(self.optimizer, gate, norm, self._copies, self._scale) and not self._updates_network:
                 self.refresh_weights()
-            self._tell_scaler()
             self._sum.clear()
 
         if self.takes_by_hooks and isinstance(self._sum, PartitionGradients):
@@ -118,12 +117,6 @@ class OwningView(GradientOwner, OptimizerView):
         """Sets what `loss_scale_state` returned."""
         if self._scale is not None:
             self._scale.restore(state)
-            self._tell_scaler()
-
-    def _tell_scaler(self) -> None:
-        """Tells DeepSpeed's pipeline engine the scale, since it scales the loss itself."""
-        if self._scale is not None and self._tells_scaler:
-            self._wrapper.loss_scaler.cur_scale = float(self._scale.value)
 
 
 class DirectView(OwningView):
@@ -194,14 +187,6 @@ class PartitionedView(OwningView):
                     address = mapping.hp_fragment_address
                     mapping.hp_fragment = part.data.narrow(0, address.start, address.numel)
         return True
-
-    def _serve_pipeline(self, engine: Any) -> None:
-        """Has it accumulate here as well, as it does with DeepSpeed's optimizer for bf16."""
-        super()._serve_pipeline(engine)
-        engine.using_bf16_optimizer = True
-        for name in ("update_hp_grads", "backward_epilogue"):
-            setattr(self._wrapper, name, lambda *_, **__: self.accumulate())
-        self._wrapper.clear_lp_grads = lambda *_, **__: None
 
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice | None:
         """Where `utils/mixed_precision_linkage.py` has noted that it lies."""
@@ -296,8 +281,9 @@ class SubGroupView(OptimizerView):
             persistent[0].all_gather(persistent)
 
 
-def view_of(engine: Any, zero_stage: int, mesh: ParallelMesh, clipping: Clipping) -> OptimizerView:
-    """The view of a DeepSpeed engine's optimizer; see its classes for the arguments."""
+def view_of(engine: Any, zero_stage: int, mesh: ParallelMesh, norm_limit: float) -> OptimizerView:
+    """The view of a DeepSpeed engine's optimizer; see `Clipping` for the limit."""
+    clipping = Clipping(norm_limit, mesh.model, mesh.device, mesh.kernels.optimizer)
     if zero_stage == 0:
         return DirectView(engine, mesh, clipping)
     if zero_stage == 3:

@@ -9,6 +9,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from megatron.engine.deepspeed_internals.optimizer_views import OwningView
 from megatron.engine.grid import PipelineGrid
 from megatron.parallel.mesh import ParallelMesh
 
@@ -45,3 +46,21 @@ def call_before_instructions(engine: Any, call: Callable[[type], None]) -> None:
         return run
 
     engine._INSTRUCTION_MAP = {kind: announced(kind, execute) for kind, execute in engine._INSTRUCTION_MAP.items()}
+
+
+def reduce_in(engine: Any, view: OwningView) -> None:
+    """Makes one pipeline engine average gradients in a view, and, where that has flat ones, add them up there: as it
+    does with DeepSpeed's optimizer for bf16.
+    """
+    wrapper = engine.optimizer
+    engine.buffered_allreduce_fallback = lambda *_, **__: view.reduce()
+    if not view.is_direct:
+        engine.using_bf16_optimizer = True
+        for name in ("update_hp_grads", "backward_epilogue"):
+            setattr(wrapper, name, lambda *_, **__: view.accumulate())
+        wrapper.clear_lp_grads = lambda *_, **__: None
+
+
+def set_loss_scale(engine: Any, scale: float) -> None:
+    """Sets what a pipeline engine multiplies the loss by, in fp16: the scale of DeepSpeed's optimizer."""
+    engine.optimizer.loss_scaler.cur_scale = scale

@@ -63,17 +63,15 @@ class GradientOwner:
         """
         return self._sum.product_adder(dtype)
 
-    def sum_tied(self, tied: Tied) -> None:
-        """Has `reduce` sum these weights, which other stages also hold, each over the axis of the ranks that do; before
-        the first step.
-        """
-        self._tied = tied
+    def sum_over_ranks(self, partial: Partial, tied: Tied) -> None:
+        """Has `reduce` sum more than averages, before the first step.
 
-    def sum_partial(self, partial: Partial) -> None:
-        """Has `reduce` sum the gradients of these parameters over an axis whose ranks have those of different tokens,
-        in one message for each axis; before the first step.
+        Args:
+            partial: parameters of which the ranks of an axis have the gradients of different tokens, which are summed
+                in one message for each axis.
+            tied: weights that other stages also hold, each with the axis of the ranks that do.
         """
-        self._partial = partial
+        self._partial, self._tied = partial, tied
         for _, parameters in partial:
             self._sum.keep_whole(parameters)
 

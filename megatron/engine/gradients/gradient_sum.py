@@ -182,6 +182,22 @@ class GradientSum(ABC):
         """All that is held of the sum."""
 
 
+def sum_in_backward(partial: Partial) -> None:
+    """Has every backward pass sum these gradients, one message for each, before any DeepSpeed hook sees them: where
+    DeepSpeed adds gradients up itself.
+    """
+    for axis, parameters in partial:
+        for parameter in parameters:
+            parameter.register_hook(_summing_over(axis))
+
+
+def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    def sum_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        return all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), axis)
+
+    return sum_gradient
+
+
 class GradientsInPlace(GradientSum):
     """Autograd's own sums, for a network in fp32 whose weights are updated in place.
 

@@ -84,10 +84,12 @@ class LossScale:
         }
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Continues with what `counters` returned, or a scaler of DeepSpeed has; what is missing stays as it is."""
-        self.value.fill_(counters.get("cur_scale", float(self.value)))
+        """Continues with what `counters` returned, or a scaler of DeepSpeed has; what is missing stays as it is, and so
+        does a scale without a rule.
+        """
         if self._rule is None:
             return
+        self.value.fill_(counters.get("cur_scale", float(self.value)))
         self._steps = int(counters.get("cur_iter", self._steps))
         if "last_overflow_iter" in counters:
             since_overflow = self._steps - int(counters["last_overflow_iter"]) - 1

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -36,6 +37,25 @@ class UpdateDecision(Enum):
     NOT_FINITE = "loss or gradient norm is not finite"
     SPIKE = "loss or gradient norm is far above the recent ones"
     EMPTY = "no token of the batch counts in the loss"
+
+
+@dataclass(frozen=True)
+class StepChecks:
+    """What is looked at in every step beside its loss and gradient norm.
+
+    Attributes:
+        skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
+        measures: what is measured of gradients, see `GradientFigures`.
+        looks_at_own: whether each rank looks for NaN and infinity in its loss and gradients before they are summed over
+            ranks.
+    """
+
+    skip_spikes: float | None = None
+    measures: Collection[str] = ()
+    looks_at_own: bool = False
+
+
+NO_CHECKS = StepChecks()
 
 
 class RecentSteps:
@@ -112,6 +132,39 @@ class StepVerdict:
     def give(self, decision: UpdateDecision, bad_steps: int) -> None:
         """Sets the values."""
         self._decision, self._bad_steps = decision, bad_steps
+
+
+class UpdateCount:
+    """The updates that were applied, and the sum of their weights in a mean of the iterates.
+
+    Steps are counted as the host learns of their verdicts, on which reading may have to wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._uncounted: deque[tuple[StepVerdict, float]] = deque()
+        self._updates, self._weight = 0, 0.0
+
+    def add(self, verdict: StepVerdict, weight: float, in_flight: int) -> None:
+        """Adds a step; the latest ones in flight are counted later."""
+        self._uncounted.append((verdict, weight))
+        self._count(in_flight)
+
+    def read(self) -> tuple[int, float]:
+        """Both."""
+        self._count(0)
+        return self._updates, self._weight
+
+    def restart(self, updates: int, weight: float) -> None:
+        """Sets both, as a checkpoint says."""
+        self._uncounted.clear()
+        self._updates, self._weight = updates, weight
+
+    def _count(self, in_flight: int) -> None:
+        while len(self._uncounted) > in_flight:
+            verdict, weight = self._uncounted.popleft()
+            if not verdict.is_dropped:
+                self._updates += 1
+                self._weight += weight
 
 
 class UpdateGate:

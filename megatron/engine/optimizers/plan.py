@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -22,30 +22,6 @@ _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 ADAMS_MOMENTS: Mapping[Kind, str] = types.MappingProxyType({"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"})
 MOMENTUM: Mapping[Kind, str] = types.MappingProxyType({"exp_avg": "momentum_buffer"})
-
-
-class WeightMeans(Protocol):
-    """Means of the weights over updates; see `AveragedWeights`."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether they are tensors of their own, which a checkpoint fills."""
-
-    @property
-    def means(self) -> Sequence[torch.Tensor]:
-        """The tensors that hold them, in the order of those that the optimizer updates."""
-
-    def of(self, master: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """The mean of a range of a tensor that the optimizer updates. Shapes: `[count]`."""
-
-    def restart(self) -> None:
-        """Begins again with the weights as they are."""
-
-    def update(self, is_applied: torch.Tensor) -> None:
-        """Takes in the weights after an update, unless it was dropped. Shapes: is_applied `[]` bool."""
-
-    def exchange(self) -> None:
-        """Exchanges the weights and their means."""
 
 
 class OptimizerPlan(ABC, Generic[_Optimizer]):
@@ -103,7 +79,7 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
         """The same as `moments`, of one parameter."""
         return self.moments
 
-    def averages(self, optimizer: _Optimizer, masters: Sequence[torch.Tensor]) -> WeightMeans | None:
+    def averages(self, optimizer: _Optimizer, masters: Sequence[torch.Tensor]) -> AveragedWeights | None:
         """The means of the tensors that the optimizer updates; None if there are none."""
         decay = self.optim.ema_decay
         return None if decay is None else AveragedWeights(masters, decay)

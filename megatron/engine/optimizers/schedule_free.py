@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from megatron.engine.optimizers.adam import scale_epsilon
-from megatron.engine.optimizers.plan import OptimizerPlan, WeightMeans
+from megatron.engine.optimizers.averages import AveragedWeights
+from megatron.engine.optimizers.plan import OptimizerPlan
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import count_updates, unless_skipped
 
@@ -123,8 +124,8 @@ class ScheduleFree(torch.optim.Optimizer):
         return state
 
 
-class IterateMeans:
-    """The means x of an optimizer, computed where they are asked for; see `AveragedWeights`, whose place they take.
+class IterateMeans(AveragedWeights):
+    """The means x of an optimizer, computed where they are asked for: nothing is kept of them.
 
     Args:
         masters: the tensors that the optimizer updates, flat or not.
@@ -181,7 +182,7 @@ class ScheduleFreePlan(OptimizerPlan[ScheduleFree]):
         betas = (optim.adam_beta1, optim.adam_beta2)
         return ScheduleFree(groups, optim.lr or 0.0, betas, optim.schedule_free_weight_lr_power)
 
-    def averages(self, optimizer: ScheduleFree, masters: Sequence[torch.Tensor]) -> WeightMeans:
+    def averages(self, optimizer: ScheduleFree, masters: Sequence[torch.Tensor]) -> IterateMeans:
         """The means of the iterates, which --ema-decay would repeat."""
         return IterateMeans(optimizer, masters)
 

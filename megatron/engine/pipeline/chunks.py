@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from megatron.engine.stages import stage_bounds
 from megatron.model.interface.layer_cost import MATRICES_ONLY, TokenWork
-from megatron.model.interface.network import LayerSpec, LayerStack, parameter_names
-from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.model.interface.network import LayerSpec, parameter_names
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import BY_COST, Division
 
@@ -85,17 +82,3 @@ class Chunks:
     def passes_gradient(self, chunk: int) -> bool:
         """Whether the gradient of a chunk's output is needed; there is no chunk -1."""
         return chunk >= self.first_trained
-
-
-def tied_weights(
-    network: Sequence[LayerSpec], stack: LayerStack, mesh: ParallelMesh
-) -> list[tuple[nn.Parameter, Axis]]:
-    """The weights that both this rank and another one of its pipeline hold, each with the axis of the ranks that do."""
-    names = {spec.name for spec, _ in stack.named_layers()}
-    tied: dict[int, tuple[nn.Parameter, Axis]] = {}
-    for spec in network:
-        here = {spec.name, spec.tied_to} & names if spec.tied_to is not None else set()
-        if len(here) == 1:
-            weight = stack.weight_of(here.pop())
-            tied[id(weight)] = weight, mesh.embedding
-    return list(tied.values())

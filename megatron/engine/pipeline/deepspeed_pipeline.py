@@ -12,8 +12,16 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe import schedule
 
-from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage, call_before_instructions
+from megatron.engine.deepspeed_internals.optimizer_views import OwningView
+from megatron.engine.deepspeed_internals.pipeline_stage import (
+    BuiltStage,
+    call_before_instructions,
+    reduce_in,
+    set_loss_scale,
+)
+from megatron.engine.gradients.gradient_sum import Partial, Tied, sum_in_backward
 from megatron.engine.micro_batch import DeviceBatch
+from megatron.engine.passes.base import Passes
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.objective.base import Outputs
@@ -70,18 +78,27 @@ class StageModule(BuiltStage):
         return self.losses.of(outputs, targets)
 
 
-class DeepSpeedPasses:
-    """Has DeepSpeed's pipeline engine run the passes of a global batch.
+class DeepSpeedPasses(Passes[OwningView]):
+    """Has DeepSpeed's pipeline engine run the passes of a global batch, and call what adds gradients up here.
 
     Args:
-        deepspeed: the engine.
-        module: its stage.
-        enter: called with each phase that begins.
+        stack: the layers of this stage.
     """
 
-    def __init__(self, deepspeed: Any, module: StageModule, enter: Callable[[str], None]) -> None:
-        self._deepspeed, self._module = deepspeed, module
+    module: StageModule
+
+    def __init__(self, stack: LayerStack, mesh: ParallelMesh) -> None:
+        super().__init__(StageModule(stack, mesh))
         self._shape: tuple[int, int, int] | None = None
+
+    def connect(
+        self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
+    ) -> None:
+        """Has the engine add up and reduce by a view, and sum partial gradients in every backward pass."""
+        super().connect(deepspeed, view, partial, tied, enter)
+        sum_in_backward(partial)
+        view.sum_over_ranks((), tied)
+        reduce_in(deepspeed, view)
 
         def announce(instruction: type) -> None:
             if instruction in _PHASES:
@@ -91,6 +108,8 @@ class DeepSpeedPasses:
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Trains a global batch."""
+        if self._view.is_scaled:
+            set_loss_scale(self._deepspeed, float(self._view.loss_scale()))
         self._deepspeed.train_batch(data_iter=self._begin(batches, losses))
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
@@ -101,7 +120,7 @@ class DeepSpeedPasses:
         self, batches: Sequence[DeviceBatch], losses: StepLoss
     ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
         """Micro-batches in the form that the engine expects; its buffers are for one shape."""
-        self._module.losses = losses
+        self.module.losses = losses
         shape = losses.settings.hidden_shape(*batches[0].shape)
         if self._shape not in (None, shape):
             self._deepspeed.reset_activation_shape()

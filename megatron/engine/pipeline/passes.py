@@ -1,4 +1,4 @@
-"""The passes of a global batch through a pipeline of our own, and what its ranks do with the gradients afterwards."""
+"""How a network is divided over the ranks of a pipeline, and the passes of a global batch through one of our own."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Any
 
 from megatron.config.sections.pipelines import SPLIT_SCHEDULES, is_schedule_file
 from megatron.device import GraphCapturer
-from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.deepspeed_internals.optimizer_views import OwningView
+from megatron.engine.gradients.gradient_sum import Partial, Tied
 from megatron.engine.micro_batch import DeviceBatch
+from megatron.engine.passes.base import Passes
+from megatron.engine.passes.plain import PlainPasses, ShardedPasses
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_graphs import GraphedChunkRunner
+from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks
+from megatron.engine.pipeline.deepspeed_pipeline import DeepSpeedPasses
 from megatron.engine.pipeline.executor import Executor
 from megatron.model.interface.layer_cost import MATRICES_ONLY, TokenWork
-from megatron.model.interface.network import LayerSpec
-from megatron.parallel.mesh import Axis
+from megatron.model.interface.network import LayerSpec, LayerStack
+from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.schedule.actions import Kind, Placement
 from megatron.parallel.schedule.building import build_schedule, forward_programs
 from megatron.parallel.schedule.division import BY_COST, Division
@@ -72,50 +77,58 @@ class PipelineSettings:
         placement = self.placement(axis.size)
         return Chunks.of(network, placement, axis.rank, frozen, division=self.division, work=self.work)
 
+    def passes(self, stack: LayerStack, chunks: Chunks, mesh: ParallelMesh, zero_stage: int) -> Passes[Any]:
+        """What passes micro-batches through the layers of a rank."""
+        if self.by_deepspeed and mesh.pp.size > 1:
+            return DeepSpeedPasses(stack, mesh)
+        if zero_stage == 3:
+            return ShardedPasses(stack)
+        return PlainPasses(stack) if chunks.count == 1 else PipelinePasses(stack, chunks, self, mesh)
+
 
 ONE_FORWARD_ONE_BACKWARD = PipelineSettings()
 
 
-class PipelinePasses:
+class PipelinePasses(Passes[OwningView]):
     """Has the executor run the programs of a schedule.
 
     Args:
-        executor: of this rank.
+        stack: the layers of this rank.
+        chunks: their division into chunks.
         settings: which schedule.
-        gradients: takes what the backward passes leave.
-        deepspeed: the engine that updates the weights.
-        enter: called with each phase that begins.
+        mesh: its pipeline, and all ranks.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        settings: PipelineSettings,
-        gradients: GradientOwner,
-        deepspeed: Any,
-        enter: Callable[[str], None],
-    ) -> None:
-        self._executor, self._settings, self._deepspeed = executor, settings, deepspeed
-        self._gradients = gradients
-        self._enter = enter
+    def __init__(self, stack: LayerStack, chunks: Chunks, settings: PipelineSettings, mesh: ParallelMesh) -> None:
+        super().__init__(stack)
+        self._stack, self._chunks, self._settings, self._mesh = stack, chunks, settings, mesh
+        self.placement = settings.placement(mesh.pp.size)
 
-    def use_graphs(self, capturer: GraphCapturer, *, adds_up: bool) -> None:
-        """Captures the passes of chunks as CUDA graphs from now on; see `GraphedChunkRunner`."""
-        self._executor.runner = GraphedChunkRunner(self._executor.runner, capturer, adds_up=adds_up)
+    def connect(
+        self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
+    ) -> None:
+        """Has the sums over ranks made when all gradients of a step are there."""
+        super().connect(deepspeed, view, partial, tied, enter)
+        view.sum_over_ranks(partial, tied)
+        runner = ChunkRunner(self._stack, self._chunks, splits_backward=self._settings.splits_backward)
+        self.executor = Executor(runner, self._mesh.pp, self._mesh.world, view.accumulate, enter)
+
+    def use_graphs(self, capturer: GraphCapturer) -> None:
+        """Captures the passes of chunks, see `GraphedChunkRunner`."""
+        adds_up = self._view.is_direct
+        self.executor.runner = GraphedChunkRunner(self.executor.runner, capturer, adds_up=adds_up)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Runs the programs, sums the gradients of replicas and of tied weights, and updates."""
-        axis = self._executor.axis
-        settings = self._settings
+        axis, settings = self._mesh.pp, self._settings
         schedule = build_schedule(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
-        self._executor.run(schedule.actions[axis.rank], batches, losses, trains=True)
+        self.executor.run(schedule.actions[axis.rank], batches, losses, trains=True)
         self._enter("step")
-        self._gradients.reduce()
+        self._view.reduce()
         self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Runs the forward passes of the programs."""
-        axis = self._executor.axis
-        settings = self._settings
+        axis, settings = self._mesh.pp, self._settings
         programs = forward_programs(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
-        self._executor.run(programs[axis.rank], batches, losses, trains=False)
+        self.executor.run(programs[axis.rank], batches, losses, trains=False)

@@ -51,12 +51,12 @@ class FeedForward(DirectModule):
 
     def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
         """Applies the layer; with `finish`, returns `finish(product, bias)` of the last layer."""
-        parts, is_split = self._modules, context.splits_sequence
+        is_split = context.splits_sequence
         if self.implementation is Implementation.CSRC:
-            inner = parts["linear_fc1"](hidden, self._activate, splits_sequence=is_split)
+            inner = self.linear_fc1(hidden, self._activate, splits_sequence=is_split)
         else:
-            inner = self._activate(parts["linear_fc1"](hidden, splits_sequence=is_split))
-        return parts["linear_fc2"](inner, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
+            inner = self._activate(self.linear_fc1(hidden, splits_sequence=is_split))
+        return self.linear_fc2(inner, finish, splits_sequence=is_split)  # type: ignore[no-any-return]
 
     def _activate(self, inner: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_gated:

@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from megatron.config import ModelConfig
-from megatron.kernels.rotary import doubled
+from megatron.kernels.choice import Implementation
+from megatron.kernels.rotary import doubled, rotate_both, rotate_few
 from megatron.model.interface.step_context import StepContext
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> Rotation:
-    """Cosine and sine of the rotation angles of a micro-batch's tokens, computed once for all layers that share them.
+class Rotary:
+    """The rotation of one layer's queries and keys by their positions."""
 
-    Shapes: both `[b or 1, 1, s, r/2]` float32, r the rotated width of a head.
+    def __init__(self, config: ModelConfig, layer: int, implementation: Implementation) -> None:
+        self.config = config
+        self.options: dict[str, Any] = {"interleaved": config.rotary_interleaved, "implementation": implementation}
+        self.windowed = config.rotary_base_windowed is not None and config.window_of(layer) is not None
+        self.rotates_whole_halves = not config.rotary_interleaved and config.rotary_width == config.kv_channels
 
-    Args:
-        length: tokens of the micro-batch.
-    """
-    windowed = _is_windowed(config, layer)
-    device = context.sample_ids.device
+    def angles(self, context: StepContext, length: int) -> Rotation:
+        """Cosine and sine of the angles of a micro-batch's tokens, computed once for all layers that share them.
 
-    def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        frequencies, factor = _frequencies(config, context, length, windowed)
-        positions = context.position_ids if context.position_ids is not None else context.positions(length)
-        if positions is None:
-            first = context.position_offset
-            positions = torch.arange(first, first + length, device=device).unsqueeze(0)
-        angles = positions.view(-1, length).float().unsqueeze(-1) * frequencies  # [b or 1, s, r/2]
-        return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
+        Shapes: both `[b or 1, 1, s, r/2]` float32, r the rotated width of a head.
 
-    return context.once(("rotation", windowed, length), compute)
+        Args:
+            length: tokens of the micro-batch.
+        """
+        device = context.sample_ids.device
 
+        def compute() -> Rotation:
+            frequencies, factor = _frequencies(self.config, context, length, self.windowed)
+            positions = context.position_ids if context.position_ids is not None else context.positions(length)
+            if positions is None:
+                first = context.position_offset
+                positions = torch.arange(first, first + length, device=device).unsqueeze(0)
+            angles = positions.view(-1, length).float().unsqueeze(-1) * frequencies  # [b or 1, s, r/2]
+            return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
 
-def whole_rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> Rotation | None:
-    """`rotation` in the form of `rotate_few`; None where that does not apply.
+        return context.once(("rotation", self.windowed, length), compute)
 
-    Shapes: both `[b or 1, 1, s, d]` float32.
-    """
-    if config.rotary_interleaved or config.rotary_width != config.kv_channels:
-        return None
-    key = ("whole rotation", _is_windowed(config, layer), length)
-    return context.once(key, lambda: doubled(*rotation(config, layer, context, length)))
-
-
-def _is_windowed(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer rotates with the base of the layers with a sliding window."""
-    return config.rotary_base_windowed is not None and config.window_of(layer) is not None
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates queries and keys. Shapes: `[b, a/t, s, d]` and `[b, g/t, s, d]` to the same."""
+        length = query.shape[2]
+        if self.rotates_whole_halves and context.caches is not None and not torch.is_grad_enabled():
+            name = ("whole rotation", self.windowed, length)
+            angles = context.once(name, lambda: doubled(*self.angles(context, length)))
+            rotated = rotate_few(torch.cat((query, key), dim=1), *angles)  # which few tokens are faster with
+            return rotated.split((query.shape[1], key.shape[1]), dim=1)  # type: ignore[return-value]
+        return rotate_both(query, key, *self.angles(context, length), **self.options)
 
 
 def _frequencies(config: ModelConfig, context: StepContext, length: int, windowed: bool) -> tuple[torch.Tensor, float]:

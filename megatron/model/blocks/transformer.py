@@ -18,7 +18,6 @@ from megatron.model.blocks.attention import SelfAttention
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
-from megatron.model.blocks.latent_attention import LatentAttention
 from megatron.model.blocks.norm import NoNorm, build_hidden_norm
 from megatron.model.interface.residual_sum import ResidualSum, as_sum, total
 from megatron.model.interface.step_context import Recompute, StepContext
@@ -82,8 +81,7 @@ class TransformerBlock(nn.Module):
         self.takes_sum = has_inner
         self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
         self.input_layernorm = build_hidden_norm(config, mesh) if has_inner else NoNorm()
-        attention = LatentAttention if config.multi_latent_attention else SelfAttention
-        self.self_attention = attention(config, mesh, index)
+        self.self_attention = SelfAttention(config, mesh, index)
         self.post_self_attn_layernorm = build_hidden_norm(config, mesh) if has_outer else NoNorm()
         self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else NoNorm()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
@@ -160,7 +158,7 @@ class TransformerBlock(nn.Module):
         Args:
             seed: seed of dropout.
         """
-        for site in (self.attention_site, self.feed_forward_site, self.self_attention.site):
+        for site in (self.attention_site, self.feed_forward_site, self.self_attention.scoring.site):
             site.hold_keys(seed, device)
         self._program = torch.compile(self._run, fullgraph=True, dynamic=False, backend=backend)
 
@@ -210,7 +208,7 @@ class TransformerBlock(nn.Module):
         if branch.bias_joins and drops:
             return branch.layer(inputs, context, partial(self._add, residual, branch.site, context)), None, None
         if branch.last is not None and is_normed and not drops and context.holds_parameters:
-            return branch.layer(inputs, context, _without_bias), residual, branch.last._parameters["bias"]
+            return branch.layer(inputs, context, _without_bias), residual, branch.last.bias
         output = branch.layer(inputs, context)
         if branch.outer_norm is not None:
             output = branch.outer_norm(output)

@@ -50,6 +50,11 @@ class StepState(nn.Module):
         return self
 
 
+def step_states(module: nn.Module) -> Iterator[StepState]:
+    """The modules with state in a module, itself included."""
+    return (inner for inner in module.modules() if isinstance(inner, StepState))
+
+
 def states_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """The state tensors of a module and those within it, in a fixed order."""
     return (state for _, state in named_states(module))

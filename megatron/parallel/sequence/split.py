@@ -59,15 +59,6 @@ class SequenceSplit:
         unit = math.lcm(length_unit(self.ring.size, self.ulysses.size, causal=self.causal), self.size * within)
         return -(-length // unit) * unit
 
-    def head_part(self, tp_rank: int) -> int:
-        """Which part of all heads this rank has after an exchange of tokens for heads."""
-        return tp_rank * self.ulysses.size + self.ulysses.rank
-
-    def of_heads(self, values: Sequence[float]) -> tuple[float, ...]:
-        """What one value for each head before the exchange becomes after it."""
-        heads = len(values) // self.ulysses.size
-        return tuple(values[self.ulysses.rank * heads : (self.ulysses.rank + 1) * heads])
-
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """The sum of each rank's counts over the whole samples, in new memory."""
         return all_reduce_sum(all_reduce_sum(counts.clone(), self.ring), self.ulysses)

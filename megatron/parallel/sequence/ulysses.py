@@ -7,10 +7,14 @@ Source: Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 
 from megatron.parallel.mesh import Axis
+
+HeadValues = TypeVar("HeadValues", tuple[float, ...], torch.Tensor)
 
 
 def to_heads(
@@ -40,6 +44,12 @@ def to_positions(attended: torch.Tensor, axis: Axis) -> torch.Tensor:
         return attended
     parts = attended.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3, 4)  # [u, b, a/u, s/u, d]
     return _Exchange.apply(parts, axis).transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
+
+
+def own_heads(values: HeadValues, axis: Axis) -> HeadValues:
+    """Of one value for each head before the exchange those of this rank's heads after it."""
+    count = len(values) // axis.size
+    return values[axis.rank * count : (axis.rank + 1) * count] if axis.size > 1 else values
 
 
 def _key_heads(heads: int, groups: int, ranks: int) -> list[int]:

@@ -79,19 +79,17 @@ class ColumnParallelLinear(DirectModule):
         Args:
             splits_sequence: whether each rank has its own tokens of x, `[b, s/t, input]`.
         """
-        bias = self._parameters["bias"]
         if finish is None:
-            return self.product(x, bias, splits_sequence)
-        return finish(self.product(x, None, splits_sequence), bias)
+            return self.product(x, self.bias, splits_sequence)
+        return finish(self.product(x, None, splits_sequence), self.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, splits_sequence: bool) -> torch.Tensor:
         """The layer without what follows, with this bias."""
-        weight = self._parameters["weight"]
         if splits_sequence:
-            return gathered_linear(x, weight, bias, self.axis, self.queue, self.float8)
+            return gathered_linear(x, self.weight, bias, self.axis, self.queue, self.float8)
         if self.axis.size > 1:
             x = copy_to(x, self.axis)
-        return deferrable_linear(x, weight, bias, self.queue, self.float8)
+        return deferrable_linear(x, self.weight, bias, self.queue, self.float8)
 
 
 class RowParallelLinear(DirectModule):
@@ -138,7 +136,7 @@ class RowParallelLinear(DirectModule):
         Args:
             splits_sequence: whether each rank is to have its own tokens of the result, `[b, s/t, output]`.
         """
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight, bias = self.weight, self.bias
         if self.axis.size == 1 and finish is None:
             return deferrable_linear(x, weight, bias, self.queue, self.float8)
         product = deferrable_linear(x, weight, None, self.queue, self.float8)

@@ -56,11 +56,10 @@ class LayerNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
-        own = self._parameters
         return layer_norm(
             x,
-            own["weight"],
-            own["bias"],
+            self.weight,
+            self.bias,
             self.eps,
             zero_centered=self.zero_centered,
             implementation=self.implementation,
@@ -70,12 +69,11 @@ class LayerNorm(_ReplicatedNorm):
         self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`residual + (x + branch_bias)`, or what of it there is, and the norm of it."""
-        own = self._parameters
         return add_norm(
             x,
             residual,
-            own["weight"],
-            own["bias"],
+            self.weight,
+            self.bias,
             self.eps,
             subtract_mean=True,
             branch_bias=branch_bias,
@@ -94,8 +92,7 @@ class RMSNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
-        weight = self._parameters["weight"]
-        return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
@@ -104,7 +101,7 @@ class RMSNorm(_ReplicatedNorm):
         return add_norm(
             x,
             residual,
-            self._parameters["weight"],
+            self.weight,
             None,
             self.eps,
             subtract_mean=False,

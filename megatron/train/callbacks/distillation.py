@@ -97,8 +97,8 @@ def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Tea
 def teacher_of(model: ModelConfig, engine: Engine) -> Teacher:
     """A teacher whose weights are still to be loaded; without layers where another rank has them."""
     layers, chunks = network_layers(model, engine.mesh), None
-    if engine.placement is not None:
-        divided = Chunks.of(layers, engine.placement, engine.mesh.pp.rank, may_be_empty=True)
+    if engine.passes.placement is not None:
+        divided = Chunks.of(layers, engine.passes.placement, engine.mesh.pp.rank, may_be_empty=True)
         layers, chunks = list(divided.specs), divided.layers
     elif not engine.chunks.has_last:
         layers = []

@@ -265,7 +265,7 @@ class Saving(Callback):
         return Record(
             progress=run.progress,
             optimizer_updates=run.engine.update_count,
-            loss_scale=run.engine.loss_scale_state,
+            loss_scale=run.engine.view.loss_scale_state(),
             config=run.config.to_json(),
             data_plan=run.data.plan,
             data=data_fingerprint(run.config.data) if run.mesh.control.rank == 0 else {},

@@ -249,7 +249,7 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
     restarts = loading.finetune and not with_optimizer
     refresh_weights(engine, updates, averaging_weight=weight, restarts_averages=restarts)
     if with_optimizer:
-        engine.restore_loss_scale(record.loss_scale)
+        engine.view.restore_loss_scale(record.loss_scale)
     if begins_with_means:
         log.info(f"training begins with the mean of the iterates in {loaded.path} (--optimizer {optimizer})")
     if loading.finetune:

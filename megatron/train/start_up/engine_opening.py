@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron import device, log
 from megatron.checkpoint.record import Record
@@ -16,10 +17,12 @@ from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunCon
 from megatron.config.sections.computation import INDUCTOR
 from megatron.config.sections.reporting import UPSTREAMS_STYLE, ReportConfig
 from megatron.engine.cuda_graphs import AUTO, any_failed_on, graph_refusal
+from megatron.engine.deepspeed_internals.parameters import whole_numel
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names, is_frozen
 from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS
+from megatron.engine.gradients.update_gate import StepChecks
 from megatron.engine.optimizers.plans import plan_of
 from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
@@ -35,6 +38,8 @@ from megatron.observe.console import size_line, trained_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.schedule.division import Division
+from megatron.parallel.shard_spec import shard_spec_of
+from megatron.parallel.tensor.weight_gradients import add_by_product
 from megatron.train.objectives import build_objective, step_settings
 
 
@@ -61,24 +66,26 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         network_layers(config.model, mesh),
         build_objective(config, mesh),
         plan_of(config.optim),
-        config.precision,
         mesh,
         deepspeed_config(config),
         step_settings(config, mesh),
         config.random.seed,
-        config.safety.skip_spikes,
         freezing,
         pipeline_settings(config),
-        measured_of_gradients(config.report),
-        config.safety.check_for_nan_in_loss_and_grad,
+        StepChecks(
+            config.safety.skip_spikes,
+            measured_of_gradients(config.report),
+            config.safety.check_for_nan_in_loss_and_grad,
+        ),
     )
     choose_products(config, engine)
     if config.kernels.compile:
         engine.stack.compile_blocks(config.random.seed, mesh.device, config.kernels.compile_backend)
-    if config.kernels.gradient_accumulation_fusion and refusal_of_fusion(config, engine) is None:
-        engine.fuse_accumulation()
+    add = engine.view.product_adder(engine.steps.dtype)
+    if config.kernels.gradient_accumulation_fusion and refusal_of_fusion(config, engine) is None and add is not None:
+        add_by_product(engine.stack.modules(), add)
     if config.kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None:
-        engine.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch, any_failed_on(mesh)))
+        engine.passes.use_graphs(device.GraphCapturer(mesh.device, mesh.stopwatch, any_failed_on(mesh)))
     return engine
 
 
@@ -113,7 +120,8 @@ def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:
 def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
     """Why the products that compute gradients of weights do not add to the sums of these; None if they do."""
     kernels, parallel, optim = config.kernels, config.parallel, config.optim
-    is_staged, can_add = parallel.pipeline_model_parallel_size > 1, engine.product_adder is not None
+    is_staged = parallel.pipeline_model_parallel_size > 1
+    can_add = engine.view.product_adder(engine.steps.dtype) is not None
     has_product = can_add_product(torch.empty(0, device=engine.mesh.device), engine.steps.dtype)
     reasons = {
         "ZeRO stage 3 has DeepSpeed add gradients up": engine.zero_stage == 3,
@@ -175,12 +183,24 @@ def parameter_counts(engine: Engine) -> tuple[int, int, int]:
     the mesh.
     """
     counts = torch.zeros(3, dtype=torch.float64, device=engine.mesh.device)
-    for spec, numel, is_trained in engine.counted_parameters():
-        counts[0] += numel
-        counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
-        counts[2] += numel if is_trained else 0
+    counted: set[int] = set()
+    for spec, layer in engine.stack.named_layers():
+        own = [each for each in layer.parameters() if shard_spec_of(each).is_counted(engine.mesh)]
+        for parameter in (each for each in own if id(each) not in counted):
+            numel = whole_numel(parameter) * _shards(parameter, engine.mesh)
+            counts[0] += numel
+            counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
+            counts[2] += 0 if is_frozen(parameter) else numel
+        counted.update(map(id, own))
     total, without_embeddings, trained = map(int, all_reduce_sum(counts, engine.mesh.model).tolist())
     return total, without_embeddings, trained
+
+
+def _shards(parameter: nn.Parameter, mesh: ParallelMesh) -> int:
+    """How many shards of a parameter this rank counts: its own, and of experts those of the ranks with other ones."""
+    if mesh.ep.name not in shard_spec_of(parameter).split_axes:
+        return 1
+    return mesh.ep.size if mesh.experts.keeps_tensor or mesh.tp.rank == 0 else 0
 
 
 def check_layers(engine: Engine, num_layers: int) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.keeping.listing import ManifestSummary
 from megatron.checkpoint.keeping.retention import KeepRules, Retention
+from megatron.checkpoint.keeping.summaries import ManifestSummary
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import CheckpointError, StorageError

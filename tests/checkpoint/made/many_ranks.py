@@ -32,7 +32,7 @@ from megatron.checkpoint.layout import check_complete, plan_piece
 from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name, read_manifest
 from megatron.checkpoint.manifests.compaction import FileDescription, compact, describe
 from megatron.checkpoint.manifests.contents import StoredFile
-from megatron.checkpoint.manifests.version_2 import manifest_texts
+from megatron.checkpoint.manifests.writing import manifest_texts
 from megatron.checkpoint.publish import open_temporary, temporary_folder
 from megatron.checkpoint.reader import read_pieces
 from megatron.checkpoint.snapshot import take_snapshot

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from megatron.checkpoint.manifests import version_2
+from megatron.checkpoint.manifests import writing
 from megatron.checkpoint.storage import DISK, Storage
 
 FORMS = ("version 2", "indexed")
@@ -18,9 +18,9 @@ def rewrite(folder: Path, form: str, storage: Storage = DISK) -> None:
     manifest = read_manifest(folder, storage)
     with pytest.MonkeyPatch.context() as patch:
         if form == "indexed":
-            patch.setattr(version_2, "_MOST_ROOT_BYTES", -1)
-            patch.setattr(version_2, "_MOST_INDEX_FILES", 2)
-        root, indexes = version_2.manifest_texts(
+            patch.setattr(writing, "_MOST_ROOT_BYTES", -1)
+            patch.setattr(writing, "_MOST_INDEX_FILES", 2)
+        root, indexes = writing.manifest_texts(
             manifest.step,
             manifest.run,
             manifest.record,

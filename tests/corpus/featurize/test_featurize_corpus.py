@@ -57,7 +57,7 @@ def test_the_rows_of_one_document_by_hand(tmp_path: Path) -> None:
         writer.add_document([[0]])
     options = WindowOptions(3, 6, 2, -7, 3, mask_overlap=True, bos_id=20, eos_id=21, pad_id=0)
     result = featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/out", RECORD, options, 1)
-    rows = WindowFile(result.shards[0]).read(0)
+    rows = next(WindowFile(result.shards[0]).batches(1000, group=0))
     assert rows.input_ids.tolist() == [[20, 0, 1, 2, 3, 21], [20, 3, 4, 5, 21, 0], [20, 0, 21, 0, 0, 0]]
     assert rows.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
     assert rows.labels.tolist() == [[20, 0, 1, 2, 3, 21], [20, -7, 4, 5, 21, -7], [20, 0, 21, -7, -7, -7]]
@@ -121,7 +121,7 @@ def test_special_tokens_around_a_text_appear_once_in_a_window(
     assert facts is not None and facts.eos_id == numbers["</s>"]
     assert (facts.document_begin == numbers["<s>"]) == begin and (facts.document_end == numbers["</s>"]) == end
     assert ("puts the ids" in capsys.readouterr().err) != begin
-    first = WindowFile(result.shards[0]).read(0).input_ids[0].tolist()
+    first = next(WindowFile(result.shards[0]).batches(1000, group=0)).input_ids[0].tolist()
     whole = build_tokenizer(encoding.tokenizer)
     expected = [whole.encode(text) for text in texts]
     if begin:
@@ -140,7 +140,7 @@ def test_wide_ids_keep_their_width(tmp_path: Path) -> None:
         writer.add_document([[65536, 7], [199998] * 70])
         writer.add_document([[8, 9]])
     result = featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", record, small(), 1)
-    assert WindowFile(result.shards[0]).read(0).input_ids.max() == 199999
+    assert next(WindowFile(result.shards[0]).batches(1000, group=0)).input_ids.max() == 199999
     windows_to_tokens([f"{tmp_path}/w"], f"{tmp_path}/out")
     read = IndexedDataset(tmp_path / "out")
     assert read.dtype == np.int32 and [read[0].tolist(), read[1].tolist()] == [[65536, 7, *[199998] * 70], [8, 9]]

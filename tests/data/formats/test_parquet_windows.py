@@ -17,7 +17,6 @@ from megatron.data.formats.parquet_windows import (
     WindowFacts,
     WindowFile,
     Windows,
-    WindowWriter,
     expand_windows,
     is_shard_of,
     names_windows,
@@ -25,6 +24,7 @@ from megatron.data.formats.parquet_windows import (
 )
 from megatron.errors import DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
+from trident.corpus.featurize.window_writer import WindowWriter
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -59,7 +59,7 @@ def test_written_windows_are_read_back_with_their_metadata(tmp_path: Path) -> No
     with WindowFile(path) as file:
         assert (file.rows, file.group_rows, file.sequence_length) == (6, (3, 3), 4)
         assert file.facts == FACTS and file.offsets is not None and file.offsets.tolist() == [0, 2, 4, 0, 2, 4]
-        for read in (file.read(1), *list(file.batches(3))):
+        for read in (next(file.batches(1000, group=1)), *list(file.batches(3))):
             for name in COLUMNS:
                 assert np.array_equal(getattr(read, name), getattr(some_windows(), name))
         assert (read.input_ids.dtype, read.attention_mask.dtype) == (np.int64, np.float32)
@@ -75,7 +75,7 @@ def test_windows_of_other_tools_are_read(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({**table, "extra": ["a", "b"]}), tmp_path / "x.parquet")
     with WindowFile(tmp_path / "x.parquet") as file:
         assert file.facts is None and file.offsets is None and file.sequence_length == 2
-        read = file.read(0, vocab_size=5)
+        read = next(file.batches(1000, 5, group=0))
     assert [getattr(read, name).tolist() for name in COLUMNS] == [list(one) for one in values]
 
 
@@ -98,13 +98,13 @@ def test_windows_of_other_tools_are_read(tmp_path: Path) -> None:
 def test_invalid_windows_are_one_sentence_errors(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
     path = write_foreign(tmp_path / "x.parquet", **changed)
     with pytest.raises(DataError, match=rf"x\.parquet.*{text}"):
-        WindowFile(path).read(0, vocab_size=10)
+        next(WindowFile(path).batches(1000, 10, group=0))
 
 
 def test_ids_that_no_token_file_holds_are_refused_without_a_vocabulary(tmp_path: Path) -> None:
     big = pyarrow.array([[1, 2], [3, 2**63]], pyarrow.list_(pyarrow.uint64()))
     with pytest.raises(DataError, match=f"outside of 0 to 2147483647: {2**63} at position 1"):
-        WindowFile(write_foreign(tmp_path / "x.parquet", input_ids=big)).read(0)
+        next(WindowFile(write_foreign(tmp_path / "x.parquet", input_ids=big)).batches(1000, group=0))
 
 
 def test_damaged_files_are_one_sentence_errors(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_damaged_files_are_one_sentence_errors(tmp_path: Path) -> None:
     place = whole.index(b"\x28\xb5\x2f\xfd")  # the first compressed page
     damaged.write_bytes(whole[:place] + bytes(12) + whole[place + 12 :])
     with pytest.raises(DataError, match=r"damaged\.parquet: rows from 0 on cannot be read"):
-        WindowFile(damaged).read(0)
+        next(WindowFile(damaged).batches(1000, group=0))
     with pytest.raises(DataError, match="rows from 0 on cannot be read"):
         list(WindowFile(damaged).batches(2))
     with pytest.raises(DataError, match=r"none\.parquet is not a Parquet file"):
@@ -143,7 +143,7 @@ def test_damage_anywhere_is_a_typed_error_and_never_other_tokens_in_a_page(tmp_p
         try:
             with WindowFile(path) as file:
                 _ = file.offsets, file.sequence_length
-                read = [windows for group in range(len(file.group_rows)) for windows in (file.read(group, 600),)]
+                read = [windows for group in range(len(file.group_rows)) for windows in file.batches(1000, 600, group)]
         except DataError as failure:
             said.add(str(failure).split(":")[0])
             continue
@@ -185,7 +185,7 @@ def test_damaged_metadata_is_a_one_sentence_error(tmp_path: Path, key: str, valu
     with pytest.raises(DataError, match=text):
         file = WindowFile(tmp_path / "x.parquet")
         _ = file.offsets
-        file.read(0)
+        next(file.batches(1000, group=0))
 
 
 def test_shards_are_found_in_order_by_pattern_prefix_and_name(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_partial_gradients_are_summed_in_one_message_a_step(monkeypatch: pytest.
 
     monkeypatch.setattr(gradient_sum, "all_reduce_sum", summed)
     owner, _, (first, second) = owned(0.0)
-    owner.sum_partial([(Axis("tp", 0, 2, (0, 1)), [second, first])])
+    owner.sum_over_ranks([(Axis("tp", 0, 2, (0, 1)), [second, first])], ())
     for _ in range(2):
         (first.sum() - second.sum()).backward()
         owner.accumulate()

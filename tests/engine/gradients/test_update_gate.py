@@ -75,7 +75,7 @@ def bad_steps(rank: int, layout: tuple[int, int, int], runs: Runs) -> list[list[
             result = engine.train_batch(batches, 1e-2)
             restore()
             changed = not all(torch.equal(*pair) for pair in zip(before, _state(engine), strict=True))
-            assert len(engine._uncounted) == on_device  # the host has not asked for the last step's verdict
+            assert len(engine._count._uncounted) == on_device  # the host has not asked for the last step's verdict
             results.append(result)
             rows.append((changed, (len(announced) > count) and not on_device, result.skipped))
             has_loss.append(result.loss is not None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.engine.micro_batch import DeviceBatch
-from megatron.engine.passes.plain import PlainPasses
+from megatron.engine.passes.plain import PlainPasses, ShardedPasses
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
 
@@ -41,7 +41,8 @@ def losses_of(engine: RecordingEngine) -> Any:
 
 def test_deepspeed_is_told_which_micro_batch_ends_the_step() -> None:
     engine, phases = RecordingEngine(), []
-    passes = PlainPasses(engine, LayerStack([]), None, phases.append)
+    passes = ShardedPasses(LayerStack([]))
+    passes.connect(engine, SimpleNamespace(), (), (), phases.append)  # type: ignore[arg-type]
     passes.train([BATCH, BATCH], losses_of(engine))
     boundary, last = ("set_gradient_accumulation_boundary", False), ("set_gradient_accumulation_boundary", True)
     steps = [("forward", True), ("backward",), ("step",)]
@@ -57,6 +58,9 @@ def test_gradients_are_taken_after_each_micro_batch_and_reduced_once() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
 
     class Owner:
+        def sum_over_ranks(self, partial: Any, tied: Any) -> None:
+            assert not partial and not tied
+
         def begin(self, passes: int) -> None:
             engine.asked.append(("begin", passes))
 
@@ -68,7 +72,8 @@ def test_gradients_are_taken_after_each_micro_batch_and_reduced_once() -> None:
             engine.asked.append(("reduce",))
 
     stack: Any = lambda inputs, context: inputs * weight  # noqa: E731
-    passes = PlainPasses(engine, stack, Owner(), phases.append)  # type: ignore[arg-type]
+    passes = PlainPasses(stack)
+    passes.connect(engine, Owner(), (), (), phases.append)  # type: ignore[arg-type]
     passes.train([BATCH, BATCH], losses_of(engine))
     assert engine.asked == [("begin", 2), *[("accumulate", 0.5, 0.5)] * 2, ("reduce",), ("step",)]
     assert phases == ["forward", "backward"] * 2 + ["step"]

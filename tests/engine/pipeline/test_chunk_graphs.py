@@ -79,7 +79,7 @@ def course(zero_stage: int, flags: list[str], capturer: TapeCapturer | None) -> 
     mesh = open_mesh(config.parallel)
     engine = build_engine(config, mesh)
     if capturer is not None:
-        engine.use_graphs(capturer)
+        engine.passes.use_graphs(capturer)
     figures, sets, addresses = [], [], []
     for step in range(STEPS):
         batches = local_batches(RECIPE, config, mesh, step, False)
@@ -101,8 +101,8 @@ def course(zero_stage: int, flags: list[str], capturer: TapeCapturer | None) -> 
 
 def runner_of(engine: Engine) -> object:
     """What runs the chunks of a rank."""
-    assert isinstance(engine._passes, PipelinePasses)
-    return engine._passes._executor.runner
+    assert isinstance(engine.passes, PipelinePasses)
+    return engine.passes.executor.runner
 
 
 def test_graphs_of_chunks_compute_the_same_bits_at_the_same_addresses() -> None:

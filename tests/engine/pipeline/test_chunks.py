@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
-from megatron.engine.pipeline.chunks import Chunks, tied_weights
+from megatron.engine.pipeline.chunks import Chunks
+from megatron.engine.stage_build import tied_weights
 from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerSpec, LayerStack, parameter_names
 from megatron.model.networks import network_layers

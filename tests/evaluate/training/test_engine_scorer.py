@@ -13,6 +13,7 @@ import torch
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
 from megatron.errors import DataError
+from megatron.objective.base import sum_sizes
 from megatron.objective.scoring import ScoringObjective
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh, standard_axes
@@ -125,7 +126,7 @@ class RecordingEngine:
     def measure(self, micro_batches: Sequence[Any], objective: ScoringObjective) -> dict[str, torch.Tensor]:
         self.shapes.append([batch.tokens.shape for batch in micro_batches])
         assert all(batch.segment_ids.shape == batch.prefix_mask.shape == batch.tokens.shape for batch in micro_batches)
-        return {name: torch.zeros(size) for name, size in objective.metric_sizes.items()}
+        return {name: torch.zeros(size) for name, size in sum_sizes(objective).items()}
 
 
 def test_the_micro_batches_of_a_call_have_one_shape_within_the_budget() -> None:

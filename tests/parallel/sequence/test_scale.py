@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import ModelConfig
 from megatron.kernels.attention.partial import PartialAttention
-from megatron.model.blocks import attention as attention_module
+from megatron.model.blocks.attention_forms import inner
 from megatron.model.gpt import block_layers
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepContext
@@ -110,9 +110,7 @@ def _measured(mesh: ParallelMesh) -> tuple[int, int, int]:
         patch.setattr(dist, "all_to_all_single", all_to_all_single)
         patch.setattr(PartialAttention, "forward", nothing)
         patch.setattr(PartialAttention, "backward", no_gradients)
-        patch.setattr(
-            attention_module, "attention", lambda query, *parts, **bounds: query + 0 * sum(p.sum() for p in parts[:2])
-        )
+        patch.setattr(inner, "attention", lambda query, *parts, **bounds: query + 0 * sum(p.sum() for p in parts[:2]))
         stack = LayerStack(block_layers(config, mesh), seed=1)
         split = SequenceSplit.of(mesh, causal=True, by_document=False)
         hidden = torch.zeros(1, TOKENS, HEADS * SIZE, requires_grad=True)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from megatron.config import RunConfig
-from megatron.engine.pipeline.chunks import Chunks, tied_weights
+from megatron.engine.pipeline.chunks import Chunks
+from megatron.engine.stage_build import tied_weights
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
 from megatron.model.networks import network_layers

@@ -30,7 +30,7 @@ from megatron.checkpoint.lock import LOCK_NAME, Holder
 from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name
 from megatron.checkpoint.manifests.compaction import FileDescription, compact, describe
 from megatron.checkpoint.manifests.contents import StoredFile
-from megatron.checkpoint.manifests.version_2 import manifest_texts
+from megatron.checkpoint.manifests.writing import manifest_texts
 from megatron.checkpoint.publish import HINT_NAME
 from megatron.checkpoint.reader import Accept, verify
 from megatron.checkpoint.saving import write_pieces

@@ -30,7 +30,7 @@ def test_004_1_windows_hold_every_token(jax_lm: PageRun) -> None:
     rows = Dataset.from_parquet(f"{path.parent}/wikitext.train*", cache_dir=str(jax_lm.folder / "cache"))
     assert {name: feature.feature.dtype for name, feature in rows.features.items()} == TYPES
     with WindowFile(path) as file:
-        windows = file.read(0)
+        windows = next(file.batches(1000, group=0))
     assert windows.input_ids.tolist() == list(rows["input_ids"])
     ids, kept = windows.input_ids, windows.attention_mask == 1
     assert ((windows.labels == ids) == kept).all() and (windows.labels[~kept] == -100).all()

@@ -62,7 +62,7 @@ def test_the_loss_is_the_mean_over_real_tokens(jax_lm: PageRun) -> None:
     tokenizer = {"data.tokenizer_name_or_path": str(jax_lm.folder / "data" / "tr-tokenizer.json")}
     loaded = open_checkpoint(str(jax_lm.folder / "artifacts"), tokenizer, ParallelMesh.single())
     with WindowFile(jax_lm.folder / "dataset" / "wikitext.test-00000-of-00001") as file:
-        windows = file.read(0)
+        windows = next(file.batches(1000, group=0))
     ids = torch.from_numpy(windows.input_ids)
     with torch.inference_mode():
         context = StepSettings().context(torch.zeros(len(ids), dtype=torch.int64), first_sample=0)

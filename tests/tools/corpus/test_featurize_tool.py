@@ -82,7 +82,7 @@ def test_texts_to_windows_to_tokens(folder: Path, report: str) -> None:
     words = "--data-prefix whole_text_document --output-path out/again --no-overlap --max-sequence-length 32"
     done = tool(folder, "corpus/featurize.py", f"{words} --min-sequence-length 8")
     assert done.returncode == 0 and " 0 of them a second time (overlap)" in done.stderr, done.stderr
-    rows = WindowFile(folder / "out" / "again-00000-of-00001").read(0)
+    rows = next(WindowFile(folder / "out" / "again-00000-of-00001").batches(1000, group=0))
     whole = IndexedDataset(folder / "whole_text_document")
     assert np.count_nonzero(rows.attention_mask) == whole.tokens - len(whole) + 2 * len(rows.input_ids)
 

@@ -95,7 +95,7 @@ def run_at(step: int, *, rank: int = 0, writer: Any = None, **saving: Any) -> An
         ),
         engine=SimpleNamespace(
             update_count=step - 1,
-            loss_scale_state={"cur_scale": 2.0},
+            view=SimpleNamespace(loss_scale_state=lambda: {"cur_scale": 2.0}),
             freezing=EVERYTHING_IS_TRAINED,
             averaging_weight=0.0,
         ),

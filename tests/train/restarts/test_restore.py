@@ -147,6 +147,7 @@ class FakeEngine:
         self.updates: list[int | None] = []
         self.weights: list[float] = []
         self.averages: object = None
+        self.view = self
         self.restarted: list[bool] = []
         self.loss_scales: list[Mapping[str, float]] = []
         self.gate = UpdateGate(MESH, spike_deviations=6.0, allows_overflow=False)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.formats.parquet_windows import WindowFacts, Windows, WindowWriter, is_shard_of, shard_name
+from megatron.data.formats.parquet_windows import WindowFacts, Windows, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import check_writable, move, temporary_name
@@ -32,6 +32,7 @@ from megatron.tokenizers.tokenizer import TokenizerChoice
 from trident.corpus.featurize.featurize_corpus import FeaturizeResult, WindowOptions, cutting_for_text
 from trident.corpus.featurize.shards import prepare_folder, publish
 from trident.corpus.featurize.window_cutting import Cutting, Numbers, Tally, cut, documents_of, regrouped, tally
+from trident.corpus.featurize.window_writer import WindowWriter
 from trident.corpus.inputs.block import InputBlock
 from trident.corpus.inputs.input_blocks import blocks, check_inputs
 from trident.corpus.inputs.input_paths import STANDARD_INPUT, InputPart, Shard, share_of

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron import log
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.parquet_windows import Windows, WindowWriter, is_shard_of, shard_name
+from megatron.data.formats.parquet_windows import Windows, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import publish_together, remove_leftovers, temporary_name, write_new
@@ -35,6 +35,7 @@ from trident.corpus.featurize.window_cutting import (
     tally,
     window_counts,
 )
+from trident.corpus.featurize.window_writer import WindowWriter
 from trident.corpus.workers.processes import (
     death_of,
     enter_worker,

@@ -18,9 +18,8 @@ from typing import IO, Any
 from megatron.errors import ConfigError
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_RAW_BYTES = 1 << 17
 _XZ_MEMORY_BYTES = 320 << 20  # the largest preset needs 65 MB
-# One block of a zstd frame may say "128 KiB of zeros" in four bytes; this bounds what one step can give to 32 MiB.
+# What is fed at once: "128 KiB of zeros" takes four bytes in a zstd frame, so that one step can give 32 MiB.
 _FEED_BYTES = 1 << 10
 
 
@@ -51,79 +50,25 @@ def check_decompressor(path: str) -> None:
         zstandard_library(path)
 
 
-class _Members:
-    """The text of compressed members that follow each other, as .bz2 and .xz files may hold; zeros may fill the gaps.
+class _Members(io.RawIOBase):
+    """The text of compressed members, or frames, that follow each other to the end of a file.
 
     Args:
         new_member: makes the decompressor of one member.
-    """
-
-    def __init__(self, raw: IO[bytes], new_member: Callable[[], Any]) -> None:
-        self._raw = raw
-        self._new_member = new_member
-        self._member = new_member()
-
-    def read(self, size: int) -> bytes:
-        """At most `size` bytes of text; none at the end of the file.
-
-        Raises:
-            EOFError: the file ends inside a member.
-            OSError, lzma.LZMAError: it is damaged.
-        """
-        while True:
-            if self._member.eof:
-                piece = (self._member.unused_data or self._raw.read(_RAW_BYTES)).lstrip(b"\x00")
-                while not piece:
-                    piece = self._raw.read(_RAW_BYTES)
-                    if not piece:
-                        return b""
-                    piece = piece.lstrip(b"\x00")
-                self._member = self._new_member()
-            elif self._member.needs_input:
-                piece = self._raw.read(_RAW_BYTES)
-                if not piece:
-                    raise EOFError("the file is truncated")
-            else:
-                piece = b""
-            text: bytes = self._member.decompress(piece, size)
-            if text:
-                return text
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._raw.close()
-
-
-def zstandard_stream(raw: IO[bytes], path: str) -> IO[bytes]:
-    """The decompressed bytes of all frames of a file.
+        padding: bytes that may fill the gaps between members.
+        truncated: says that the file ends inside a member.
 
     Raises:
-        ConfigError: the package is not installed.
-        EOFError: on reading, the file ends inside a frame.
+        EOFError: on reading, the file ends inside a member.
+        OSError, lzma.LZMAError, zstandard.ZstdError: on reading, it is damaged.
     """
-    return io.BufferedReader(_Frames(raw, zstandard_library(path)), 1 << 20)
 
-
-def zstandard_library(path: str, flag: str = "--input", advice: str = "decompress it first") -> Any:
-    """The package, asked for on behalf of a file that a flag names.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import zstandard
-    except ImportError as failure:
-        raise ConfigError(
-            f"{flag} {path} needs the zstandard package (pip install zstandard), or {advice}."
-        ) from failure
-    return zstandard
-
-
-class _Frames(io.RawIOBase):
-    def __init__(self, raw: IO[bytes], library: Any) -> None:
+    def __init__(self, raw: IO[bytes], new_member: Callable[[], Any], padding: bytes, truncated: str) -> None:
         self._raw = io.BufferedReader(raw, 1 << 20) if isinstance(raw, io.RawIOBase) else raw
-        self._library = library
-        self._frame: Any = None
+        self._new_member = new_member
+        self._padding = padding
+        self._truncated = truncated
+        self._member: Any = None
         self._fed = b""
         self._ready = memoryview(b"")
 
@@ -147,16 +92,52 @@ class _Frames(io.RawIOBase):
         """Decompresses a little more; False at the end of the file."""
         self._fed = self._fed or self._raw.read(_FEED_BYTES)
         if not self._fed:
-            if self._frame is not None:
-                raise EOFError("the file ends inside a compressed frame")
+            if self._member is not None:
+                raise EOFError(self._truncated)
             return False
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor().decompressobj()
-        self._ready = memoryview(self._frame.decompress(self._fed))
+        if self._member is None:
+            self._fed = self._fed.lstrip(self._padding) if self._padding else self._fed
+            if not self._fed:
+                return True
+            self._member = self._new_member()
+        self._ready = memoryview(self._member.decompress(self._fed))
         self._fed = b""
-        if self._frame.eof:
-            self._fed, self._frame = self._frame.unused_data, None
+        if self._member.eof:
+            self._fed, self._member = self._member.unused_data, None
         return True
+
+
+def zstandard_stream(raw: IO[bytes], path: str) -> IO[bytes]:
+    """The decompressed bytes of all frames of a file.
+
+    Raises:
+        ConfigError: the package is not installed.
+        EOFError: on reading, the file ends inside a frame.
+    """
+    library = zstandard_library(path)
+    truncated = "the file ends inside a compressed frame"
+    return _members(raw, lambda: library.ZstdDecompressor().decompressobj(), b"", truncated)
+
+
+def zstandard_library(path: str, flag: str = "--input", advice: str = "decompress it first") -> Any:
+    """The package, asked for on behalf of a file that a flag names.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import zstandard
+    except ImportError as failure:
+        raise ConfigError(
+            f"{flag} {path} needs the zstandard package (pip install zstandard), or {advice}."
+        ) from failure
+    return zstandard
+
+
+def _members(
+    raw: IO[bytes], new_member: Callable[[], Any], padding: bytes = b"\x00", truncated: str = "the file is truncated"
+) -> IO[bytes]:
+    return io.BufferedReader(_Members(raw, new_member, padding, truncated), 1 << 20)
 
 
 def _suffix(path: str) -> str:
@@ -165,7 +146,7 @@ def _suffix(path: str) -> str:
 
 _OPENERS: dict[str, Callable[[IO[bytes], str], Any]] = {
     ".gz": lambda raw, path: gzip.GzipFile(fileobj=raw),
-    ".bz2": lambda raw, path: _Members(raw, bz2.BZ2Decompressor),
-    ".xz": lambda raw, path: _Members(raw, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES)),
+    ".bz2": lambda raw, path: _members(raw, bz2.BZ2Decompressor),
+    ".xz": lambda raw, path: _members(raw, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES)),
     ".zst": zstandard_stream,
 }

@@ -46,13 +46,11 @@ class BadLines:
 
     Args:
         are_skipped: whether they are left out.
-        before_warning: called before one is shown, to remove a progress bar.
         consequence: follows the reason in the error.
         count: of those left out.
     """
 
     are_skipped: bool
-    before_warning: Callable[[], None] | None = None
     consequence: str = ""
     count: int = 0
 
@@ -71,8 +69,6 @@ class BadLines:
             if not self.are_skipped:
                 raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}".rstrip())
             if self.count < _SHOWN_BAD_LINES:
-                if self.before_warning is not None:
-                    self.before_warning()
                 log.warning(f"{where}; skipped")
             self.count += 1
         self.count += count - len(bad)

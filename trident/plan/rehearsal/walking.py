@@ -28,9 +28,9 @@ from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
-from megatron.engine.pipeline.chunks import Chunks, tied_weights
+from megatron.engine.pipeline.chunks import Chunks
 from megatron.engine.pipeline.executor import Executor
-from megatron.engine.stage_build import partial_parameters
+from megatron.engine.stage_build import partial_parameters, tied_weights
 from megatron.engine.tensor_parts import is_block_matrix
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers

@@ -6,7 +6,7 @@ of rows depend on. A token takes two bytes, or four with more than 65,536 of the
 
 from __future__ import annotations
 
-import tempfile
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ from megatron.tokenizers.chat import ChatTemplate
 from megatron.tokenizers.tokenizer import Tokenizer
 
 _FORMAT = 2  # of the cached arrays and of how records become ids
-_NUMBERS_IN_MEMORY = 1 << 18
 _REPORTED_EXAMPLES = 100_000
 _BATCH_EXAMPLES, _BATCH_LETTERS = 32, 1 << 18  # that a template is asked for together
 
@@ -177,20 +176,18 @@ def _tokenized(
         ids: [tokens]; starts: int64 [n + 1]; spans: int32 [2 answers], first and one past the last token of each
         answer; span_starts: int64 [n + 1]; numbers: int64 [n], of each record in its file; file_starts: int64 [files].
     """
-    ids = _Numbers(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
-    spans, starts, span_starts, numbers = (_Numbers(kind) for kind in (np.int32, np.int64, np.int64, np.int64))
+    ids = array("H" if tokenizer.vocab_size <= 1 << 16 else "i")
+    spans, starts, span_starts, numbers = array("i"), array("q", [0]), array("q", [0]), array("q")
     file_starts = [0] * len(source.names)
     cut_messages = cut_examples = 0
-    starts.extend([0])
-    span_starts.extend([0])
     for place, example, (example_ids, is_answer) in _encoded(source, template, tokenizer, copies_prompts):
         cut_messages += example.cut_messages
         cut_examples += example.cut_messages > 0
         ids.extend(example_ids)
         spans.extend(_spans(is_answer))
-        starts.extend([len(ids)])
-        span_starts.extend([len(spans) // 2])
-        numbers.extend([place.number])
+        starts.append(len(ids))
+        span_starts.append(len(spans) // 2)
+        numbers.append(place.number)
         for file in range(place.file + 1, len(file_starts)):
             file_starts[file] = len(numbers)
         if len(numbers) % _REPORTED_EXAMPLES == 0:
@@ -203,7 +200,9 @@ def _tokenized(
             f"their last {cut_messages} messages are left out."
         )
     made = {"ids": ids, "starts": starts, "spans": spans, "span_starts": span_starts, "numbers": numbers}
-    return {name: array.array() for name, array in made.items()} | {"file_starts": np.array(file_starts, np.int64)}
+    return {name: np.asarray(values) for name, values in made.items()} | {
+        "file_starts": np.array(file_starts, np.int64)
+    }
 
 
 def _encoded(
@@ -261,35 +260,4 @@ def _example(record: Any, place: str) -> Example:
 
 def _spans(is_answer: Sequence[bool]) -> list[int]:
     """First and one past the last position of each stretch of answers."""
-    edges = [place for place, (before, after) in enumerate(pairwise([False, *is_answer, False])) if before != after]
-    return edges
-
-
-class _Numbers:
-    """Numbers that are written to a temporary file as they arrive, so that memory does not grow."""
-
-    def __init__(self, kind: type[np.integer[Any]]) -> None:
-        self._kind = np.dtype(kind)
-        self._waiting: list[int] = []
-        self._written = 0
-        self._file = tempfile.TemporaryFile()
-
-    def __len__(self) -> int:
-        return self._written + len(self._waiting)
-
-    def extend(self, numbers: Sequence[int]) -> None:
-        """Adds numbers at the end."""
-        self._waiting += numbers
-        if len(self._waiting) >= _NUMBERS_IN_MEMORY:
-            self._write()
-
-    def array(self) -> np.ndarray:
-        """All numbers, mapped from the file."""
-        self._write()
-        return np.memmap(self._file, self._kind, mode="r", shape=(self._written,))
-
-    def _write(self) -> None:
-        self._file.write(np.array(self._waiting, self._kind).tobytes())
-        self._file.flush()
-        self._written += len(self._waiting)
-        self._waiting = []
+    return [place for place, (before, after) in enumerate(pairwise([False, *is_answer, False])) if before != after]

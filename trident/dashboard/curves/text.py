@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron.observe.curves.reading import AXIS_TITLES, STEPS, Curve, shown_place
+from trident.dashboard.curves.reading import AXIS_TITLES, STEPS, Curve, shown_place
 
 # Braille patterns have 2 x 4 dots; bit of the dot in (row, column).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))

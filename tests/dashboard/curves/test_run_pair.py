@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError
-from megatron.observe.curves.run_pair import pair_up, read_pair, relative_difference, table, verdict
 from megatron.observe.metrics_file import MetricsFile
 from tests.train.samples import metrics
+from trident.dashboard.curves.run_pair import pair_up, read_pair, relative_difference, table, verdict
 
 
 def steps(first: int, last: int, **changes: Any) -> dict[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What version 2 writes it reads again; index files are opened only for their own files; and a very large case."""
+"""What is written is read again; index files are opened only for their own files; and a very large case."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 
 from megatron.checkpoint import load, verify
 from megatron.checkpoint.keeping.copying import copy_checkpoint
-from megatron.checkpoint.keeping.listing import COMPLETE, entries_in
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from megatron.checkpoint.manifests.version_2 import manifest_texts, read_index
+from megatron.checkpoint.manifests.reading import read_index
+from megatron.checkpoint.manifests.writing import manifest_texts
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
 from tests.checkpoint.made.many_ranks import CHUNK_BYTES, Network
 from tests.checkpoint.made.saved_state import CountingStorage, save_state
 from tests.checkpoint.made.versions import rewrite
+from trident.checkpoints.listing import COMPLETE, entries_in
 
 MESH = ParallelMesh.single()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, StorageError
 from megatron.files.replacing import check_writable
-from megatron.observe.curves.reading import AXIS_TITLES, STEPS, Curve
+from trident.dashboard.curves.reading import AXIS_TITLES, STEPS, Curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

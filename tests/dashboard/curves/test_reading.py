@@ -10,9 +10,9 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import DataError
-from megatron.observe.curves.reading import AXES, Curve, read_curves, shown_place
 from megatron.observe.metrics_file import MetricsFile
 from tests.train.samples import metrics
+from trident.dashboard.curves.reading import AXES, Curve, read_curves, shown_place
 
 
 @pytest.fixture

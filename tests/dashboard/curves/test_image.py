@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.observe.curves.image import check_plot_path, draw_plot, write_plot
-from megatron.observe.curves.reading import Curve
+from trident.dashboard.curves.image import check_plot_path, draw_plot, write_plot
+from trident.dashboard.curves.reading import Curve
 
 FALLING = Curve("run", tuple((1e6 * step, 10.0 - step) for step in range(10)), run="run")
 

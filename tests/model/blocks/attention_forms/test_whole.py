@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model.blocks import attention, score_bias
+from megatron.model.blocks.attention_forms import whole
+from megatron.model.blocks.attention_forms.form import Scoring
 from megatron.model.interface.step_context import MaskKind, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, tiny_config
@@ -40,7 +41,7 @@ def test_bounded_and_dense_attention_agree(
     plans, results = [], []
     for dense in (False, True):
         if dense:
-            monkeypatch.setattr(attention, "bounded_plan", lambda *_, **__: None)
+            monkeypatch.setattr(whole, "bounded_plan", lambda *_, **__: None)
         context = StepContext(
             torch.arange(2),
             segment_ids=segments,
@@ -59,8 +60,9 @@ def test_bounded_and_dense_attention_agree(
 
 def test_no_plan_for_plain_attention() -> None:
     query = torch.zeros(1, 2, 16, 4)
-    assert score_bias.bounded_plan(StepContext(torch.arange(1)), query, None) is None
-    assert score_bias.bounded_plan(StepContext(torch.arange(1)), query, 3) is not None
+    plain, narrow = (Scoring(tiny_config(attention_window=width), ParallelMesh.single(), 0) for width in (None, 3))
+    assert whole.bounded_plan(StepContext(torch.arange(1)), query, plain) is None
+    assert whole.bounded_plan(StepContext(torch.arange(1)), query, narrow) is not None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_plan_is_asked_for_where_a_device_may_have_one(
     settings: dict[str, Any], asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(attention, "bounded_plan", lambda *_, **__: asked.append(True))  # a GPU has one for a soft-cap
+    monkeypatch.setattr(whole, "bounded_plan", lambda *_, **__: asked.append(True))  # a GPU has one for a soft-cap
     network = build_gpt(tiny_config(attention_dropout=0.0, **settings), ParallelMesh.single())
     network(torch.zeros(1, 16, dtype=torch.long), StepContext(torch.arange(1)))
     assert bool(asked) == asks

@@ -8,7 +8,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from megatron.model.blocks.latent_attention import LatentAttention
+from megatron.model.blocks.attention import SelfAttention
+from megatron.model.blocks.attention_forms.latent import CachedLatentAttention
 from megatron.model.interface.key_value_cache import MixedCaches, TextCache
 from megatron.model.interface.step_context import StepContext, StepSettings
 from megatron.parallel.mesh import ParallelMesh
@@ -22,8 +23,8 @@ FIELDS = {
 }  # fmt: skip
 
 
-def built() -> LatentAttention:
-    attention = LatentAttention(tiny_config(**FIELDS), ParallelMesh.single(), 0)
+def built() -> SelfAttention:
+    attention = SelfAttention(tiny_config(**FIELDS), ParallelMesh.single(), 0)
     drawn = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in attention.parameters():
@@ -45,7 +46,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones(()), angles)).mT.flatten(-2)
 
 
-def plain_attention(attention: LatentAttention, hidden: torch.Tensor) -> torch.Tensor:
+def plain_attention(attention: SelfAttention, hidden: torch.Tensor) -> torch.Tensor:
     """The paper's equations 37 to 47, one head after another."""
     values = dict(attention.named_parameters())
     values |= {f"linear_out_proj.{kind}": values[f"linear_proj.{kind}"] for kind in ("weight", "bias")}
@@ -79,7 +80,9 @@ def test_it_is_the_papers_attention() -> None:
 
 def test_a_cache_holds_the_latent_and_the_shared_key_of_a_token() -> None:
     attention, hidden = built(), hidden_states(1)
-    assert [attention._expands(queries, LENGTH) for queries in (LENGTH, 1)] == [True, False]
+    form = attention.cached_form
+    assert isinstance(form, CachedLatentAttention)
+    assert [form.expands(queries, LENGTH) for queries in (LENGTH, 1)] == [True, False]
     whole = attention(hidden, context_of(1))
     for steps in ([LENGTH], [LENGTH - 1, 1]):  # keys and values are made of the latents, or queries brought to these
         text, pieces = TextCache(block_tokens=LENGTH), []

@@ -106,7 +106,7 @@ def read_curves(path: str | Path, metric: str, axis: str = STEPS, name: str | No
 
     Args:
         path: a run directory or its metrics file.
-        metric: a field of `StepMetrics`.
+        metric: a key of the records of steps.
         axis: one of `AXES`.
         name: the run in legends; its folder if left out.
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.observe.curves.reading import read_curves
-from megatron.observe.curves.run_pair import read_pair
 from megatron.observe.metrics_file import check_run, newest_runs
+from trident.dashboard.curves.reading import read_curves
+from trident.dashboard.curves.run_pair import read_pair
 
 
 def _runs(folder: Path, count: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.observe.curves.reading import Curve
-from megatron.observe.curves.text import text_plot
+from trident.dashboard.curves.reading import Curve
+from trident.dashboard.curves.text import text_plot
 
 FALLING = Curve("run", tuple((step, 10.0 - step) for step in range(10)))
 

@@ -1,0 +1,58 @@
+"""What the engine asks of whatever passes micro-batches through the network."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from megatron.device import GraphCapturer
+from megatron.engine.deepspeed_internals.base_view import OptimizerView
+from megatron.engine.gradients.gradient_sum import Partial, Tied
+from megatron.engine.micro_batch import DeviceBatch
+from megatron.engine.passes.step_loss import StepLoss
+from megatron.parallel.schedule.actions import Placement
+
+_View = TypeVar("_View", bound=OptimizerView)
+
+
+class Passes(ABC, Generic[_View]):
+    """How the micro-batches of a global batch pass through the network.
+
+    Args:
+        module: what DeepSpeed is initialized with: the layers of this rank.
+
+    Attributes:
+        module: as given.
+        placement: of the chunks that a schedule of our own runs; None if there is none.
+    """
+
+    placement: Placement | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def connect(self, deepspeed: Any, view: _View, partial: Partial, tied: Tied, enter: Callable[[str], None]) -> None:
+        """Connects the network to what updates it, once DeepSpeed has been initialized.
+
+        Args:
+            deepspeed: the engine that updates the weights.
+            view: the optimizer in it.
+            partial: parameters of which the ranks of an axis have the gradients of different tokens, to be summed.
+            tied: trained weights that other stages hold as well, whose gradients are to be summed.
+            enter: to be called with each phase that begins.
+        """
+        self._deepspeed, self._view, self._enter = deepspeed, view, enter
+
+    @abstractmethod
+    def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
+        """Runs forward and backward passes, reduces the gradients and updates the weights."""
+
+    @abstractmethod
+    def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
+        """Runs forward passes without gradients; the network is in evaluation mode."""
+
+    def use_graphs(self, capturer: GraphCapturer) -> None:
+        """Captures passes as CUDA graphs from now on; see `graph_refusal` for what must hold."""
