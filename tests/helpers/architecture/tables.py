@@ -78,7 +78,10 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "objective", "sections", "rules", "files", "."),
+    "megatron.config": (
+        *("flags", "architecture", "objective", "sections", "files", "machine", "schedule", "run_sections"),
+        *("rules", "."),
+    ),
     "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
         "speed",
