@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
     """Opens the checkpoint, runs the tasks, and writes and prints what rank 0 found."""
-    from megatron.inference.harness import harness_model, run_harness
     from megatron.inference.loaded_model import open_checkpoint
     from megatron.parallel.agreement import run_on_first
+    from trident.evaluate.harness import harness_model, run_harness
 
     flags, given = request.own, dict(request.given)
     if flags.eval_fp32:

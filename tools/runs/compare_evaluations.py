@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--results",
     )
 
-    from megatron.evaluation.results import read_results
-    from megatron.evaluation.significance import Resampling, compare_results, comparison_lines
     from megatron.files.replacing import write_atomically
+    from trident.evaluate.results import read_results
+    from trident.evaluate.significance import Resampling, compare_results, comparison_lines
 
     resampling = Resampling(flags.resamples, flags.confidence, flags.seed)
     first, second = (read_results(Path(path)) for path in flags.results)

@@ -24,12 +24,11 @@ PACKAGE_PLACES = {
     "engine": 12,
     "checkpoint": 13,
     "observe": 15,
-    "evaluation": 17,
     "train": 18,
     "inference": 18,
 }
 # The packages of `trident/`, each of which imports `megatron` and no other of them; the trainer imports none.
-COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "launch", "plan", "serve"})
+COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "evaluate", "launch", "plan", "serve"})
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -80,8 +79,11 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "objective", "sections", "rules", "files", "."),
-    "megatron.kernels": (".", "float8", "attention", "native"),
+    "megatron.config": (
+        *("flags", "architecture", "objective", "sections", "files", "machine", "schedule", "run_sections"),
+        *("rules", "."),
+    ),
+    "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
         "speed",
         "quantities",
@@ -113,12 +115,12 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
         *("passes", "pipeline", "engine", "state", "weight_norms", "replicas", "memory"),
     ),
-    "megatron.inference": ("sampling", ".", "beams", "generation", "harness"),
+    "megatron.inference": ("sampling", ".", "beams", "generation"),
     "trident.serve": ("requests", "execution", "."),
     "trident.dashboard": (".", "curves"),
     "trident.plan": (".", "rehearsal"),
     "trident.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
-    "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
+    "trident.evaluate": (".", "baselines", "tasks", "completer", "harness", "training", "results", "task_runner"),
     "trident.convert.hugging_face": ("table", "families", "."),
     "trident.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
@@ -210,7 +212,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("trident/serve/network.py",),
     "prometheus_client": ("trident/serve/metrics.py",),
     "matplotlib": ("trident/dashboard/curves/image.py",),
-    "lm_eval": ("megatron/inference/harness.py",),
+    "lm_eval": ("trident/evaluate/harness.py",),
     "wandb": ("megatron/observe/destinations/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/destinations/tensorboard.py",),
     "torch.utils.tensorboard": ("megatron/observe/destinations/tensorboard.py",),
