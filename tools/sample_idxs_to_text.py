@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import (
     ConfigSection,
     DataConfig,
@@ -280,4 +280,4 @@ def _write(lines: Iterator[str], path: str | None) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import NumericsError
 from megatron.parallel.rank_start import begin_rank
@@ -70,4 +70,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)
