@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.layout import layout_problems
+from megatron.config.rules.layout import layout_problems
 from megatron.parallel.mesh import build_mesh, standard_axes
 
 

@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.devices is None:
         return show_schedules(flags)
     from megatron.config.parse import read_flags
-    from megatron.config.run_config import DEFAULT
+    from megatron.config.run_sections import DEFAULT
     from trident.plan.requests import request_lines
 
-    provenance = read_flags([*flags.words(), *others]).provenance
+    provenance = read_flags([*flags.words(), *others]).run.provenance
     is_chosen = any(provenance[f"precision.{name}"] != DEFAULT for name in ("fp16", "bf16"))
     precision = [] if is_chosen else ["--bf16"]
     trainer = [*precision, *flags.words(), *others]

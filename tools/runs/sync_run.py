@@ -60,13 +60,13 @@ def _turns(every_seconds: int | None) -> Iterator[None]:
 
 
 def _copy(flags: SyncFlags) -> None:
-    from trident.checkpoints.run_copy import copy_run, place_of
+    from trident.checkpoints.run_copy import RunCopy, place_of
 
     place = place_of(flags.to)
-    copied = copy_run(Path(flags.run), place, log.line)
+    copy = RunCopy(Path(flags.run), place, log.line)
+    copy.update()
     log.line(
-        f"{place}: sent {len(copied.checkpoints)} checkpoints and {len(copied.files)} other files, "
-        f"{copied.size_bytes} bytes"
+        f"{place}: sent {len(copy.checkpoints)} checkpoints and {len(copy.files)} other files, {copy.size_bytes} bytes"
     )
 
 

@@ -19,8 +19,8 @@ from megatron.config import Machine, TokenizerFacts, parse, resolve
 from megatron.config.program_flags import words_of
 from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
-from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
-from megatron.engine.memory.held import group_ranks, held_bytes, parameter_groups
+from megatron.engine.memory.closed_form import Amounts
+from megatron.engine.memory.held import held_bytes, predicted_amounts
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 
@@ -165,14 +165,8 @@ def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) ->
     batch = _batch(run, engine.mesh.batch.rank)
     steps = (engine.train_batch([batch], learning_rate) for _ in range(run.steps))
     losses = [step.loss for step in steps if step.loss is not None]
-    how = Partitioning(
-        engine.zero_stage,
-        engine.mesh.gradient.size,
-        cell.offloads_optimizer,
-        cell.offloads_parameters,
-        engine.steps.dtype.itemsize,
-    )
-    predicted = predicted_bytes(parameter_groups(engine), how, group_ranks(engine))
+    offloads = cell.offloads_optimizer, cell.offloads_parameters
+    predicted = predicted_amounts(engine, offloads_optimizer=offloads[0], offloads_parameters=offloads[1])
     return MeasuredCell(cell, predicted, held[-1], losses[0], losses[-1])
 
 

@@ -80,8 +80,11 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "objective", "sections", "rules", "files", "."),
-    "megatron.kernels": (".", "float8", "attention", "native"),
+    "megatron.config": (
+        *("flags", "architecture", "objective", "sections", "files", "machine", "schedule", "run_sections"),
+        *("rules", "."),
+    ),
+    "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
         "speed",
         "quantities",

@@ -1,10 +1,12 @@
-"""Which pipelines are legal: the schedule, the chunks of the network on each rank, the engine and ZeRO together."""
+"""Pipelines: the schedule, the chunks of the network on each rank, and what the engine and ZeRO do with them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.layout import divisors, stages_problems
+from megatron.config.rules.layout import divisors, stages_problems
+from megatron.config.rules.rule import request_rule, run_rule
+from megatron.config.run_sections import ReadFlags, RunSections
 from megatron.config.sections.parallel import ParallelRequest
 from megatron.config.sections.pipelines import ENGINES, SCHEDULE_CHUNKS, is_schedule_file
 
@@ -14,36 +16,20 @@ _SCHEDULE = "--pipeline-schedule"
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
-def chunks_per_rank(parallel: ParallelRequest, num_layers: int) -> int:
-    """The chunks of the network that each pipeline rank holds; what a schedule needs where no flag says it."""
-    asked, layers = parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    if asked is not None:
-        return asked
-    if layers is not None:
-        counted = num_layers + sum(parallel.counted_ends)
-        return max(1, counted // (parallel.pipeline_model_parallel_size * layers))
-    return SCHEDULE_CHUNKS.get(_named(parallel) or "", (1, 1))[0]
+@request_rule
+def _no_pipeline(run: ReadFlags) -> Iterator[str]:
+    stages = run.parallel.pipeline_model_parallel_size
+    if run.values.get("legacy.no_pipeline_parallel") and stages > 1:
+        yield (
+            f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {stages}. Use "
+            "--pipeline-model-parallel-size 1, or drop --no-pipeline-parallel."
+        )
 
 
-def schedule_name(parallel: ParallelRequest, num_layers: int) -> str:
-    """The pipeline schedule, by name or file: what was asked for, else by the number of chunks."""
-    return _named(parallel) or ("interleaved" if chunks_per_rank(parallel, num_layers) > 1 else "1f1b")
-
-
-def most_stages(parallel: ParallelRequest, num_layers: int) -> int:
-    """The most pipeline ranks that the other flags allow."""
-    if parallel.zero_stage not in ENGINES[parallel.pipeline_engine].zero_stages:
-        return 1
-    chunks = 1 if parallel.num_layers_per_virtual_pipeline_stage else chunks_per_rank(parallel, num_layers)
-    return max(1, num_layers // chunks)
-
-
-def pipeline_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
-    """One sentence for everything that is wrong with the pipeline of a network, unless a number is out of bounds.
-
-    Args:
-        num_layers: 0 if it is not known.
-    """
+@run_rule
+def _pipeline(run: RunSections) -> Iterator[str]:
+    """The first of its rules that is broken, unless a number is out of bounds; the layers are 0 if not known."""
+    parallel, num_layers = run.parallel, run.model.num_layers
     counts = (parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage)
     sizes = [parallel.pipeline_model_parallel_size, *(count for count in counts if count is not None)]
     if min(sizes) < 1 or parallel.pipeline_engine not in ENGINES:
@@ -56,10 +42,6 @@ def pipeline_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[st
     if not problems:
         problems += _end_problems(parallel, num_layers)
     yield from problems or _engine_problems(parallel, num_layers)
-
-
-def _named(parallel: ParallelRequest) -> str | None:
-    return "zb-h1" if parallel.enable_zbh1_pipeline else parallel.pipeline_schedule
 
 
 def _name_problems(parallel: ParallelRequest) -> Iterator[str]:
@@ -97,8 +79,8 @@ def _division_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[s
 
 def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
     """Whether the schedule takes that many chunks, and whether each gets a layer."""
-    chunks, stages = chunks_per_rank(parallel, num_layers), parallel.pipeline_model_parallel_size
-    name = schedule_name(parallel, num_layers)
+    chunks, stages = parallel.chunks_for(num_layers), parallel.pipeline_model_parallel_size
+    name = parallel.schedule_for(num_layers)
     fewest, most = SCHEDULE_CHUNKS.get(name, (1, None))
     if chunks < fewest or (most is not None and chunks > most):
         others = [other for other, (low, high) in SCHEDULE_CHUNKS.items() if low <= chunks <= (high or chunks)]
@@ -145,7 +127,7 @@ def _end_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
     if len(asked) > 1:
         yield f"{' and '.join(asked)} both say how many blocks a stage holds. Drop one of them."
         return
-    stages, chunks = parallel.pipeline_model_parallel_size, chunks_per_rank(parallel, num_layers)
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks_for(num_layers)
     if stages == 1 and asked and method is None:
         yield f"{asked[0]} needs stages, and --pipeline-model-parallel-size is 1. Drop it."
         return
@@ -174,7 +156,7 @@ def _flag_for(parallel: ParallelRequest, num_layers: int, chunks: int) -> str:
 def _engine_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
     """Whether the engine runs the schedule, and goes with ZeRO."""
     engine, stages, zero = parallel.pipeline_engine, parallel.pipeline_model_parallel_size, parallel.zero_stage
-    name, chunks = schedule_name(parallel, num_layers), chunks_per_rank(parallel, num_layers)
+    name, chunks = parallel.schedule_for(num_layers), parallel.chunks_for(num_layers)
     if stages == 1 and chunks == 1:
         return
     if not ENGINES[engine].runs(name):

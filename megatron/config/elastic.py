@@ -1,4 +1,4 @@
-"""How a request is laid out over a number of processes: whether it fits them, and for --elastic a layout that does."""
+"""Layouts of `--elastic`: one that fits the number of processes in place of one that does not."""
 
 from __future__ import annotations
 
@@ -6,61 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron.config.expert_rules import expert_world_problems
-from megatron.config.layout import divisors, layout_problems, nearest_layouts
-from megatron.config.pipeline_rules import chunks_per_rank, most_stages, schedule_name
+from megatron.config.rules.checking import world_problems
+from megatron.config.rules.layout import divisors, nearest_layouts
 from megatron.config.run_config import RunRequest
-from megatron.config.sections.optim import OptimRequest
 from megatron.config.sections.parallel import RING, ParallelRequest
 from megatron.config.sections.pipelines import is_schedule_file
 from megatron.errors import ConfigError
-
-
-def world_problems(request: RunRequest, world_size: int) -> list[str]:
-    """One sentence for everything about a request that does not fit this many processes.
-
-    Batches are only checked if the layout fits, since without one there is no number of replicas to share them, and if
-    their sizes do not contradict each other already.
-    """
-    model, parallel = request.model, request.parallel
-    misfits = layout_problems(
-        world_size,
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        sequence_size=parallel.sequence_size,
-        split_sizes=(model.num_attention_heads, *model.widths.values()),
-        most_stages=most_stages(parallel, model.num_layers),
-    )
-    problems = list(misfits) or list(expert_world_problems(model, parallel, world_size))
-    if problems or any(request.optim.all_problems()):
-        return problems
-    return batch_sizes(request.optim, world_size // parallel.replica_size)[2]
-
-
-def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int, list[str]]:
-    """The micro-batch, the global batch, and what is wrong with them."""
-    micro, batch = optim.micro_batch_size, optim.global_batch_size
-    if batch is None:
-        size = micro or 1
-        return size, size * replicas, []
-    if micro is None:
-        return _whole_share(optim, batch, replicas)
-    problems = []
-    unit = micro * replicas
-    if batch % unit:
-        lower = batch // unit * unit
-        problems.append(
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {replicas} data-parallel "
-            f"replicas = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
-        )
-    ramp = optim.rampup_batch_size
-    if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
-        problems.append(
-            f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of "
-            f"--micro-batch-size {micro} x {replicas} data-parallel replicas = {unit}. Use multiples of {unit} or "
-            "fewer processes."
-        )
-    return micro, batch, problems
 
 
 def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequence[str]]:
@@ -93,18 +44,6 @@ def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequen
         f"{optim.global_batch_size} evenly and divides {request.model.num_attention_heads} heads and "
         f"{request.model.num_layers} layers. Start {fewer} processes, or use a global batch with more divisors."
     )
-
-
-def _whole_share(optim: OptimRequest, batch: int, replicas: int) -> tuple[int, int, list[str]]:
-    """The same where each replica takes its share of every global batch in one forward pass."""
-    sizes = [batch, *(optim.rampup_batch_size or ())[:2]]
-    problems = [
-        f"a global batch of {size} (--global-batch-size, --rampup-batch-size) cannot be shared by {replicas} "
-        f"data-parallel replicas. Use a multiple of {replicas}, or another number of processes."
-        for size in sizes
-        if size % replicas
-    ]
-    return max(1, math.gcd(*sizes) // replicas), batch, problems
 
 
 def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
@@ -152,7 +91,7 @@ def _with_stages(parallel: ParallelRequest, num_layers: int, pp_size: int) -> Pa
     """The same schedule and chunks on other stages; a single stage has none, and a file is for one number of them."""
     if pp_size == parallel.pipeline_model_parallel_size:
         return parallel
-    name, chunks = parallel.pipeline_schedule, chunks_per_rank(parallel, num_layers)
+    name, chunks = parallel.pipeline_schedule, parallel.chunks_for(num_layers)
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         chunks = min(chunks, num_layers // pp_size)
     return dataclasses.replace(
@@ -194,8 +133,8 @@ def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
     shared = f" x {after.sequence_size} of a sequence" if before.sequence_size > 1 else ""
     micro = chosen.optim.micro_batch_size
     smaller = f"; --micro-batch-size becomes {micro}" if micro != asked.optim.micro_batch_size else ""
-    schedule = schedule_name(after, chosen.model.num_layers)
-    another = schedule != schedule_name(before, asked.model.num_layers)
+    schedule = after.schedule_for(chosen.model.num_layers)
+    another = schedule != before.schedule_for(asked.model.num_layers)
     scheduled = (
         f"; the pipeline schedule becomes {schedule}" if another and after.pipeline_model_parallel_size > 1 else ""
     )

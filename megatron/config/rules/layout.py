@@ -1,14 +1,76 @@
-"""Which tensor and pipeline sizes are legal: the rules, their refusals, and the nearest layouts that keep them.
-
-A rule yields one sentence if it is broken and nothing otherwise. Sizes of ranks and stages are at least 1.
-"""
+"""The tensor and pipeline sizes that are legal, their refusals, and the nearest layouts that keep the rules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from megatron.config.rules.rule import run_rule, world_rule
+from megatron.config.run_sections import RunSections
+
 _MOST_SHOWN = 8
+
+
+@run_rule
+def _heads_and_widths(run: RunSections) -> Iterator[str]:
+    model, parallel, ranks = run.model, run.parallel, run.parallel.tensor_model_parallel_size
+    if model.num_attention_heads > 0 and ranks > 0:
+        yield from heads_problems(model.num_attention_heads, ranks)
+    if ranks > 0:
+        widths = dict(model.widths)
+        if not parallel.splits_each_expert:
+            widths.pop("--moe-ffn-hidden-size", None)
+            if not model.mtp_num_layers:
+                widths.pop("--hidden-size", None)
+        yield from widths_problems(widths, ranks)
+
+
+@run_rule
+def _padded_vocabulary(run: RunSections) -> Iterator[str]:
+    parallel = run.parallel
+    size, divisor, ranks = (
+        parallel.pad_vocab_size_to,
+        parallel.make_vocab_size_divisible_by,
+        parallel.tensor_model_parallel_size,
+    )
+    if size is not None and divisor > 0 and size % divisor:
+        yield (
+            f"--pad-vocab-size-to: {size} is not divisible by {divisor} (--make-vocab-size-divisible-by). Use "
+            f"--pad-vocab-size-to {-(-size // divisor) * divisor} or another divisor."
+        )
+    if size is not None and ranks > 0 and size % ranks:
+        yield (
+            f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
+            f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
+        )
+
+
+@run_rule
+def _elastic(run: RunSections) -> Iterator[str]:
+    if run.parallel.elastic and run.optim.global_batch_size is None:
+        yield (
+            "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "
+            "it."
+        )
+
+
+@run_rule
+def _plan_or_rehearsal(run: RunSections) -> Iterator[str]:
+    if run.planning.plan_only and run.planning.dry_run_ranks is not None:
+        yield "--plan-only and --dry-run-ranks are both given. Drop one of them."
+
+
+@world_rule
+def _layout(run: RunSections, world_size: int) -> Iterator[str]:
+    model, parallel = run.model, run.parallel
+    yield from layout_problems(
+        world_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        sequence_size=parallel.sequence_size,
+        split_sizes=(model.num_attention_heads, *model.widths.values()),
+        most_stages=parallel.most_stages(model.num_layers),
+    )
 
 
 def layout_problems(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import Machine, TokenizerFacts, resolve
-from megatron.config import world as world_module
-from megatron.config.world import batch_sizes, fit_layout, world_problems
+from megatron.config import Machine, TokenizerFacts, elastic, resolve
+from megatron.config.elastic import fit_layout
+from megatron.config.rules.checking import world_problems
+from megatron.config.schedule import batch_sizes
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -102,12 +103,12 @@ def test_what_no_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.context() as patch,
         pytest.raises(ConfigError, match="for 3 processes, nor for fewer. Drop --elas"),
     ):
-        patch.setattr(world_module, "_legal_request", lambda *_: None)
+        patch.setattr(elastic, "_legal_request", lambda *_: None)
         fit_layout(small("--elastic"), 3)
     with pytest.raises(ConfigError, match="--elastic needs --global-batch-size: it keeps the global batch"):
         small("--elastic", drop="--global-batch-size")
 
 
 def test_shares_of_a_batch() -> None:
-    assert batch_sizes(small().optim, 2) == (2, 8, [])
-    assert "8 is not a multiple of --micro-batch-size 2 x 3" in batch_sizes(small().optim, 3)[2][0]
+    assert batch_sizes(small().optim, 2) == (2, 8)
+    assert batch_sizes(small(drop="--micro-batch-size").optim, 2) == (4, 8)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.kernels import products
-from megatron.kernels.float8.linear import linear
-from megatron.kernels.float8.scaling import FORWARD_DTYPE, Float8, quantized
+from megatron.kernels.float8 import FORWARD_DTYPE, Float8, linear, quantized
 
 E5M2 = torch.float8_e5m2
 EMULATED = Float8(is_emulated=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.datasets.open_files import allow_open_files, uses_of
+from megatron.data.build import allow_open_files, uses_of
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_cache import IndexCache
 from megatron.errors import TooManyFilesError

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.config.layout import (
+from megatron.config.rules.layout import (
     divisors,
     heads_problems,
     layout_problems,
