@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron import device
 
     device.choose_accelerator()
-    from megatron.train.zero_table import TableRun, cells_of, largest_difference, measure_cells, table_lines
+    from tools.runs.zero_stages import TableRun, cells_of, largest_difference, measure_cells, table_lines
 
     sizes = {field.name: getattr(flags, field.name) for field in dataclasses.fields(TableRun)}
     rank, rows = measure_cells(TableRun(**sizes), cells_of(flags.dtype))

@@ -44,8 +44,10 @@ PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
 LOADED_LATER = (
     "examples/demo_texts/",
     "tools/corpus/examination.py",
+    "tools/runs/sample_order.py",
     "tools/runs/schedule_comparison.py",
     "tools/runs/schedule_drawing.py",
+    "tools/runs/zero_stages.py",
 )
 
 # Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
@@ -108,7 +110,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
         "keeping",
     ),
-    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
+    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build"),
     "megatron.engine": (
         "gradients",
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
