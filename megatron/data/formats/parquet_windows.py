@@ -237,11 +237,11 @@ class WindowFile:
                 ) from failure
             if batch is None:
                 return
-            yield self._windows(self._arrow.Table.from_batches([batch]), first, vocab_size)
+            yield self._windows(batch, first, vocab_size)
             first += batch.num_rows
 
-    def _windows(self, table: Any, first: int, vocab_size: int | None) -> Windows:
-        ids, mask, labels = (self._matrix(table.column(name), name, first) for name in COLUMNS)
+    def _windows(self, batch: Any, first: int, vocab_size: int | None) -> Windows:
+        ids, mask, labels = (self._matrix(batch.column(name), name, first) for name in COLUMNS)
         for name, values in (("attention_mask", mask), ("labels", labels)):
             if values.shape != ids.shape:
                 raise DataError(
@@ -275,23 +275,20 @@ class WindowFile:
 
     def _matrix(self, column: Any, name: str, first: int) -> npt.NDArray[Any]:
         """The values of a list column as rows of one length."""
-        rows = len(column)
+        rows, values = len(column), column.flatten()
         if column.null_count:
-            place = first + int(np.flatnonzero(column.is_null().to_numpy())[0])
+            place = first + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
             raise DataError(f"{self.path}: row {place} of column {name!r} is null; every row must hold a list.")
-        parts = [chunk.flatten() for chunk in column.chunks]
-        if any(part.null_count for part in parts):
+        if values.null_count:
             raise DataError(f"{self.path}: rows from {first} on hold a null inside of column {name!r}.")
-        compute = self._arrow.compute
-        lengths = compute.list_value_length(column).to_numpy()
+        lengths = self._arrow.compute.list_value_length(column).to_numpy()
         if rows and (lengths != lengths[0]).any():
             other = int(np.flatnonzero(lengths != lengths[0])[0])
             raise DataError(
                 f"{self.path}: row {first + other} has {lengths[other]} {name} and row {first} has {lengths[0]}. "
                 "Windows have one length: pad them when they are made."
             )
-        values = np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts]) if parts else np.empty(0)
-        return values.reshape(rows, int(lengths[0]) if rows else 0)
+        return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(rows, int(lengths[0]) if rows else 0)
 
     def _check_length(self, length: int, first: int) -> None:
         expected = length if self.facts is None else self.facts.sequence_length
