@@ -30,19 +30,16 @@ from megatron.data.datasets.masked.texts import MaskedRows, TextRows
 from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.indexed import IndexedDataset, check_pair
-from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows
 from megatron.data.formats.store_names import is_store_address
+from megatron.data.formats.window_names import names_windows
 from megatron.data.order.index_map import Indices, build_indices
 from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
 from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
-from megatron.data.sources.parquet_rows import ParquetRows, check_window_length
 from megatron.data.sources.random_rows import RANDOM_ROWS, RandomRows
 from megatron.data.sources.source import DataRequest, Facts, Source, other_rows
 from megatron.errors import DataError
-from megatron.tokenizers.record import check_same_tokenizer
 
-_ADVICE = ", or preprocess the corpus again"
 _NOTHING_ASKED = DataRequest(DataConfig(seq_length=1), 1, 0)
 
 
@@ -51,18 +48,24 @@ def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
     if prefix == MOCK_DATA:
         return _RandomSource(prefix, request)
     if is_store_address(prefix):
-        source: Source = import_module("megatron.data.stores.store_source").StoreSource(prefix, request)
-        return source
+        return _imported("megatron.data.stores.store_source", "StoreSource", prefix, request)
     if names_example_files(prefix):
         return ExampleSource(prefix, request)
     if names_windows(prefix) or (glob.has_magic(prefix) and not os.path.exists(f"{prefix}.idx")):
-        return _WindowSource(prefix, request)  # a pattern is never a pair of token files
+        # a pattern is never a pair of token files
+        return _imported("megatron.data.sources.parquet_rows", "WindowSource", prefix, request)
     if names_pairs(prefix):
         return _PairSource(prefix, request)
     if request.masked is None:
         return _TokenSource(prefix, request)
     kind = _SentenceSource if request.masked.masking.masked_samples == SENTENCES else _TextSource
     return kind(prefix, request)
+
+
+def _imported(module: str, name: str, prefix: str, request: DataRequest) -> Source:
+    """A source of a kind that few runs have."""
+    source: Source = getattr(import_module(module), name)(prefix, request)
+    return source
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,33 +201,6 @@ class _RandomSource(RowsSource):
     def _rows(self) -> RowSource:
         request, tokenizer = self._request, self._request.tokenizer_for("--mock-data draws ids of")
         return RandomRows(self.prefix, tokenizer.vocab_size, request.sequence_length, request.seed)
-
-
-class _WindowSource(RowsSource):
-    """Windows of tokens in Parquet files."""
-
-    def _check_files(self, sequence_length: int | None) -> None:
-        with WindowFile(expand_windows([self.prefix])[0]) as file:
-            check_window_length(self.prefix, file.sequence_length, sequence_length or file.sequence_length)
-
-    def facts(self) -> Facts:
-        rows = ParquetRows(self.prefix)
-        return ("windows", len(rows)), ("tokens_per_window", rows.row_length), ("sha256", rows.fingerprint)
-
-    @property
-    def folder(self) -> Path:
-        return Path(expand_windows([self.prefix])[0]).parent
-
-    @cached_property
-    def _rows(self) -> RowSource:
-        rows = ParquetRows(self.prefix)
-        check_window_length(self.prefix, rows.row_length, self._request.sequence_length)
-        if self._request.tokenizer is not None:
-            for record in rows.tokenizers:
-                check_same_tokenizer(
-                    f"the data {self.prefix} was made", record, self._request.tokenizer, advice=_ADVICE
-                )
-        return rows
 
 
 _Rows = TypeVar("_Rows", bound=RowSource)
