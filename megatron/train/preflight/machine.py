@@ -136,7 +136,7 @@ def least_bytes(request: RunRequest, world_size: int) -> int | None:
     model, parallel, optim = _sizes(request), request.parallel, request.optim
     settings = {} if parallel.deepspeed_config is None else read_settings(parallel.deepspeed_config)
     zero = settings.get("zero_optimization", {})
-    is_other = optim.optimizer != "adam" or optim.use_bnb_optimizer or parallel.cpu_optimizer
+    is_other = optim.use_bnb_optimizer or parallel.cpu_optimizer
     is_partial = bool(request.finetuning.freeze) or request.evaluation.eval_only
     is_offloaded = isinstance(zero, dict) and any(name.startswith("offload") for name in zero)
     if is_other or is_partial or is_offloaded or parallel.elastic or Unset.COMPUTED in vars(model).values():
@@ -147,7 +147,7 @@ def least_bytes(request: RunRequest, world_size: int) -> int | None:
     is_half = request.precision.dtype_name != "float32"
     stage = max(parallel.zero_stage, 1) if is_half else parallel.zero_stage
     how = Partitioning(stage, replicas, weight_bytes=2 if is_half else 4)
-    return predicted_bytes([[share]], how).on_device
+    return predicted_bytes([[share]], how, states=[optim.state_bytes(of_blocks=True)]).on_device
 
 
 def _sizes(request: RunRequest) -> ModelConfig:
