@@ -29,7 +29,7 @@ from benchmarks.figures import print_figure
 from megatron.checkpoint.record import Progress
 from megatron.config import ConfigSection, OptimConfig, ReportConfig, flag, parse_flags
 from megatron.device import Stopwatch, peak_memory_bytes
-from megatron.observe.metrics import Waits
+from megatron.objective.metric import Reduction, StepMetrics, metrics_of
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.report import Report
@@ -48,6 +48,7 @@ from megatron.train.watchdog import Watch
 _TOKEN = "0" * 32
 
 # The result of a step.
+WAITS = {"data_wait_seconds": 0.01, "communication_seconds": 0.02, "transfer_seconds": 0.01}
 STEP = SimpleNamespace(
     loss=2.5,
     token_count=8192,
@@ -57,7 +58,8 @@ STEP = SimpleNamespace(
     is_spike=False,
     bad_in_a_row=0,
     loss_scale=1.0,
-    metrics={},
+    metrics=StepMetrics(),
+    sums={},
 )
 
 
@@ -148,7 +150,9 @@ def record_microseconds(has_bar: bool, count: int = 2000) -> float:
             began_at = time.process_time()
             for step in range(1, count + 1):
                 progress = Progress(step, 8 * step, 8192 * step)
-                report.step(progress, STEP, 1.0, 0.1, Waits(0.01, 0.02, 0.01, peak_memory_bytes()))
+                report.step(
+                    progress, STEP, 1.0, 0.1, metrics_of({**WAITS, "memory_bytes": peak_memory_bytes()}, Reduction.RATE)
+                )
             times.append((time.process_time() - began_at) / count * 1e6)
     return min(times)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.config.flags.paths import prefix_problems
 
@@ -139,7 +139,7 @@ def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     inputs = expand_inputs(flags.input, separator)
     size = total_bytes(inputs)
     share = flags.sample if flags.megabytes is None or not size else min(1.0, flags.megabytes * 1e6 / size)
-    progress = ProgressLine(size, 10_000, log.info, sys.stderr.write if sys.stderr.isatty() else None)
+    progress = ProgressLine(size, 10_000, log.info, log.status_line())
     texts = texts_of(inputs, flags.json_keys, share, flags.on_bad_line == "skip", progress, separator)
     watched = _until_read(texts, progress, flags.model_type)
     return watched if flags.max_documents is None else drawn_texts(watched, flags.max_documents, flags.seed)
@@ -164,4 +164,4 @@ def _entries(files: dict[str, bytes]) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

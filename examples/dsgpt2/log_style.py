@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import Moment, shown_loss
-from megatron.observe.metrics import StepMetrics
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,
@@ -22,8 +22,8 @@ LOSS_TAGS: tuple[str, str] | None = None
 
 def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
     """The line of a log interval."""
-    loss = metrics.lm_loss if metrics.sample_loss is None else metrics.sample_loss
-    return [f"INFO: [Loss] {shown_loss(loss, 'f')} | {_place(moment)} | lr: {metrics.learning_rate:.6e}"]
+    loss = metrics.value("lm_loss" if metrics.value("sample_loss") is None else "sample_loss")
+    return [f"INFO: [Loss] {shown_loss(loss, 'f')} | {_place(moment)} | lr: {metrics.value('learning_rate'):.6e}"]
 
 
 def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:

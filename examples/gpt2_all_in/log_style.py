@@ -8,8 +8,8 @@ Source: geroldcsendes/gpt2-all-in, gpt2_ai/train/trainer.py.
 
 from __future__ import annotations
 
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import Moment, shown_loss
-from megatron.observe.metrics import StepMetrics
 from megatron.observe.styles import megatron
 
 SAVE_LINES = megatron.SAVE_LINES
@@ -19,4 +19,4 @@ evaluation_lines = megatron.evaluation_lines
 
 def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
     """The line of a log interval."""
-    return [f"Step: {metrics.iteration} | Loss: {shown_loss(metrics.lm_loss, '.3f')}"]
+    return [f"Step: {metrics.value('iteration')} | Loss: {shown_loss(metrics.value('lm_loss'), '.3f')}"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import Moment, shown_loss
-from megatron.observe.metrics import StepMetrics
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,
@@ -19,7 +19,7 @@ LOSS_TAGS: tuple[str, str] | None = None
 
 def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
     """The line of a log interval."""
-    return [f"Loss: {shown_loss(metrics.lm_loss, '.4f')}"]
+    return [f"Loss: {shown_loss(metrics.value('lm_loss'), '.4f')}"]
 
 
 def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:

@@ -74,7 +74,6 @@ class StoredRun:
 
     @property
     def parts(self) -> int:
-        """Number of parts."""
         return -(-self.key.numel // self.length)
 
     def part(self, number: int) -> PieceKey:
@@ -101,7 +100,6 @@ class CheckpointTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -145,7 +143,6 @@ class Catalogue:
         return sorted({name for name, _ in self._numbers})
 
     def kinds(self, name: str) -> list[Kind]:
-        """What is stored of a tensor."""
         return [kind for kind in KINDS if (name, kind) in self._numbers]
 
     def served_kind(self, name: str, kind: Kind) -> Kind | None:

@@ -109,7 +109,6 @@ class Copies:
 
     @property
     def numel(self) -> int:
-        """How many elements are copied in all."""
         return int(self.length.sum())
 
 

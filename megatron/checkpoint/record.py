@@ -263,7 +263,6 @@ class _Entries:
         return inner
 
     def within(self, name: str) -> _Entries:
-        """The entries of an entry."""
         return _Entries(self.object(name), self.path, f"{name}.")
 
 

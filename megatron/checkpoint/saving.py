@@ -430,7 +430,6 @@ class _HashingFile:
         return self._chunk_bytes - self._filled
 
     def write(self, content: memoryview) -> None:
-        """Writes and hashes bytes."""
         while len(content):
             part = content[: self.room_bytes()]
             self._hash_and_write(part)

@@ -47,7 +47,6 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes the values take."""
         return sum(key.numel * ITEM_BYTES[dtype] for key, dtype in self.listed)
 
     def tensors(self) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:

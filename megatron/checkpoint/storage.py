@@ -44,11 +44,9 @@ class Storage:
         return sorted(os.listdir(path))
 
     def exists(self, path: Path) -> bool:
-        """Whether there is an entry of that name."""
         return os.path.lexists(path)
 
     def is_link(self, path: Path) -> bool:
-        """Whether the entry of that name is a symbolic link."""
         return os.path.islink(path)
 
     def make_link(self, path: Path, target: str) -> None:
@@ -80,11 +78,9 @@ class Storage:
         sync_file(handle)
 
     def close(self, handle: int) -> None:
-        """Closes a file."""
         os.close(handle)
 
     def sync_directory(self, path: Path) -> None:
-        """Waits until the directory's entries are on the disk."""
         sync_path(path)
 
     def rename(self, source: Path, target: Path) -> None:

@@ -21,10 +21,11 @@ from megatron.config.flags.command_line import CommandLineReading, areas_of, rea
 from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
 from megatron.config.flags.legacy import legacy_flags
 from megatron.config.flags.section import ConfigSection, Instance, build_unchecked, missing_problems, relevant_problems
-from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
+from megatron.config.flags.shorthands import expand_shorthands
 from megatron.config.flags.status_table import REFUSED
-from megatron.config.parse import field_flags, help_groups
-from megatron.config.run_config import RunConfig, fields_of
+from megatron.config.parse import field_flags, help_groups, known_flags
+from megatron.config.run_config import RunConfig
+from megatron.config.run_sections import fields_of
 from megatron.config.sections.parallel import ParallelRequest, without_training
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal
@@ -99,17 +100,12 @@ def read_with_trainer(
     """
     own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     taken = {spelling for flag in own.values() for spelling in flag.spellings}
-    fields, shorthands, legacy = field_flags(), shorthand_flags(), legacy_flags()
-    others = {name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}
-    trainer = {name: flag for name, flag in {**fields, **others}.items() if taken.isdisjoint(flag.spellings)}
+    trainer = {name: flag for name, flag in known_flags().items() if taken.isdisjoint(flag.spellings)}
     groups = [
         *((area, [_OWN + name for name in names]) for area, names in areas_of(cls)),
-        *(
-            (f"{title}: {area}", [name for name in names if name in trainer])
-            for area, names in help_groups(fields, shorthands)
-        ),
+        *((f"{title}: {area}", [name for name in names if name in trainer]) for area, names in help_groups()),
     ]
-    hidden = [name for name in legacy if name in trainer]
+    hidden = [name for name in legacy_flags() if name in trainer]
     reading = read_command_line(
         {**own, **trainer}, argv, prog=prog, description=description, groups=groups, hidden=hidden
     )
@@ -136,8 +132,7 @@ def flags_with_fields(argv: Sequence[str]) -> list[tuple[list[str], frozenset[st
 
     Unknown flags are left out.
     """
-    tables = (shorthand_flags(), legacy_flags())
-    flags = {**field_flags(), **{name: entry.flag for table in tables for name, entry in table.items()}}
+    flags = known_flags()
     reading = read_command_line(flags, argv, prog=None, description="", groups=[("", list(flags))])
     found = []
     for name, option, given in reading.occurrences:

@@ -168,7 +168,7 @@ class Engine:
         self._count.add(verdict, self.plan.weight_of(self.optimizer, learning_rate), self.gate.steps_in_flight)
         return StepResult(
             self._step_figures,
-            self.objective.metric_sizes,
+            self.objective,
             sample_count=count * self.plan.optim.micro_batch_size * self.mesh.batch.size,
             micro_batch_size=self.plan.optim.micro_batch_size,
             verdict=verdict,
@@ -209,24 +209,23 @@ class Engine:
         return loss_sum, tokens
 
     def measure(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> dict[str, torch.Tensor]:
-        """The metrics of another objective over one global batch, equal on all ranks, without training.
+        """The sums that another objective records over one global batch, equal on all ranks, without training.
 
         The micro-batches of a call have the same shape, which may differ from the shape in training, and no rank shares
         its samples with another: every rank of `mesh.loss` is given its own. Experts drop no tokens, so that no sample
         depends on the others.
 
-        Shapes: each metric `[n]` float64, on the CPU, with the `n` of `Objective.metric_sizes`.
+        Shapes: each `[n]` float64, on the CPU, with the `n` of `sum_sizes`.
         """
         own, self.objective = self.objective, objective
         alone = Axis.single("tp")
         steps = self.steps
         try:  # ranks could not share the tokens of any length
             self.steps = dataclasses.replace(steps, split=None, sequence_parallel=alone, drops_tokens=False)
-            sums = self._evaluated(micro_batches)[2:].cpu()
+            self._evaluated(micro_batches)
         finally:
             self.objective, self.steps = own, steps
-        sizes = objective.metric_sizes
-        return dict(zip(sizes, sums.split(list(sizes.values())), strict=True))
+        return {name: sums.cpu() for name, sums in self._losses.totals.by_name(self.mesh).items()}
 
     def _evaluated(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """The sums of one global batch, see `StepTotals.over_ranks`."""

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from megatron import device
 from megatron.engine.gradients.finite_check import FiniteCheck
-from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS, GradientFigures, NoiseEstimate
+from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateDecision
-from megatron.objective.base import ObjectiveResult
+from megatron.objective.base import Objective, ObjectiveResult, sum_sizes
+from megatron.objective.metric import StepMetrics
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
 
 class StepTotals:
-    """Sums over the micro-batches of a global batch: losses, counted tokens and the metrics of an objective.
+    """Sums over the micro-batches of a global batch: losses, counted tokens, and what an objective and layers record.
 
     Args:
-        metric_sizes: name and length of every metric.
+        sizes: name and length of all that is recorded, see `sum_sizes`.
     """
 
-    def __init__(self, metric_sizes: Mapping[str, int], on_device: torch.device) -> None:
-        self._sizes, self._device = dict(metric_sizes), on_device
+    def __init__(self, sizes: Mapping[str, int], on_device: torch.device) -> None:
+        self._sizes, self._device = dict(sizes), on_device
         self._sums: torch.Tensor | None = None  # none before the first micro-batch
         self._is_reduced = False
 
@@ -32,7 +33,7 @@ class StepTotals:
         """Adds one micro-batch, without synchronizing.
 
         Args:
-            auxiliary: auxiliary losses of layers; those that the objective lists as metrics are added.
+            auxiliary: auxiliary losses of layers; those that the objective lists as statistics are added.
         """
         parts = [result.loss_sum.detach().reshape(1), result.token_count.reshape(1)]
         for name, size in self._sizes.items():
@@ -46,13 +47,13 @@ class StepTotals:
 
     @property
     def sums(self) -> torch.Tensor:
-        """The sums of this rank so far. Shapes: `[2 + metrics]` float64."""
+        """The sums of this rank so far. Shapes: `[2 + sums]` float64."""
         if self._sums is None:
             self._sums = torch.zeros(2 + sum(self._sizes.values()), dtype=torch.float64, device=self._device)
         return self._sums
 
     def add_sums(self, sums: torch.Tensor) -> None:
-        """Adds the sums of other totals. Shapes: `[2 + metrics]` float64."""
+        """Adds the sums of other totals. Shapes: `[2 + sums]` float64."""
         self.sums.add_(sums)
 
     def add_auxiliary(self, auxiliary: Mapping[str, torch.Tensor]) -> None:
@@ -66,7 +67,7 @@ class StepTotals:
     def over_ranks(self, mesh: ParallelMesh) -> torch.Tensor:
         """The sums of the whole global batch, on every rank; the first call is collective.
 
-        Shapes: `[2 + metrics]` float64.
+        Shapes: `[2 + sums]` float64.
         """
         if not self._is_reduced:
             self._is_reduced = True
@@ -74,9 +75,9 @@ class StepTotals:
         return self.sums
 
     def by_name(self, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
-        """The metrics of the whole global batch, on the device of every rank; collective as `over_ranks`.
+        """What was recorded of the whole global batch, on the device of every rank; collective as `over_ranks`.
 
-        Shapes: each `[n]` float64 with its `n` of the metric sizes.
+        Shapes: each `[n]` float64 with its `n` of the sizes.
         """
         sums = self.over_ranks(mesh)[2:]
         return dict(zip(self._sizes, sums.split(list(self._sizes.values())), strict=True))
@@ -88,20 +89,21 @@ class StepResult:
     The values are copied to the host while the device continues; the first read waits for the copy.
 
         Args:
-            figures: the global 2-norm of the gradient before clipping, then the sums as `StepTotals.over_ranks` returns
-                them, and those of `GradientFigures.measure`. `[3 + metrics + gradients]` float64.
-            sample_count: samples of the global batch.
-            micro_batch_size: samples of a micro-batch.
-            loss_scale: the loss scale (1 outside fp16).
-            verdict: what became of its update; None for a step that was applied.
-            gradients: what was measured of the gradients; None for their norm alone.
-            finite_check: what this rank saw of its own loss and gradients; None if it did not look.
+        figures: the global 2-norm of the gradient before clipping, then the sums as `StepTotals.over_ranks` returns
+            them, and those of `GradientFigures.measure`. `[3 + sums + gradients]` float64.
+        objective: names the sums.
+        sample_count: samples of the global batch.
+        micro_batch_size: samples of a micro-batch.
+        loss_scale: the loss scale (1 outside fp16).
+        verdict: what became of its update; None for a step that was applied.
+        gradients: what was measured of the gradients; None for their norm alone.
+        finite_check: what this rank saw of its own loss and gradients; None if it did not look.
     """
 
     def __init__(
         self,
         figures: torch.Tensor,
-        metric_sizes: Mapping[str, int],
+        objective: Objective,
         *,
         sample_count: int,
         micro_batch_size: int = 1,
@@ -114,7 +116,7 @@ class StepResult:
         self.sample_count = sample_count
         self._micro_batch_size, self._gradients = micro_batch_size, gradients
         self._verdict = verdict
-        self._sizes = dict(metric_sizes)
+        self._specs, self._sizes = objective.metrics, sum_sizes(objective)
         self._scale = loss_scale
         if isinstance(loss_scale, torch.Tensor):
             figures = torch.cat([figures, loss_scale.reshape(1)])
@@ -160,44 +162,19 @@ class StepResult:
         return float(self._figures.read()[0])
 
     @property
-    def metrics(self) -> dict[str, Sequence[float]]:
-        """The objective's metrics, by name."""
-        return named_metrics(self._figures.read()[3 : 3 + sum(self._sizes.values())], self._sizes)
+    def sums(self) -> dict[str, list[float]]:
+        """What the objective and layers have recorded, by name."""
+        parts = self._figures.read()[3 : 3 + sum(self._sizes.values())].split(list(self._sizes.values()))
+        return {name: part.tolist() for name, part in zip(self._sizes, parts, strict=True)}
 
     @property
-    def gradient_norms(self) -> Mapping[str, float] | None:
-        """The 2-norm of the gradient of each layer before clipping, by global name; None unless measured."""
-        norms = self._gradient_figures.get(NORMS)
-        return (
-            None if norms is None or self._gradients is None else dict(zip(self._gradients.layers, norms, strict=True))
-        )
-
-    @property
-    def zero_gradients(self) -> int | None:
-        """Elements of the gradient that are 0; None unless measured."""
-        zeros = self._gradient_figures.get(ZEROS)
-        return None if zeros is None or not math.isfinite(zeros[0]) else round(zeros[0])
-
-    @property
-    def noise(self) -> NoiseEstimate | None:
-        """Of the gradient; None unless measured, or if the global batch is one micro-batch."""
-        squares = self._gradient_figures.get(NOISE)
-        if squares is None:
-            return None
-        return NoiseEstimate.of(squares[0], squares[1], self._micro_batch_size, self.sample_count)
-
-    @property
-    def _gradient_figures(self) -> Mapping[str, Sequence[float]]:
-        if self._gradients is None:
-            return {}
-        first, sizes = 3 + sum(self._sizes.values()), self._gradients.sizes
-        return named_metrics(self._figures.read()[first : first + sum(sizes.values())], sizes)
-
-
-def named_metrics(values: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, Sequence[float]]:
-    """Splits a vector of metrics by name.
-
-    Shapes: values `[sum of sizes]`.
-    """
-    parts = torch.split(values, list(sizes.values())) if sizes else ()
-    return {name: part.tolist() for name, part in zip(sizes, parts, strict=True)}
+    def metrics(self) -> StepMetrics:
+        """The metrics of the objective and of the gradients, but for loss and norm."""
+        sums = self.sums
+        metrics = StepMetrics()
+        for name, spec in self._specs.items():
+            metrics.add(*spec.metrics(name, sums[name]))
+        if self._gradients is not None:
+            figures = self._figures.read()[3 + sum(self._sizes.values()) :]
+            metrics.add(*self._gradients.metrics(figures, self._micro_batch_size, self.sample_count))
+        return metrics

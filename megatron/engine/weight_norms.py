@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from megatron.engine.engine import Engine
 from megatron.engine.gradients.gradient_figures import layer_of
 from megatron.engine.state import owned_pieces
+from megatron.objective.metric import Metric, Reduction, metrics_of
 from megatron.parallel.messages import all_reduce_sum
 
 
@@ -30,3 +34,10 @@ def weight_norms(engine: Engine) -> torch.Tensor:
     if norms:
         squares.index_add_(0, torch.tensor(layers, device=squares.device), torch.stack(norms).square())
     return all_reduce_sum(squares, engine.mesh.world).sqrt()
+
+
+def norm_metrics(layers: Sequence[str], norms: torch.Tensor) -> Iterator[Metric]:
+    """The metrics of a step whose weights were measured. Shapes: norms `[layers]`."""
+    values = norms.tolist()
+    named = {f"weight_norms/{layer}": norm for layer, norm in zip(layers, values, strict=True)}
+    return metrics_of({"weight_norm": math.hypot(*values), **named}, Reduction.LAST)

@@ -60,6 +60,5 @@ class LogCopy:
         return True
 
     def close(self) -> None:
-        """Ends the copy."""
         with contextlib.suppress(OSError):
             os.close(self._descriptor)

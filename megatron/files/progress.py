@@ -12,7 +12,8 @@ class ProgressDisplay:
 
     Args:
         write_line: takes a plain line.
-        write_bar: takes text for a terminal as it is; None where there is no terminal.
+        draw_bar: shows a text in place of the last one, none if it is empty, see `log.status_line`; None where there is
+            no terminal.
         line_seconds: the time between two plain lines, at least.
         clock: seconds, from any beginning.
     """
@@ -20,25 +21,18 @@ class ProgressDisplay:
     def __init__(
         self,
         write_line: Callable[[str], None],
-        write_bar: Callable[[str], object] | None,
+        draw_bar: Callable[[str], object] | None,
         line_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        self.write_line = write_line
-        self._write_bar = write_bar
-        self._interval_seconds = line_seconds if write_bar is None else _BAR_SECONDS
+        self.write_line, self.draw_bar = write_line, draw_bar
+        self._interval_seconds = line_seconds if draw_bar is None else _BAR_SECONDS
         self._clock = clock
         self._start_at = self._shown_at = clock()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self._start_at
-
-    @property
-    def is_bar(self) -> bool:
-        """Whether there is a terminal to draw on."""
-        return self._write_bar is not None
 
     def is_due(self) -> bool:
         """Whether the time has come to show the state again."""
@@ -47,12 +41,9 @@ class ProgressDisplay:
     def show(self, text: str) -> None:
         """Draws the bar, or writes the plain line."""
         self._shown_at = self._clock()
-        if self._write_bar is None:
-            self.write_line(text)
-        else:
-            self._write_bar(f"\r{text}\x1b[K")
+        (self.write_line if self.draw_bar is None else self.draw_bar)(text)
 
     def clear(self) -> None:
-        """Removes the bar, so that what follows stands alone."""
-        if self._write_bar is not None:
-            self._write_bar("\r\x1b[K")
+        """Removes the bar."""
+        if self.draw_bar is not None:
+            self.draw_bar("")

@@ -130,7 +130,7 @@ def read_yaml(path: str, name: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_expansion(node, name)
+        _expanded(node, name, {})
         tree = loader.construct_document(node)
     except RecursionError:
         raise ConfigError(_depth_text(name)) from None
@@ -184,36 +184,31 @@ def every_value(tree: Any) -> Iterator[tuple[Any, int]]:
             waiting.pop()
 
 
-def _check_expansion(root: Any, name: str) -> None:
-    """Checks the nodes of a YAML document: how many values they expand to, their keys and their numbers."""
-    sizes: dict[int, int] = {}
-    open_nodes: set[int] = set()
-    waiting: list[tuple[Any, bool]] = [(root, False)]
-    while waiting:
-        node, is_over = waiting.pop()
-        key, inner = id(node), list(_inner(node))
-        if is_over:
-            open_nodes.discard(key)
-            sizes[key] = 1 + sum(sizes[id(one)] for one in inner)
-            if sizes[key] > MOST_YAML_VALUES:
-                raise ConfigError(
-                    f"{name} expands to more than {MOST_YAML_VALUES:,} values once its aliases (*name) are written "
-                    "out. Write out what is needed."
-                )
-            continue
-        if key in open_nodes:
-            raise ConfigError(f"{name} has an alias (*name) inside its own definition, which has no end.")
-        if key in sizes:
-            continue
-        _check_node(node, name)
-        open_nodes.add(key)
-        waiting.append((node, True))
-        waiting += [(one, False) for one in inner]
+def _expanded(node: Any, name: str, sizes: dict[int, int]) -> int:
+    """The number of values that a YAML node expands to; checks its keys and numbers on the way.
 
+    An alias leads to a node before it, which has its size already, or to one around it: recursion is as deep as the
+    document is.
 
-def _inner(node: Any) -> Iterator[Any]:
-    for item in node.value if isinstance(node.value, list) else ():
-        yield from item if isinstance(item, tuple) else (item,)
+    Args:
+        sizes: of the nodes seen so far, by identity; 0 while a node is being looked at.
+    """
+    size = sizes.get(id(node))
+    if size == 0:
+        raise ConfigError(f"{name} has an alias (*name) inside its own definition, which has no end.")
+    if size is not None:
+        return size
+    sizes[id(node)] = 0
+    _check_node(node, name)
+    items = node.value if isinstance(node.value, list) else ()
+    inner = itertools.chain.from_iterable(item if isinstance(item, tuple) else (item,) for item in items)
+    size = sizes[id(node)] = 1 + sum(_expanded(one, name, sizes) for one in inner)
+    if size > MOST_YAML_VALUES:
+        raise ConfigError(
+            f"{name} expands to more than {MOST_YAML_VALUES:,} values once its aliases (*name) are written out. Write "
+            "out what is needed."
+        )
+    return size
 
 
 def _check_node(node: Any, name: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -185,26 +185,19 @@ class FusedAdamW(torch.optim.AdamW):
         lr: a number, or a float32 tensor of one element on the parameters' device.
     """
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Groups,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
+    def __init__(self, params: Iterable[torch.Tensor] | Groups, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
-        closure: Callable[[], float] | None = None,
+        closure: None = None,
         *,
         gradient_factor: float | torch.Tensor = 1.0,
         skip: torch.Tensor | None = None,
         copies: Sequence[Sequence[torch.Tensor]] | None = None,
         unflattened: Sequence[Sequence[torch.Tensor]] = (),
-    ) -> float | None:
+    ) -> None:
         """Updates the parameters that have a gradient.
 
         Args:
@@ -213,22 +206,9 @@ class FusedAdamW(torch.optim.AdamW):
             copies: for each group and parameter, a tensor in half precision that receives the new weights.
             unflattened: for each group, whose only parameter is flat, the gradients of the parts that follow one
                 another from its first element on, in any of the dtypes; in place of its own gradient. For `AdamW`.
-
-        Raises:
-            ConfigError: an option of `torch.optim.AdamW` is set that this one lacks.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # What torch.amp.GradScaler hands to optimizers that unscale by themselves.
-        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:
-            gradient_factor = scale.reciprocal() * gradient_factor
-        skip = overflow if skip is None else skip
         chosen = []
         for number, group in enumerate(self.param_groups):
-            _check_options(group)
             if unflattened:
                 narrow = [] if copies is None else list(copies[number])
                 chosen.append(_Chosen(group, group["params"], list(unflattened[number]), narrow))
@@ -240,12 +220,10 @@ class FusedAdamW(torch.optim.AdamW):
                 chosen.append(_Chosen(group, updated, [each.grad for each in updated], narrow))
         if chosen:
             self._update(chosen, gradient_factor, skip)
-        return loss
 
     def _update(
         self, chosen: Sequence[_Chosen], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
     ) -> None:
-        """One update of some parameters of each group."""
         divisor, counted = None, None if skip is None else 1 - skip  # which are read on the device
         if isinstance(gradient_factor, torch.Tensor):
             divisor = gradient_factor.reciprocal()
@@ -415,16 +393,7 @@ def _parts(whole: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Te
 
 def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The gradient in the parameter's memory layout."""
-    return (
-        gradient
-        if gradient.stride() == parameter.stride()
-        else torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
-        ).copy_(gradient)
-    )
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    wrong = [name for name in ("amsgrad", "maximize", "differentiable") if group.get(name)]
-    if wrong:
-        raise ConfigError(f"A group of parameters has {wrong[0]}=True, which AdamW does not know here. Leave it out.")
+    if gradient.stride() == parameter.stride():
+        return gradient
+    form = parameter.shape, parameter.stride()
+    return torch.empty_strided(*form, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

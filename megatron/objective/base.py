@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatron.objective.metric import MetricSpec
+
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a network
 
 
@@ -16,13 +18,14 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a network
 class ObjectiveResult:
     """The objective of one micro-batch.
 
-    Shapes: loss_sum, token_count, minimized_sum and sample_sum `[]`; each metric `[n]`, with the `n` of
-    `Objective.metric_sizes`.
+    Shapes: loss_sum, token_count, minimized_sum and sample_sum `[]`; each of the metrics as many elements as
+    `sum_sizes` says.
 
     Attributes:
         loss_sum: sum of the losses of the counted tokens, in nats, float32: what is logged and evaluated.
         token_count: number of counted tokens.
-        metrics: further values, summed over micro-batches and over the ranks of `mesh.loss`.
+        metrics: sums and weights of metrics, and statistics, by name; they are summed over micro-batches and over the
+            ranks of `mesh.loss`.
         minimized_sum: the sum to minimize, differentiable; None if it is `loss_sum`.
         sample_sum: sum of losses of which each sample has one, differentiable; None if there are none.
     """
@@ -60,8 +63,12 @@ class Objective(Protocol):
     """
 
     @property
-    def metric_sizes(self) -> Mapping[str, int]:
-        """Name and length of every metric; the same on every rank."""
+    def metrics(self) -> Mapping[str, MetricSpec]:
+        """The metrics by name; the same on every rank."""
+
+    @property
+    def statistics(self) -> Mapping[str, int]:
+        """Name and length of the sums that are no metrics yet, such as those of layers; the same on every rank."""
 
     def inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
         """The inputs of the network's first layer; a single array is passed without a tuple."""
@@ -85,3 +92,8 @@ class Objective(Protocol):
             factor: what the engine multiplies the minimized sum by before backward, for objectives that compute
                 gradients themselves; it does not affect the result.
         """
+
+
+def sum_sizes(objective: Objective) -> dict[str, int]:
+    """Name and length of all that is summed over a global batch besides losses and tokens."""
+    return {name: spec.size for name, spec in objective.metrics.items()} | dict(objective.statistics)

@@ -15,6 +15,7 @@ from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
 from megatron.objective.base import ObjectiveResult
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.metric import MetricSpec
 from megatron.parallel.tensor.divergence import vocab_parallel_divergences
 
 DISTILLATION_LOSS = "distillation_loss"
@@ -101,9 +102,14 @@ class DistillationObjective:
         return self.teacher if self.teacher is not None and self.teacher.chunks is not None else None
 
     @property
-    def metric_sizes(self) -> Mapping[str, int]:
-        """The student's metrics; the sum of the second part and what it is divided by, tokens or samples."""
-        return {**self.student.metric_sizes, DISTILLATION_LOSS: 2}
+    def metrics(self) -> Mapping[str, MetricSpec]:
+        """The student's metrics, and the second part per token or sample."""
+        return {**self.student.metrics, DISTILLATION_LOSS: MetricSpec()}
+
+    @property
+    def statistics(self) -> Mapping[str, int]:
+        """The student's statistics."""
+        return self.student.statistics
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
         """The student's inputs."""

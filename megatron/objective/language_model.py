@@ -14,12 +14,12 @@ import torch
 from megatron.data.loader import Batch
 from megatron.kernels.choice import Implementation
 from megatron.objective.base import ObjectiveResult
+from megatron.objective.metric import MetricSpec, Reduction
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, vocab_parallel_losses
 from megatron.parallel.tensor.head_loss import FactoredLogits, HeadGradients, LossTerms, head_losses
 
-SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS = "source_loss", "source_tokens", "z_loss"
-SAMPLE_LOSS = "sample_loss"
+SOURCE_LOSSES, Z_LOSS, SAMPLE_LOSS = "source_losses", "z_loss", "sample_loss"
 
 
 class SampleMeans(NamedTuple):
@@ -68,14 +68,14 @@ class LanguageModelObjective:
     Args:
         axis: the tensor-parallel axis that splits the logits.
         vocab_size: vocabulary size without padding; padded logits are ignored.
-        source_count: number of data sources whose losses are summed separately; 0 for none. The token losses are
-            computed anyway, so this does not affect training.
+        sources: names of the data sources whose losses are summed separately. The token losses are computed anyway, so
+            this does not affect training.
         label_smoothing: share e of the target probability that is spread evenly over the vocabulary: the loss of a
             token is (1 - e) times its cross-entropy plus e times the mean cross-entropy of all tokens of the
             vocabulary, as in `torch.nn.functional.cross_entropy`.
         z_loss_coeff: coefficient c of the z-loss c * (log Z)^2 per token, with the softmax denominator Z over the
             unpadded vocabulary.
-        layer_metrics: name and length of the values that layers record, such as the statistics of routers.
+        statistics: name and length of the values that layers record, such as those of routers.
         averages_samples: minimize the mean over samples of the mean over the tokens of a sample, instead of the mean
             over all tokens.
         packs_samples: the segments of a row are samples; otherwise the row is one.
@@ -87,25 +87,25 @@ class LanguageModelObjective:
 
     axis: Axis
     vocab_size: int
-    source_count: int = 0
+    sources: tuple[str, ...] = ()
     label_smoothing: float = 0.0
     z_loss_coeff: float = 0.0
-    layer_metrics: Mapping[str, int] = field(default_factory=dict)
+    statistics: Mapping[str, int] = field(default_factory=dict)
     averages_samples: bool = False
     packs_samples: bool = False
     implementation: Implementation = Implementation.TORCH
 
     @property
-    def metric_sizes(self) -> Mapping[str, int]:
-        """Loss sum and counted tokens of each source, the sum of the z-loss, and the sum of the mean losses of samples
-        with their number, if requested; what layers record.
+    def metrics(self) -> Mapping[str, MetricSpec]:
+        """The losses of sources and the z-loss, per token, and the mean over samples of their mean losses, if
+        requested.
         """
-        sizes = {SOURCE_LOSS: self.source_count, SOURCE_TOKENS: self.source_count} if self.source_count else {}
+        specs = {SOURCE_LOSSES: MetricSpec(self.sources, Reduction.WEIGHTED_MEAN)} if self.sources else {}
         if self.z_loss_coeff:
-            sizes[Z_LOSS] = 1
+            specs[Z_LOSS] = MetricSpec()
         if self.averages_samples:
-            sizes[SAMPLE_LOSS] = 2
-        return {**sizes, **self.layer_metrics}
+            specs[SAMPLE_LOSS] = MetricSpec()
+        return specs
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
         """The tokens. Shapes: `[b, s]` int64."""
@@ -116,7 +116,7 @@ class LanguageModelObjective:
         targets = {"labels": batch.labels, "loss_mask": batch.loss_mask}
         if self.averages_samples:
             targets["sample_weights"] = self._sample_means(batch).weights
-        if self.source_count and batch.source_ids is not None:
+        if self.sources and batch.source_ids is not None:
             targets["source_ids"] = batch.source_ids
         return targets
 
@@ -153,13 +153,13 @@ class LanguageModelObjective:
     ) -> dict[str, torch.Tensor]:
         """What is reported besides the loss. Shapes: losses, which the loss mask has multiplied, `[b, s]`."""
         mask, metrics = targets["loss_mask"], dict[str, torch.Tensor]()
-        if self.source_count and "source_ids" in targets:
-            for name, values in ((SOURCE_LOSS, losses.detach()), (SOURCE_TOKENS, mask)):
-                totals = torch.zeros(self.source_count, dtype=torch.float64, device=values.device)
-                metrics[name] = totals.index_add_(0, targets["source_ids"], values.sum(dim=1, dtype=torch.float64))
+        if self.sources and "source_ids" in targets:
+            of_samples = torch.stack([losses.detach(), mask]).sum(dim=2, dtype=torch.float64)  # [2, b]
+            totals = of_samples.new_zeros(2, len(self.sources))
+            metrics[SOURCE_LOSSES] = totals.index_add_(1, targets["source_ids"], of_samples)
         if self.z_loss_coeff:
             z_losses = self.z_loss_coeff * of_tokens.log_normalizer.detach().square() * mask  # [b, s]
-            metrics[Z_LOSS] = z_losses.sum(dtype=torch.float64)
+            metrics[Z_LOSS] = torch.stack([z_losses, mask]).sum(dim=(1, 2), dtype=torch.float64)
         if self.averages_samples:  # the weights of a sample, masked, sum to 1
             pair = torch.stack([losses.detach(), mask]) * targets["sample_weights"]  # [2, b, s]
             metrics[SAMPLE_LOSS] = pair.sum(dim=(1, 2), dtype=torch.float64)

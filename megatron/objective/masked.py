@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.data.loader import Batch
 from megatron.objective.base import ObjectiveResult, Outputs
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.metric import MetricSpec
 
 ORDER_LOSS = "order_loss"
 _NO_ORDER = -1  # of a sample that only fills up a micro-batch, and of all tokens but the first
@@ -36,9 +37,9 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
     has_sentence_order: bool = False
 
     @property
-    def metric_sizes(self) -> Mapping[str, int]:
-        """The metrics of the language model; sum and number of the sentence-order losses."""
-        return {**super().metric_sizes, **({ORDER_LOSS: 2} if self.has_sentence_order else {})}
+    def metrics(self) -> Mapping[str, MetricSpec]:
+        """The metrics of the language model, and the sentence-order loss per sample."""
+        return {**super().metrics, **({ORDER_LOSS: MetricSpec()} if self.has_sentence_order else {})}
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """Labels, loss mask and weights at the predicted positions `[b, m]`, and the order of the segments `[b, s]`.

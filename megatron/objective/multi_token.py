@@ -11,10 +11,11 @@ import torch
 from megatron.data.loader import Batch
 from megatron.objective.base import ObjectiveResult
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.metric import MetricSpec
 from megatron.parallel.tensor.cross_entropy import TokenLosses
 from megatron.parallel.tensor.head_loss import FactoredLogits
 
-MTP_LOSS = "mtp_loss"
+MTP_LOSSES = "mtp_losses"
 
 
 def later_labels(labels: np.ndarray, depth: int) -> np.ndarray:
@@ -48,9 +49,9 @@ class MultiTokenObjective(LanguageModelObjective):
     stops_at_masked: bool = False
 
     @property
-    def metric_sizes(self) -> Mapping[str, int]:
-        """Those of the main loss; the loss sums of the depths, then their counted tokens."""
-        return {**super().metric_sizes, MTP_LOSS: 2 * self.depths}
+    def metrics(self) -> Mapping[str, MetricSpec]:
+        """Those of the main loss, and the loss of each depth per counted token."""
+        return {**super().metrics, MTP_LOSSES: MetricSpec([f"mtp_{depth + 1}" for depth in range(self.depths)])}
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """Those of the main loss, with rows for every depth."""
@@ -100,6 +101,6 @@ class MultiTokenObjective(LanguageModelObjective):
         return ObjectiveResult(
             losses.sum(),
             main["loss_mask"].sum(),
-            {**self._metrics(of_main, losses, main), MTP_LOSS: sums.flatten()},
+            {**self._metrics(of_main, losses, main), MTP_LOSSES: sums},
             minimized if gradients is None else gradients.attached_to(minimized),
         )

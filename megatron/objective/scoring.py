@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron.objective.base import ObjectiveResult
+from megatron.objective.metric import MetricSpec
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_losses
 from megatron.parallel.tensor.head_loss import FactoredLogits
@@ -57,15 +58,15 @@ class ScoredBatch(Protocol):
 
     @property
     def places(self) -> np.ndarray:
-        """The index of each target in the metric vectors."""
+        """The index of each target in the statistics."""
 
 
 @dataclass(frozen=True)
 class ScoringObjective:
-    """The scores of the targets of a global batch, as two metric vectors with a place for each target.
+    """The scores of the targets of a global batch, as two statistics with a place for each target.
 
     A micro-batch fills the places of its own targets and leaves 0 elsewhere, so the sums over micro-batches, ranks and
-    stages, which the engine takes of every metric, are the values themselves.
+    stages, which the engine takes of every statistic, are the values themselves.
 
     Args:
         axis: the tensor-parallel axis that splits the logits.
@@ -78,7 +79,12 @@ class ScoringObjective:
     target_count: int
 
     @property
-    def metric_sizes(self) -> Mapping[str, int]:
+    def metrics(self) -> Mapping[str, MetricSpec]:
+        """None: a score is no figure of a step."""
+        return {}
+
+    @property
+    def statistics(self) -> Mapping[str, int]:
         """A log-probability, in nats, and a most probable token for every target."""
         return {LOGPROBS: self.target_count, PREDICTED: self.target_count}
 

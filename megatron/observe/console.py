@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.checkpoint.saving import SaveLines
-from megatron.observe.metrics import StepMetrics, TaskOutcome
+from megatron.objective.metric import StepMetrics
+from megatron.observe.metrics import TaskOutcome
 
 
 def task_lines(task: TaskOutcome, prefix: str) -> list[str]:

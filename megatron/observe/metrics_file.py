@@ -9,7 +9,6 @@ twice; the later record counts.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import math
@@ -25,8 +24,11 @@ from megatron.errors import ConfigError, DataError, StorageError
 from megatron.files.exact import write_all
 from megatron.files.plain import open_plain
 from megatron.files.replacing import sync_file
+from megatron.objective.language_model import SOURCE_LOSSES
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import StepMetrics, TaskOutcome
+from megatron.observe.metrics import TaskOutcome
+from megatron.observe.names import RECORDED
 from megatron.secret_text import masked
 
 FILE_NAME = "metrics.jsonl"
@@ -106,7 +108,7 @@ class MetricsFile:
 
     def step(self, metrics: StepMetrics) -> None:
         """Records one step."""
-        self.write("step", dataclasses.asdict(metrics))
+        self.write("step", _record_of(metrics))
 
     def interval(self, metrics: StepMetrics) -> None:
         """Records nothing: every step is already recorded."""
@@ -253,6 +255,21 @@ def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
     """
     steps = {int(record["iteration"]): record for record in read_records(path) if record["kind"] == "step"}
     return dict(sorted(steps.items()))
+
+
+def _record_of(metrics: StepMetrics) -> dict[str, Any]:
+    """The record of a step: a group of metrics is an object, in which losses of sources have their tokens."""
+    record: dict[str, Any] = dict.fromkeys(RECORDED)
+    for name, metric in metrics.items():
+        group, _, member = name.partition("/")
+        if not member:
+            record[name] = metric.value
+            continue
+        members = record[group] = record.get(group) or {}
+        if metric.weight:
+            is_source = group == SOURCE_LOSSES
+            members[member] = {"lm_loss": metric.value, "tokens": round(metric.weight)} if is_source else metric.value
+    return record
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

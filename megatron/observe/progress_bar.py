@@ -11,10 +11,10 @@ from tqdm import tqdm
 from megatron import log
 from megatron.config import ReportConfig, WatchingConfig
 from megatron.device import environment
-from megatron.observe.metrics import StepMetrics
+from megatron.files.progress import ProgressDisplay
+from megatron.objective.metric import StepMetrics
 from megatron.observe.quantities import duration, short_count
 
-_SECONDS = 0.1
 _DECAY = 0.95
 
 
@@ -38,7 +38,7 @@ class Smoothed:
         return self._sum / self._weight if self._weight else None
 
 
-class ProgressBar:
+class ProgressBar(ProgressDisplay):
     """Draws the line, at most ten times a second.
 
     Args:
@@ -55,44 +55,37 @@ class ProgressBar:
         columns: Callable[[], int] = lambda: log.terminal_columns("stderr"),
         has_colour: bool = False,
     ) -> None:
-        self._show = show
-        self._clock = clock
+        super().__init__(show, show, 0.0, clock)
         self._columns = columns
         self._colour = "green" if has_colour else None
         self._loss, self._seconds, self._tokens = Smoothed(), Smoothed(), Smoothed()
-        self._shown_at = -math.inf
-        self._newest: StepMetrics | None = None
+        self._shown_at = -math.inf  # the first step is shown at once
 
     def step(self, metrics: StepMetrics) -> None:
         """Takes the figures of a step, and draws the line if it is time."""
-        if metrics.lm_loss is not None:
-            self._loss.add(metrics.lm_loss)
-        self._seconds.add(metrics.seconds_per_iteration)
-        self._tokens.add(metrics.tokens_per_second * metrics.seconds_per_iteration)
-        self._newest = metrics
-        if self._clock() - self._shown_at >= _SECONDS or metrics.iteration >= metrics.train_iterations:
-            self.draw()
-
-    def draw(self) -> None:
-        """Draws the line as it is now."""
-        if self._newest is not None:
-            self._shown_at = self._clock()
-            self._show(self.text(self._newest))
+        loss, seconds = metrics.value("lm_loss"), metrics.value("seconds_per_iteration")
+        if loss is not None:
+            self._loss.add(loss)
+        self._seconds.add(seconds)
+        self._tokens.add(metrics.value("tokens_per_second") * seconds)
+        if self.is_due() or metrics.value("iteration") >= metrics.value("train_iterations"):
+            self.show(self.text(metrics))
 
     def text(self, metrics: StepMetrics) -> str:
         """The line, cut to the width of the terminal."""
-        figures = [f"{metrics.iteration:,}/{metrics.train_iterations:,}"]
+        step, last_step = metrics.value("iteration"), metrics.value("train_iterations")
+        figures = [f"{step:,}/{last_step:,}"]
         figures.append("loss nan" if self._loss.value is None else f"loss {self._loss.value:.4f}")
         seconds, tokens = self._seconds.value, self._tokens.value
         if seconds and tokens is not None:
             figures.append(f"{short_count(tokens / seconds)} tokens/s")
-        if metrics.model_flops_utilization_ratio is not None:
-            figures.append(f"MFU {metrics.model_flops_utilization_ratio:.0%}")
-        if metrics.eta_seconds is not None:
-            figures.append(f"{duration(metrics.eta_seconds)} left")
+        if (utilization := metrics.value("model_flops_utilization_ratio")) is not None:
+            figures.append(f"MFU {utilization:.0%}")
+        if (seconds_left := metrics.value("eta_seconds")) is not None:
+            figures.append(f"{duration(seconds_left)} left")
         return tqdm.format_meter(
-            metrics.iteration,
-            max(metrics.train_iterations, metrics.iteration),
+            step,
+            max(last_step, step),
             0.0,
             ncols=max(1, self._columns() - 1),
             bar_format="{percentage:3.0f}%|{bar}| {figures}",

@@ -1,4 +1,4 @@
-"""Reports one `StepMetrics` record per step to the console, `metrics.jsonl`, TensorBoard and W&B.
+"""Reports the metrics of every step to the console, `metrics.jsonl`, TensorBoard and W&B.
 
 The last rank prints the console lines, as in upstream. A single process, chosen where the report is opened, writes all
 files, so that they are on one machine.
@@ -7,10 +7,8 @@ files, so that they are on one machine.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,13 +18,14 @@ from megatron.config import OptimConfig, ReportConfig
 from megatron.config.schedule import planned_iterations
 from megatron.engine.totals import StepResult
 from megatron.errors import StorageError
+from megatron.objective.metric import Metric, StepMetrics
 from megatron.observe.console import LineStyle, Moment, task_lines
 from megatron.observe.destinations.destination import Destination, Safeguard
 from megatron.observe.destinations.tensorboard import TensorBoard, check_tensorboard
 from megatron.observe.destinations.weights_and_biases import WeightsAndBiases, check_wandb
-from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits, mean_of, measure
+from megatron.observe.metrics import TaskOutcome, mean_of, measure
 from megatron.observe.metrics_file import MetricsFile
-from megatron.observe.routing import CollapseWatch
+from megatron.observe.routing import CollapseWatch, layers_of_step, routing_metrics
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.speed import Workload
 from megatron.secret_text import masked_values
@@ -101,7 +100,6 @@ class Report:
         pace: estimates when the run ends.
         shows_loss_scale: whether to report the loss scale (fp16).
         arguments: every argument by name, for destinations that show them.
-        source_names: names of the data sources whose losses are reported; empty for none.
         experts_per_token: the k of routers that are watched, see `CollapseWatch`.
     """
 
@@ -116,7 +114,6 @@ class Report:
         pace: Pace | None = None,
         shows_loss_scale: bool = False,
         arguments: Mapping[str, Any] | None = None,
-        source_names: Sequence[str] = (),
         experts_per_token: int = 1,
     ) -> None:
         self.config = config
@@ -127,7 +124,6 @@ class Report:
         self.shows_loss_scale = shows_loss_scale
         self.arguments = masked_values(arguments or {})
         self.destinations = tuple(Safeguard(destination) for destination in outputs.destinations)
-        self.source_names = tuple(source_names)
         self._bar = outputs.bar
         self._hides_lines = outputs.hides_lines
         self._unreported: list[StepMetrics] = []
@@ -149,8 +145,7 @@ class Report:
         outcome: StepResult,
         learning_rate: float,
         seconds: float,
-        waits: Waits | None = None,
-        weight_norms: Mapping[str, float] | None = None,
+        others: Iterable[Metric] = (),
     ) -> StepMetrics:
         """Reports one step, and prints a line at the end of each --log-interval.
 
@@ -159,30 +154,26 @@ class Report:
             outcome: what the engine returned.
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
-            waits: what it waited for; None if unknown.
-            weight_norms: the norm of the weights of each layer; None if not measured.
+            others: what else was measured.
         """
         self._pace.mark(progress.step)
+        layers = layers_of_step(outcome.sums)
         metrics = measure(
             progress,
             outcome,
             self.workload.at_length(self.optim.length_of_step(progress.step)),
+            [*routing_metrics(outcome.sums, layers), *others],
             train_iterations=self._train_iterations,
             learning_rate=learning_rate,
             seconds=seconds,
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
-            source_names=self.source_names,
-            waits=waits,
             eta_seconds=self._pace.seconds_left(progress.step, self._train_iterations),
         )
-        if weight_norms is not None:
-            total = math.hypot(*weight_norms.values())
-            metrics = dataclasses.replace(metrics, weight_norm=total, weight_norms=weight_norms)
         self._record("step", progress.step, lambda destination: destination.step(metrics))
         if self._bar is not None:
             self._bar.step(metrics)
-        if metrics.routing is not None and not metrics.skipped_iterations:
-            for sentence in self._routers.sentences(metrics.routing):
+        if not metrics.value("skipped_iterations"):
+            for sentence in self._routers.sentences(layers):
                 log.shared_warning(f"iteration {progress.step}: {sentence}")
         self._unreported.append(metrics)
         if self.config.log_interval and progress.step % self.config.log_interval == 0:
@@ -249,9 +240,10 @@ class Report:
         if not self._unreported:
             return
         metrics, self._unreported = mean_of(self._unreported), []
-        for text in self.style.iteration_lines(metrics, self._moment(metrics.iteration, metrics.consumed_samples)):
+        step = metrics.value("iteration")
+        for text in self.style.iteration_lines(metrics, self._moment(step, metrics.value("consumed_samples"))):
             (log.record if self._hides_lines else log.line)(text)
-        self._record("interval", metrics.iteration, lambda destination: destination.interval(metrics))
+        self._record("interval", step, lambda destination: destination.interval(metrics))
 
     def close(self) -> None:
         """Prints remaining steps, closes every destination, and says what is missing in them."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from megatron.model.blocks.router import (
     BALANCE_LOSS,
@@ -18,7 +16,9 @@ from megatron.model.blocks.router import (
     expert_tokens,
     layers_of,
 )
+from megatron.objective.metric import Metric, Reduction
 
+ROUTING = "routing"  # the group of the metrics
 MOST_LISTED = 512  # experts of all layers together whose shares are recorded with every step
 EXTREMES = 4  # of each layer in a network of more, the busiest and the idlest experts that are recorded
 COLLAPSE_STEPS = 20
@@ -50,69 +50,39 @@ class LayerRouting:
     idlest: Mapping[int, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class RoutingFigures:
-    """Figures of a step or an interval of a network with experts, over all its routed layers.
-
-    Attributes:
-        load_balancing_loss: mean over layers and micro-batches, without its coefficient; 1 for an even load.
-        z_loss: the same of the router's z-loss.
-        entropy: mean entropy of a token's router probabilities, in nats; log(experts) for a router without preference.
-        largest_load: tokens of the busiest expert of any layer over a global batch, relative to an even load.
-        mean_largest_load: the same for the busiest expert of each layer, mean over the layers.
-        idle_experts: experts that no token of the global batch chose, all layers together.
-        dropped_ratio: share of the choices of all layers that experts did not take; None without a capacity.
-        layers: the same layer by layer, by index.
-    """
-
-    load_balancing_loss: float
-    z_loss: float
-    entropy: float
-    largest_load: float
-    mean_largest_load: float
-    idle_experts: float
-    dropped_ratio: float | None = None
-    layers: Mapping[int, LayerRouting] = field(default_factory=dict)
-
-    @property
-    def by_label(self) -> dict[str, float]:
-        """The figures of all layers by the names that logs show."""
-        figures = {
-            "load balancing loss": self.load_balancing_loss,
-            "router z loss": self.z_loss,
-            "router entropy": self.entropy,
-            "largest expert load": self.largest_load,
-            "mean largest expert load": self.mean_largest_load,
-            "idle experts": self.idle_experts,
-        }
-        return figures if self.dropped_ratio is None else {**figures, "dropped tokens": self.dropped_ratio}
-
-
-Figures = TypeVar("Figures", LayerRouting, RoutingFigures)
-
-
-def routing_figures(metrics: Mapping[str, Sequence[float]]) -> RoutingFigures | None:
-    """The figures of a step from the sums that its routers recorded; None without experts."""
-    if PASSES not in metrics:
-        return None
-    passes = max(metrics[PASSES][0], 1.0)
-    routed = layers_of(metrics)
-    loads = {layer: metrics[expert_tokens(layer)] for layer in routed}
-    dropped = {layer: metrics[name] for layer in routed if (name := dropped_tokens(layer)) in metrics}
+def layers_of_step(sums: Mapping[str, Sequence[float]]) -> dict[int, LayerRouting]:
+    """How each routed layer divided the tokens of a step, from the sums that its routers recorded."""
+    loads = {layer: sums[expert_tokens(layer)] for layer in layers_of(sums)}
     is_listed = sum(map(len, loads.values())) <= MOST_LISTED
-    layers = {layer: _layer(tokens, dropped.get(layer), is_listed) for layer, tokens in loads.items()}
+    return {layer: _layer(tokens, sums.get(dropped_tokens(layer)), is_listed) for layer, tokens in loads.items()}
+
+
+def routing_metrics(sums: Mapping[str, Sequence[float]], layers: Mapping[int, LayerRouting]) -> Iterator[Metric]:
+    """The metrics of a step, over all routed layers; none without experts.
+
+    Losses and the entropy of a token's router probabilities, in nats, are means over layers and micro-batches: the loss
+    is 1 for an even load, the entropy log(experts) for a router without preference. Loads are those of a global batch
+    relative to an even one: of the busiest expert of any layer, and the mean of the busiest ones of each layer. Idle
+    are experts that no token chose; dropped, the share of choices that experts did not take, which only a capacity
+    makes them do.
+    """
+    if not layers:
+        return
+    for name, recorded in {"load_balancing_loss": BALANCE_LOSS, "z_loss": Z_LOSS, "entropy": ENTROPY}.items():
+        yield Metric(f"{ROUTING}/{name}", sums[recorded][0], max(sums[PASSES][0], 1.0))
     largest = [layer.largest_load for layer in layers.values()]
-    choices = math.fsum(math.fsum(tokens) for tokens in loads.values())
-    return RoutingFigures(
-        load_balancing_loss=metrics[BALANCE_LOSS][0] / passes,
-        z_loss=metrics[Z_LOSS][0] / passes,
-        entropy=metrics[ENTROPY][0] / passes,
-        largest_load=max(largest),
-        mean_largest_load=math.fsum(largest) / len(largest),
-        idle_experts=float(sum(count == 0 for tokens in loads.values() for count in tokens)),
-        dropped_ratio=sum(map(math.fsum, dropped.values())) / max(choices, 1.0) if dropped else None,
-        layers=layers,
-    )
+    loads = [sums[expert_tokens(layer)] for layer in layers]
+    dropped = [sums[name] for layer in layers if (name := dropped_tokens(layer)) in sums]
+    choices = max(math.fsum(map(math.fsum, loads)), 1.0)
+    figures = {
+        "largest_load": max(largest),
+        "mean_largest_load": math.fsum(largest) / len(largest),
+        "idle_experts": float(sum(count == 0 for tokens in loads for count in tokens)),
+        "dropped_ratio": sum(map(math.fsum, dropped)) / choices if dropped else None,
+    }
+    for name, value in figures.items():
+        yield Metric(f"{ROUTING}/{name}", value)
+    yield Metric(f"{ROUTING}/layers", {index: vars(layer) for index, layer in layers.items()}, reduction=Reduction.LAST)
 
 
 def _layer(tokens: Sequence[float], dropped: Sequence[float] | None, is_listed: bool) -> LayerRouting:
@@ -133,26 +103,6 @@ def _layer(tokens: Sequence[float], dropped: Sequence[float] | None, is_listed: 
     )
 
 
-def mean_routing(steps: Sequence[RoutingFigures]) -> RoutingFigures | None:
-    """The mean of every figure over several steps of a network; None for no steps."""
-    if not steps:
-        return None
-    layers = {index: _mean([step.layers[index] for step in steps]) for index in steps[0].layers}
-    return dataclasses.replace(_mean([dataclasses.replace(step, layers={}) for step in steps]), layers=layers)
-
-
-def _mean(parts: Sequence[Figures]) -> Figures:
-    """The mean of every figure that the parts have, of tuples entry by entry; single experts are the last step's."""
-    values = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-    return dataclasses.replace(parts[0], **{name: _mean_value(of_parts) for name, of_parts in values.items()})
-
-
-def _mean_value(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], tuple):
-        return tuple(math.fsum(entries) / len(entries) for entries in zip(*values, strict=True))
-    return math.fsum(values) / len(values) if isinstance(values[0], float) else values[-1]
-
-
 class CollapseWatch:
     """Notices routers that have stopped choosing.
 
@@ -168,9 +118,9 @@ class CollapseWatch:
         self._top_k = top_k
         self._steps: Counter[int] = Counter()
 
-    def sentences(self, routing: RoutingFigures) -> Iterator[str]:
+    def sentences(self, layers: Mapping[int, LayerRouting]) -> Iterator[str]:
         """Takes note of a step; one sentence for each layer whose router has collapsed with it."""
-        for index, layer in routing.layers.items():
+        for index, layer in layers.items():
             fewest = min(self._top_k, layer.experts)
             limit = fewest + _COLLAPSE_RATIO * (layer.experts - fewest)
             is_few = fewest < layer.experts and layer.effective_experts <= limit

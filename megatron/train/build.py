@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.checkpoint.background_writer import BackgroundWriter
 from megatron.config import RunRequest, check_resume
-from megatron.config.expert_rules import balancing_notices
+from megatron.config.rules.experts import balancing_notices
 from megatron.train.callback import Callback, CallbackList, CallbackSetup
 from megatron.train.callbacks.evaluator import Evaluator
 from megatron.train.callbacks.saving import Saving, open_writer
@@ -78,10 +78,10 @@ def _build(
     if resumed is not None and not config.evaluation.eval_only:
         warn_if_done(config.optim, progress)
     data = open_data(config, mesh, tokenizer, progress, None if resumed is None else resumed.data_plan, passes)
-    engine.objective = build_objective(config, mesh, source_count=len(data.source_names))
+    engine.objective = build_objective(config, mesh, sources=data.source_names)
     asked.restore(engine, progress, resumed)
     is_resume = loaded is not None or start.is_restart
-    report, folder = open_report(config, mesh, sizes[1], data.source_names, data.plan, is_resume=is_resume)
+    report, folder = open_report(config, mesh, sizes[1], data.plan, is_resume=is_resume)
     watch.report_folder = folder
     show_start(config, engine, sizes, data, progress, folder, is_loaded=loaded is not None)
     run = Run(config, mesh, engine, data, report, Stopping(environment.rules, mesh, watch), watch, progress)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron.config import RunConfig
@@ -21,20 +23,20 @@ from megatron.parallel.sequence.split import SequenceSplit
 from megatron.tokenizers.tokenizer import Tokenizer
 
 
-def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int = 0) -> LanguageModelObjective:
+def build_objective(config: RunConfig, mesh: ParallelMesh, *, sources: Sequence[str] = ()) -> LanguageModelObjective:
     """The training objective of a resolved configuration.
 
     Args:
-        source_count: number of data sources whose losses are reported separately.
+        sources: names of the data sources whose losses are reported separately.
     """
     loss, model = config.loss, config.model
     objective = LanguageModelObjective(
         mesh.tp,
         config.model.vocab_size,
-        source_count=source_count,
+        sources=tuple(sources),
         label_smoothing=loss.label_smoothing,
         z_loss_coeff=loss.z_loss_coeff,
-        layer_metrics=router_metric_sizes(config.model),
+        statistics=router_metric_sizes(config.model),
         averages_samples=loss.loss_mean == SAMPLES,
         packs_samples=packs_examples(config),
         implementation=mesh.kernels.cross_entropy,

@@ -56,6 +56,8 @@ def test_nested_figures_become_curves_of_their_own() -> None:
     table.add([step(1, source_losses=source, routing={"dropped_ratio": 0.25, "loads": [1, 2]}), step(2)])
     assert table.column("lm_loss of web")[0] == 3.0 and table.column("dropped_ratio")[0] == 0.25
     assert "loads" not in table.metrics()
+    table.add([step(3, source_losses="abc", routing=[1, 2], new_group={"new": 0.5}, gradient_norms={"head": 1.0})])
+    assert table.column("new")[-1] == 0.5 and "head" not in table.metrics()
 
 
 def test_tasks_and_broken_records() -> None:

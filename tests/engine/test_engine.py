@@ -230,7 +230,7 @@ def losses_of_two_objectives(rank: int) -> dict[str, list[float]]:
         batches = local_batches(RECIPE, config, engine.mesh, 0, True)
         loss_sum, tokens = engine.evaluate(batches)
         result = engine.train_batch(batches, 1e-3)
-        z_losses = [total / tokens for total in result.metrics.get(Z_LOSS, ())]
+        z_losses = [metric.value for name, metric in result.metrics.items() if name == Z_LOSS]
         found[name] = [loss_sum / tokens, result.loss, result.gradient_norm, *z_losses]
     return found
 

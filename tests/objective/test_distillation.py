@@ -68,7 +68,7 @@ def test_the_formula(averages_samples: bool) -> None:
     assert result.loss_sum.item() == pytest.approx((plain * mask).sum().item(), rel=1e-5)
     assert own.grad is not None and logits.grad is not None
     torch.testing.assert_close(logits.grad.double(), own.grad, rtol=1e-4, atol=1e-6)
-    assert set(aim.metric_sizes) == {Z_LOSS, DISTILLATION_LOSS, *(["sample_loss"] if averages_samples else [])}
+    assert set(aim.metrics) == {Z_LOSS, DISTILLATION_LOSS, *(["sample_loss"] if averages_samples else [])}
 
 
 def test_without_gradients_the_teacher_is_not_asked() -> None:

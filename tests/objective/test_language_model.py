@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from megatron.data.loader import Batch
 from megatron.objective.language_model import (
     SAMPLE_LOSS,
-    SOURCE_LOSS,
-    SOURCE_TOKENS,
+    SOURCE_LOSSES,
     Z_LOSS,
     LanguageModelObjective,
     sample_means,
 )
+from megatron.objective.metric import MetricSpec
 from megatron.parallel.mesh import Axis
 
 LABELS = torch.tensor([[1, 2, 3], [4, 0, 1], [2, 2, 0]])
@@ -44,19 +44,20 @@ def test_what_is_minimized_and_what_is_reported(smoothing: float, coefficient: f
     z_loss = (coefficient * true.logsumexp(-1).square() * MASK.flatten()).sum()
     assert result.loss_sum.item() == pytest.approx(plain.item(), rel=1e-6)
     assert result.minimized_sum.item() == pytest.approx((smoothed + z_loss).item(), rel=1e-6)
-    assert objective.metric_sizes == ({Z_LOSS: 1} if coefficient else {})
-    assert {name: value.item() for name, value in result.metrics.items()} == (
-        {Z_LOSS: pytest.approx(z_loss.item(), rel=1e-6)} if coefficient else {}
+    assert objective.metrics == ({Z_LOSS: MetricSpec()} if coefficient else {})
+    assert {name: value.tolist() for name, value in result.metrics.items()} == (
+        {Z_LOSS: pytest.approx([z_loss.item(), 6.0], rel=1e-6)} if coefficient else {}
     )
 
 
 def test_losses_of_sources_add_up_to_the_whole() -> None:
-    objective = LanguageModelObjective(Axis.single("tp"), 5, source_count=4)
+    objective = LanguageModelObjective(Axis.single("tp"), 5, sources=("a", "b", "c", "d"))
     targets = {"labels": LABELS, "loss_mask": MASK, "source_ids": torch.tensor([2, 0, 2])}
     result = objective(LOGITS, targets)
-    assert result.metrics[SOURCE_TOKENS].tolist() == [1.0, 0.0, 5.0, 0.0]
-    assert result.metrics[SOURCE_LOSS].sum().item() == pytest.approx(result.loss_sum.item(), rel=1e-6)
-    assert objective.metric_sizes == {SOURCE_LOSS: 4, SOURCE_TOKENS: 4}
+    losses, tokens = result.metrics[SOURCE_LOSSES]
+    assert tokens.tolist() == [1.0, 0.0, 5.0, 0.0]
+    assert losses.sum().item() == pytest.approx(result.loss_sum.item(), rel=1e-6)
+    assert objective.metrics[SOURCE_LOSSES].labels == ("a", "b", "c", "d")
     assert torch.equal(result.loss_sum, LanguageModelObjective(Axis.single("tp"), 5)(LOGITS, targets).loss_sum)
 
 
@@ -69,7 +70,7 @@ def test_inputs_and_targets_of_a_batch() -> None:
         segment_ids=None,
         source_ids=np.array([0, 1, 0]),
     )
-    plain, with_sources = (LanguageModelObjective(Axis.single("tp"), 5, count) for count in (0, 2))
+    plain, with_sources = (LanguageModelObjective(Axis.single("tp"), 5, sources) for sources in ((), ("a", "b")))
     assert plain.inputs(batch)[0] is batch.tokens
     assert plain.token_count(batch) == 6.0
     assert list(plain.targets(batch)) == ["labels", "loss_mask"]
@@ -88,7 +89,7 @@ def test_a_mean_over_samples_weighs_short_and_long_samples_alike() -> None:
     assert result.minimized_sum.item() == pytest.approx(expected, rel=1e-6)
     assert result.loss_sum.item() == pytest.approx((losses * mask).sum().item(), rel=1e-6)
     assert result.token_count == 3
-    assert objective.metric_sizes == {SAMPLE_LOSS: 2}
+    assert objective.metrics == {SAMPLE_LOSS: MetricSpec()}
     assert result.metrics[SAMPLE_LOSS].tolist() == pytest.approx([expected, 2.0], rel=1e-6)
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import Batch
-from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
-from megatron.objective.multi_token import MTP_LOSS, MultiTokenObjective
+from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSSES, Z_LOSS
+from megatron.objective.multi_token import MTP_LOSSES, MultiTokenObjective
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.head_loss import FactoredLogits
 
@@ -61,7 +61,7 @@ def test_what_is_minimized_and_what_is_reported(
 ) -> None:
     hidden, weight = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
     changes = {"label_smoothing": smoothing, "z_loss_coeff": coefficient, "averages_samples": averages}
-    objective = objective_of(source_count=2, **changes)
+    objective = objective_of(sources=("a", "b"), **changes)
     batch = batch_of(source_ids=np.array([1, 0]))
     outputs = FactoredLogits(hidden, weight) if factored else hidden @ weight.t()
     result = objective(outputs, targets_of(objective, batch), torch.tensor(2.0))
@@ -87,13 +87,13 @@ def test_what_is_minimized_and_what_is_reported(
     assert result.loss_sum.item() == pytest.approx(plain_sums[0], rel=1e-5) and result.token_count == counts[0]
     torch.testing.assert_close(hidden.grad, other.grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight.grad, table.grad, rtol=1e-4, atol=1e-6)
-    assert result.metrics[MTP_LOSS].tolist() == pytest.approx([*plain_sums[1:], *counts[1:]], rel=1e-5)
-    names = {SOURCE_LOSS, SOURCE_TOKENS, MTP_LOSS} | ({Z_LOSS} if coefficient else set())
-    assert set(result.metrics) == set(objective.metric_sizes) == names | ({SAMPLE_LOSS} if averages else set())
-    assert result.metrics[SOURCE_TOKENS].tolist() == [4.0, 5.0]
+    assert result.metrics[MTP_LOSSES].flatten().tolist() == pytest.approx([*plain_sums[1:], *counts[1:]], rel=1e-5)
+    names = {SOURCE_LOSSES, MTP_LOSSES} | ({Z_LOSS} if coefficient else set())
+    assert set(result.metrics) == set(objective.metrics) == names | ({SAMPLE_LOSS} if averages else set())
+    assert result.metrics[SOURCE_LOSSES][1].tolist() == [4.0, 5.0]
 
 
 def test_an_evaluation_has_the_next_token_alone() -> None:
     objective = objective_of()
     result = objective(HIDDEN[:2] @ WEIGHT.t(), targets_of(objective, batch_of()))
-    assert result.token_count == 9 and MTP_LOSS not in result.metrics
+    assert result.token_count == 9 and MTP_LOSSES not in result.metrics

@@ -48,7 +48,7 @@ def test_what_is_minimized_is_upstreams_and_what_is_logged_is_plain(on_targets_o
     assert result.minimized_sum.item() == pytest.approx(((losses + z_losses) * weights).sum().item(), rel=1e-6)
     assert result.loss_sum.item() == pytest.approx(losses.sum().item(), rel=1e-6)
     assert result.token_count == 9
-    assert result.metrics[Z_LOSS].item() == pytest.approx(z_losses.sum().item(), rel=1e-6)
+    assert result.metrics[Z_LOSS][0].item() == pytest.approx(z_losses.sum().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("reweights", [False, True])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from megatron.objective.base import sum_sizes
 from megatron.objective.scoring import LOGPROBS, PREDICTED, ScoringObjective, score_targets
 from megatron.parallel.mesh import Axis
 
@@ -30,7 +31,7 @@ def test_each_target_is_at_its_place_and_the_others_are_0() -> None:
     assert result.metrics[PREDICTED].tolist() == [float(TRUE[5].argmax()), 0, 0, float(TRUE[1].argmax()), 0, 0]
     torch.testing.assert_close(result.loss_sum, -(TRUE[5, 0] + TRUE[1, 4]))
     assert result.token_count == 2
-    assert {name: len(values) for name, values in result.metrics.items()} == OBJECTIVE.metric_sizes
+    assert {name: len(values) for name, values in result.metrics.items()} == sum_sizes(OBJECTIVE)
 
 
 def test_a_micro_batch_of_padding_has_no_targets() -> None:

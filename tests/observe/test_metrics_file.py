@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.observe.metrics import SourceLoss
+from megatron.objective.metric import Metric
 from megatron.observe.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
 from tests.train.samples import Measured, metrics
 
@@ -69,9 +69,10 @@ def test_numbers_round_trip_bit_for_bit(loss: float, tmp_path_factory: pytest.Te
 
 
 def test_losses_of_sources_are_kept_in_full(tmp_path: Path) -> None:
-    losses = {"web": SourceLoss(1 / 3, 2), "books": SourceLoss(math.nan, 4)}
     with contextlib.closing(MetricsFile(tmp_path / FILE_NAME)) as file:
-        file.step(metrics(source_losses=losses))
+        step = metrics()
+        step.add(Metric("source_losses/web", 2 / 3, 2.0), Metric("source_losses/books", math.nan, 4.0))
+        file.step(step)
     (record,) = read_records(tmp_path)
     assert record["source_losses"]["web"] == {"lm_loss": 1 / 3, "tokens": 2}
     assert math.isnan(record["source_losses"]["books"]["lm_loss"])

@@ -16,7 +16,8 @@ from examples.jax_lm_training.jax_lm import log_style as jax_lm
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
-from megatron.observe.metrics import StepMetrics, TaskOutcome, Waits
+from megatron.objective.metric import Metric, StepMetrics
+from megatron.observe.metrics import TaskOutcome
 from megatron.observe.metrics_file import read_records, read_steps
 from megatron.observe.report import Pace, Report, ReportOutputs, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
@@ -37,10 +38,10 @@ class Recorder:
         self.told.append(("start", progress.step, dict(arguments)))
 
     def step(self, metrics: StepMetrics) -> None:
-        self.told.append(("step", metrics.iteration, metrics.lm_loss))
+        self.told.append(("step", metrics.value("iteration"), metrics.value("lm_loss")))
 
     def interval(self, metrics: StepMetrics) -> None:
-        self.told.append(("interval", metrics.iteration, metrics.lm_loss))
+        self.told.append(("interval", metrics.value("iteration"), metrics.value("lm_loss")))
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         self.told.append(("evaluation", progress.step, group, loss))
@@ -285,7 +286,7 @@ def test_the_style_gets_the_epoch_and_the_remaining_time(capsys: pytest.CaptureF
 
 def test_a_bar_takes_the_place_of_the_lines_of_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     seen: list[tuple[int, float | None]] = []
-    bar = SimpleNamespace(step=lambda metrics: seen.append((metrics.iteration, metrics.eta_seconds)))
+    bar = SimpleNamespace(step=lambda metrics: seen.append((metrics.value("iteration"), metrics.value("eta_seconds"))))
     times = iter([0.0, 10.0, 12.0])
     report = Report(
         report_config(log_interval=2),
@@ -297,7 +298,7 @@ def test_a_bar_takes_the_place_of_the_lines_of_steps(capsys: pytest.CaptureFixtu
     log.copy_to(tmp_path / "log.txt")
     report.started(Progress())
     for step in (1, 2):
-        report.step(progress_at(step), Outcome(), 0.1, 0.5, Waits(0.25, memory_bytes=7))
+        report.step(progress_at(step), Outcome(), 0.1, 0.5, [Metric("memory_bytes", 7)])
     report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
     report.close()
     log.copy_to(None)

@@ -63,7 +63,7 @@ def train_variants(rank: int, layout: tuple[int, int, int], stages: list[int], e
             engine, curve = build_engine(config, mesh), []
             for step in range(RECIPE.steps):
                 result = engine.train_batch(micro_batches(config, mesh, step), RECIPE.learning_rate)
-                order_sum, samples = result.metrics[ORDER_LOSS]
+                order_sum, samples = result.sums[ORDER_LOSS]
                 assert samples == RECIPE.global_batch_size
                 curve.append((result.loss, order_sum / samples, result.gradient_norm))
             curves[name, stage] = curve

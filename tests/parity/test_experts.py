@@ -12,7 +12,7 @@ from megatron.config import RunConfig
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, expert_tokens
-from megatron.observe.routing import routing_figures
+from megatron.observe.routing import layers_of_step, routing_metrics
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
@@ -55,7 +55,7 @@ def train(engine: Engine, config: RunConfig, first: int, last: int) -> Curve:
     for step in range(first, last):
         batches = local_batches(RECIPE, config, engine.mesh, step, uneven=True)
         result = engine.train_batch(batches, RECIPE.learning_rate)
-        curve.append({"loss": [result.loss], "norm": [result.gradient_norm], **result.metrics})
+        curve.append({"loss": [result.loss], "norm": [result.gradient_norm], **result.sums})
     return curve
 
 
@@ -108,10 +108,9 @@ def test_one_process_reports_its_routing(plain: Curve) -> None:
             assert sum(step[expert_tokens(layer)]) == TOKENS * TOP_K
         micro_batches = RECIPE.global_batch_size // RECIPE.micro_batch_size
         assert step[PASSES] == [micro_batches * RECIPE.num_layers]
-        figures = routing_figures(step)
-        assert figures is not None
-        assert 1.0 <= figures.mean_largest_load <= figures.largest_load <= EXPERTS / TOP_K
-        assert 0.9 < figures.load_balancing_loss < EXPERTS / TOP_K
+        figures = {metric.name: metric.value for metric in routing_metrics(step, layers_of_step(step))}
+        assert 1.0 <= figures["routing/mean_largest_load"] <= figures["routing/largest_load"] <= EXPERTS / TOP_K
+        assert 0.9 < figures["routing/load_balancing_loss"] < EXPERTS / TOP_K
         assert min(step[BALANCE_LOSS][0], step[Z_LOSS][0], step[ENTROPY][0]) > 0
     assert plain[-1]["loss"] < plain[0]["loss"]
 

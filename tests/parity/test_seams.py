@@ -29,6 +29,7 @@ from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.model.interface.step_context import StepContext, StepSettings
 from megatron.objective.base import ObjectiveResult
+from megatron.objective.metric import MetricSpec
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import AxisSize, ParallelMesh, build_mesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
@@ -65,9 +66,10 @@ class ToyBatch:
 
 @dataclass(frozen=True)
 class ToyObjective:
-    """Least squares, with the number of near hits and the layers' own loss as metrics."""
+    """Least squares, with the number of near hits and the layers' own loss as statistics."""
 
-    metric_sizes: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"hits": 1, "size": 1})
+    metrics: Mapping[str, MetricSpec] = dataclasses.field(default_factory=dict)
+    statistics: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"hits": 1, "size": 1})
 
     def inputs(self, batch: ToyBatch) -> tuple[np.ndarray, ...]:
         return (batch.vectors,)
@@ -175,7 +177,7 @@ def train(engine: Engine, first: int, last: int) -> list[tuple[float, ...]]:
     curve = []
     for step in range(first, last):
         result = engine.train_batch(toy_batches(engine, step), RECIPE.learning_rate)
-        curve.append((result.loss, result.gradient_norm, *result.metrics["hits"], *result.metrics["size"]))
+        curve.append((result.loss, result.gradient_norm, *result.sums["hits"], *result.sums["size"]))
     return curve
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.data.loader import Batch
-from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
+from megatron.objective.language_model import SOURCE_LOSSES
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
@@ -16,7 +16,7 @@ from tests.parity.layouts import layout_config, layout_name, local_batches
 from tests.parity.reference import Recipe
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=2, steps=3)
-SOURCES = 4  # the last one has no samples
+SOURCES = ("web", "books", "code", "nothing")  # the last one has no samples
 
 
 def with_sources(batches: list[Batch]) -> list[Batch]:
@@ -38,7 +38,7 @@ def train_twice(rank: int, layout: tuple[int, int, int]):
     config = layout_config(RECIPE, layout, 1, [])
     mesh = open_mesh(config.parallel)
     plain, noting = build_engine(config, mesh), build_engine(config, mesh)
-    noting.objective = dataclasses.replace(noting.objective, source_count=SOURCES)
+    noting.objective = dataclasses.replace(noting.objective, sources=SOURCES)
     curves, noted, expected = [], [], []
     for step in range(RECIPE.steps):
         batches = local_batches(RECIPE, config, mesh, step, uneven=True)
@@ -47,7 +47,8 @@ def train_twice(rank: int, layout: tuple[int, int, int]):
         results.append(noting.train_batch(with_sources(batches), RECIPE.learning_rate))
         curves.append([(result.loss, result.gradient_norm) for result in results])
         assert results[0].metrics == {}
-        noted.append(list(zip(results[1].metrics[SOURCE_LOSS], results[1].metrics[SOURCE_TOKENS], strict=True)))
+        sums = results[1].sums[SOURCE_LOSSES]
+        noted.append(list(zip(sums[: len(SOURCES)], sums[len(SOURCES) :], strict=True)))
     return curves, noted, expected
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
 from megatron.engine.gradients.finite_check import FiniteCheck
-from megatron.engine.gradients.gradient_figures import NoiseEstimate
-from megatron.observe.metrics import StepMetrics
+from megatron.objective.metric import Metric, StepMetrics
+from megatron.observe.metrics import measure
 from megatron.observe.speed import Workload
 
 
@@ -62,10 +63,8 @@ class Outcome:
     is_spike: bool = False
     bad_in_a_row: int = 0
     loss_scale: float = 1.0
-    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    gradient_norms: Mapping[str, float] | None = None
-    zero_gradients: int | None = None
-    noise: NoiseEstimate | None = None
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
     finite_check: FiniteCheck | None = None
 
 
@@ -80,23 +79,9 @@ class Measured:
 
 
 def metrics(**changes: Any) -> StepMetrics:
-    """A complete record of step 7."""
-    values: dict[str, Any] = {
-        "iteration": 7,
-        "train_iterations": 20,
-        "consumed_samples": 56,
-        "consumed_tokens": 896,
-        "seconds_per_iteration": 0.5,
-        "learning_rate": 1.5e-4,
-        "global_batch_size": 8,
-        "lm_loss": 9.87654321,
-        "loss_scale": None,
-        "gradient_norm": 1.23456,
-        "skipped_iterations": 0,
-        "nan_iterations": 0,
-        "samples_per_second": 16.0,
-        "tokens_per_second": 256.0,
-        "teraflops_per_device": 8.0,
-        "gigaflops_without_embeddings": 2688.0,
-    }
-    return StepMetrics(**{**values, **changes})
+    """The metrics of step 7, some with other values."""
+    outcome: Any = Outcome(loss=9.87654321, gradient_norm=1.23456)
+    step = measure(Progress(7, 56, 896), outcome, WORKLOAD, train_iterations=20, learning_rate=1.5e-4, seconds=0.5)
+    for name, value in changes.items():
+        step.add(step.get(name, Metric(name, None))._replace(sum=value, weight=1))
+    return step

@@ -74,9 +74,9 @@ def test_the_objective_of_each_kind() -> None:
     for flags in ("", "--loss-on-targets-only", "--objective multitask"):
         assert type(build_objective(_config(flags), mesh)) is LanguageModelObjective
     text = "--objective prefix --loss-on-targets-only --z-loss 0.5 --label-smoothing 0.1"
-    built = build_objective(_config(text), mesh, source_count=3)
+    built = build_objective(_config(text), mesh, sources=["a", "b"])
     assert built == PrefixObjective(
-        mesh.tp, 1000, source_count=3, label_smoothing=0.1, z_loss_coeff=0.5, on_targets_only=True
+        mesh.tp, 1000, sources=("a", "b"), label_smoothing=0.1, z_loss_coeff=0.5, on_targets_only=True
     )
     weighted = build_objective(
         _config("--objective prefix --reset-attention-mask --reweight-loss-based-on-position-frequency"), mesh

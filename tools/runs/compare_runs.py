@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import ExitCode
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--runs",
     )
 
-    from megatron.observe.curves.run_pair import pair_up, read_pair, table, verdict
+    from trident.dashboard.curves.run_pair import pair_up, read_pair, table, verdict
 
     pairs = pair_up(*read_pair(flags.runs), after=flags.after)
     agree, sentence = verdict(pairs, flags.tolerance, flags.norm_tolerance)
@@ -57,4 +57,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 _METRICS = {
@@ -90,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--runs",
     )
 
-    from megatron.observe.curves.image import check_plot_path, draw_plot, write_plot
-    from megatron.observe.curves.reading import read_curves
-    from megatron.observe.curves.text import text_plot
+    from trident.dashboard.curves.image import check_plot_path, draw_plot, write_plot
+    from trident.dashboard.curves.reading import read_curves
+    from trident.dashboard.curves.text import text_plot
 
     if flags.output is not None:
         check_plot_path(flags.output)
@@ -131,4 +131,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -110,7 +110,6 @@ class Comparison:
         return same_names and not any(entry.different for entry in self.differences)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole comparison."""
         return {
             "first": str(self.first.folder),
             "second": str(self.second.folder),

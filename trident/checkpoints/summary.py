@@ -50,7 +50,6 @@ class ValueFigures:
 
     @property
     def norm(self) -> float:
-        """The Euclidean norm."""
         return math.sqrt(self.squares)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +72,6 @@ class TensorSummary:
     figures: Mapping[Kind, ValueFigures] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Name, shape, elements, and of each kind type and figures."""
         return {
             "name": self.tensor.name,
             "shape": list(self.tensor.shape),
@@ -94,7 +92,6 @@ class CheckpointSummary:
 
     @property
     def elements(self) -> int:
-        """Number of weights in the tensors shown."""
         return sum(summary.tensor.numel for summary in self.tensors)
 
     @property

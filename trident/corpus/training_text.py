@@ -172,7 +172,7 @@ def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe, so
 
 @contextlib.contextmanager
 def _progress(inputs: tuple[str, ...]) -> Iterator[ProgressLine]:
-    progress = ProgressLine(total_bytes(inputs), 10_000, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(inputs), 10_000, log.info, log.status_line())
     try:
         yield progress
     except BaseException:

@@ -14,7 +14,6 @@ LARGEST_WHOLE = 2**53 - 1
 LONGEST_SECONDS = 1e9
 # The numbers of a step that more is computed from than a curve, and the largest of each.
 _LIMITS = (("consumed_tokens", float(LARGEST_WHOLE)), ("seconds_per_iteration", LONGEST_SECONDS))
-_NESTED = ("source_losses", "routing", "weight_norms", "gradient_norms", "mtp_losses")
 _LATEST_AT = 1e11
 _MOST_RANKS = 65_536
 _DEEPEST = 32
@@ -114,9 +113,6 @@ def _step(record: dict[str, Any]) -> dict[str, Any]:
         kind = type(value)
         if not ((kind is int or kind is float) and 0.0 <= value <= most):  # NaN is in no limits
             record.pop(name, None)
-    for name in _NESTED:
-        if name in record and not isinstance(record[name], dict):
-            del record[name]
     return record
 
 

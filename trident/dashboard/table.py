@@ -17,7 +17,7 @@ AXES = ("steps", "tokens", "hours")
 _FEWEST_ROWS = 256
 _MOST_CURVES = 2_000
 _NOT_CURVES = frozenset({"iteration", "train_iterations", "consumed_tokens"})
-_NESTED = frozenset({"source_losses", "routing", "mtp_losses"})
+_LISTS = frozenset({"weight_norms", "gradient_norms"})  # of layers, too many for a curve each
 _PLAIN = frozenset({int, float, type(None)})
 
 
@@ -132,8 +132,8 @@ class MetricsTable:
         seconds = np.nan_to_num(_numbers(records, "seconds_per_iteration", np.float64))
         before = self._axes["hours"][start - 1] if start else 0.0
         self._axes["hours"][start:end] = before + np.cumsum(seconds) / 3600.0
-        has_parts = any(record.get(part) for record in (records[0], records[-1]) for part in _NESTED)
-        flat = [_flattened(record) for record in records] if has_parts else records
+        has_groups = any(isinstance(value, dict) for record in (records[0], records[-1]) for value in record.values())
+        flat = [_flattened(record) for record in records] if has_groups else records
         new = [name for name in dict.fromkeys([*flat[0], *flat[-1]]) if name not in self._columns]
         for name in new:
             is_curve = name not in _NOT_CURVES and len(self._columns) < _MOST_CURVES
@@ -172,17 +172,17 @@ class MetricsTable:
 
 
 def _flattened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the numbers of its nested parts among the others."""
-    flat = {name: value for name, value in record.items() if name not in _NESTED}
-    for part in _NESTED:
-        for name, value in (record.get(part) or {}).items():
+    """A record with the numbers of its groups of metrics among the others."""
+    groups = {name: value for name, value in record.items() if isinstance(value, dict)}
+    flat = {name: value for name, value in record.items() if name not in groups}
+    for group, members in groups.items():
+        for name, value in members.items() if group not in _LISTS else ():
             if isinstance(value, dict) and "lm_loss" in value:
                 flat[f"lm_loss of {name}"] = value["lm_loss"]
+            elif isinstance(value, dict) and name == "layers":
+                flat.update(_of_layers(value))
             elif _is_number(value):
                 flat[name] = value
-    routing = record.get("routing") or {}
-    if isinstance(routing.get("layers"), dict):
-        flat.update(_of_layers(routing["layers"]))
     return flat
 
 

@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from megatron import log
 from megatron.config import NO_PROGRAM, ConfigSection, PathUse, Program, flag, parse
-from megatron.config.world import fit_layout, world_problems
+from megatron.config.elastic import fit_layout
+from megatron.config.rules.checking import world_problems
 from megatron.errors import ConfigError, ExitCode
 from megatron.secret_text import masked
 from trident.launch.hostfile import Host, named_hosts, read_hostfile
@@ -215,7 +216,6 @@ def _offered_hosts(request: LaunchRequest) -> tuple[list[Host], str]:
 
 
 def _node_rank(request: LaunchRequest, nodes: int) -> int:
-    """Which node this is."""
     if request.node_rank is not None or nodes == 1:
         return request.node_rank or 0
     number = os.environ.get("SLURM_NODEID", "")

@@ -35,7 +35,6 @@ class Node:
 
     @property
     def ranks(self) -> range:
-        """The ranks that run on it."""
         return range(self.index * self.devices, (self.index + 1) * self.devices)
 
     def variables(self, local_rank: int) -> dict[str, str]:

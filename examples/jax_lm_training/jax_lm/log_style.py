@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 from megatron.checkpoint.saving import SaveLines
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import Moment
-from megatron.observe.metrics import StepMetrics
 from megatron.observe.quantities import duration
 
 SAVE_LINES = SaveLines(
@@ -28,7 +28,7 @@ def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
     ends_in = ""
     if moment.seconds_left is not None:
         ends_in = f" ETA {duration(moment.seconds_left)}"
-    return [f"[TRAIN] {_place(moment)} {_figures(metrics.lm_loss)}{ends_in}"]
+    return [f"[TRAIN] {_place(moment)} {_figures(metrics.value('lm_loss'))}{ends_in}"]
 
 
 def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:

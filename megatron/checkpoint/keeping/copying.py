@@ -96,7 +96,6 @@ class CopyInProgress:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files of the checkpoint."""
         return sum(file.size_bytes for file in self.manifest.files)
 
     def is_there(self, replaces: bool) -> bool:

@@ -60,7 +60,6 @@ class Nodes:
         return self.of_ranks.index(self.own) == self.rank
 
     def ranks(self, node: int) -> list[int]:
-        """The ranks of a node."""
         return [rank for rank, its_node in enumerate(self.of_ranks) if its_node == node]
 
     def holds(self, manifest: Manifest) -> list[int]:

@@ -50,7 +50,6 @@ class ManifestSummary:
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> ManifestSummary:
-        """Takes from a manifest what is needed."""
         return cls(
             path,
             manifest.step,

@@ -43,7 +43,6 @@ class FileDescription:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def keys(self) -> list[PieceKey]:
-        """What the pieces hold."""
         return [_key(row, first, first + row[8]) for row in self.rows for first in [_first(row, self.numbers)]]
 
 

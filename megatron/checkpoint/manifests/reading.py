@@ -176,14 +176,12 @@ class _Rows:
         return self._number(self.values.get("step"), "step"), run, record, chunk_bytes
 
     def _files(self, chunk_bytes: int) -> tuple[StoredFile, ...]:
-        """The entries of files."""
         files = tuple(self._file(row, chunk_bytes) for row in self._rows("files", (4,)))
         if len({file.name for file in files}) != len(files):
             self._refuse("a file appears twice")
         return files
 
     def _tensors(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor."""
         tensors = [self._tensor(row) for row in self._rows("tensors", (2,))]
         if len({name for name, _ in tensors}) != len(tensors):
             self._refuse("a tensor appears twice")
@@ -227,26 +225,22 @@ class _Rows:
             raise DamagedError(f"{self.path} is not whole: {failure} Use another checkpoint.") from failure
 
     def _rows(self, name: str, widths: tuple[int, ...]) -> list[list[Any]]:
-        """A table of the manifest."""
         rows = self.values.get(name)
         if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) in widths for row in rows):
             self._refuse(f"{name} is not a list of rows of {' or '.join(map(str, widths))}")
         return rows
 
     def _entry(self, table: Any, number: int) -> Any:
-        """An entry of a table."""
         if not isinstance(table, list | tuple) or number >= len(table):
             self._refuse(f"index {number} points beyond its table")
         return table[number]
 
     def _number(self, value: Any, what: str) -> int:
-        """A number in range."""
         if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
             self._refuse(f"{what} is {printable(value)}, not an integer in range")
         return value
 
     def _digest(self, value: Any, name: str) -> str:
-        """A SHA-256 digest."""
         if not isinstance(value, str) or not _DIGEST.match(value):
             self._refuse(f"{printable(value)} is not a SHA-256 digest of {name}")
         return value

@@ -64,7 +64,7 @@ def read_command_line(
         epilog: printed after the flags.
         hidden: destinations that are read but not shown in the help.
     """
-    parser, known = _build_parser(flags, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
+    parser, known = _build_parser(flags, argv, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
     reading = CommandLineReading({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
@@ -336,11 +336,13 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 def _build_parser(
     flags: Mapping[str, Flag],
+    argv: Sequence[str],
     prog: str | None,
     description: str,
     groups: Sequence[tuple[str, Sequence[str]]],
     epilog: str,
 ) -> tuple[_Parser, list[str]]:
+    """A parser for a command line, and the spellings of all flags."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -357,12 +359,17 @@ def _build_parser(
     )
     parser._negative_number_matcher = _NEGATIVE_NUMBER  # argparse's own takes -1e-3 for a flag
     known = ["--help"]
+    # Half the time of reading a command line went to flags that are not on it: argparse gets all only for the help.
+    given = {word.partition("=")[0] for word in argv}
+    shows_help = any(word.startswith(("-h", "--help")) for word in given)
     for title, destinations in groups:
         group = parser.add_argument_group(title)
         for destination in destinations:
             flag = flags[destination]
             spellings = [flag.name, *(text for text in flag.spellings if text != flag.name)]
             known.extend(spellings)
+            if not shows_help and given.isdisjoint(spellings):
+                continue
             group.add_argument(
                 *spellings,
                 dest=destination,

@@ -112,7 +112,7 @@ class Flag:
         """The flag that sets the field."""
         return "--" + self.field.replace("_", "-")
 
-    @property
+    @functools.cached_property
     def spellings(self) -> dict[str, bool]:
         """Every accepted option string; False marks those that turn a boolean off."""
         accepted = {self.positive_name: True}

@@ -9,7 +9,8 @@ Source: McCandlish et al., "An empirical model of large-batch training", 2018 (a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from megatron.engine.gradients.gradient_sum import GradientSum
 from megatron.kernels import multi_tensor
 from megatron.kernels.choice import Implementation
+from megatron.objective.metric import Metric, Reduction, metrics_of
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
@@ -140,6 +142,20 @@ class GradientFigures:
         if NORMS in figures:
             sums[: len(self.layers)].sqrt_()
         return sums
+
+    def metrics(self, figures: torch.Tensor, micro_batch_size: int, global_batch_size: int) -> Iterator[Metric]:
+        """The metrics of a step, from what `measure` returned, on the host. Shapes: figures at least as long."""
+        sizes = list(self.sizes.values())
+        parts = {kind: part.tolist() for kind, part in zip(self.sizes, figures[: sum(sizes)].split(sizes), strict=True)}
+        norms = dict(zip(self.layers, parts.get(NORMS, ()), strict=False))
+        yield from metrics_of({f"gradient_norms/{layer}": norm for layer, norm in norms.items()}, Reduction.LAST)
+        if ZEROS in parts and math.isfinite(parts[ZEROS][0]):
+            yield Metric("gradient_zeros", round(parts[ZEROS][0]), reduction=Reduction.LAST)
+        if NOISE in parts:
+            small, large = parts[NOISE]
+            estimate = NoiseEstimate.of(small, large, micro_batch_size, global_batch_size)
+            names = {} if estimate is None else {"gradient_noise": estimate.noise, "gradient_signal": estimate.signal}
+            yield from metrics_of(names, Reduction.MEAN)
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Over the ranks that count parts. Shapes: `[sum of sizes]`; squares of micro-batches are the last but one."""

@@ -19,7 +19,7 @@ from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.totals import StepTotals
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.step_context import StepContext, StepSettings
-from megatron.objective.base import Companion, Objective, Outputs
+from megatron.objective.base import Companion, Objective, Outputs, sum_sizes
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
@@ -48,7 +48,7 @@ class StepLoss:
     ) -> None:
         self.objective, self.settings, self._mesh = objective, settings, mesh
         self._loss_scale, self.micro_batches = loss_scale, max(1, micro_batches)
-        self.totals = StepTotals(objective.metric_sizes, mesh.device)
+        self.totals = StepTotals(sum_sizes(objective), mesh.device)
         self._target_names: tuple[str, ...] = ()
 
     @property
@@ -107,7 +107,7 @@ class StepLoss:
     def with_new_totals(self) -> StepLoss:
         """The same, with totals that begin at zero."""
         other = copy.copy(self)
-        other.totals = StepTotals(self.objective.metric_sizes, self._mesh.device)
+        other.totals = StepTotals(sum_sizes(self.objective), self._mesh.device)
         return other
 
     def of(

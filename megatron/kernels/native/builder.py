@@ -109,7 +109,6 @@ def _build_in(
     request: BuildRequest,
     report: Report,
 ) -> None:
-    """Builds library and record in a folder."""
     built_from = digest_of_sources(sources)  # before they are read: a file edited meanwhile makes the library outdated
     runner = _Runner(request.jobs or os.cpu_count() or 1, request.seconds, report, can_be_fewer=len(operations) > 1)
     objects: list[Path] = []

@@ -49,8 +49,11 @@ class SelfAttention(DirectModule):
         if config.softmax_type == LEARNABLE:
             spec = ShardSpec((self.dimension,))
             self.softmax_offset = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
-        self.scoring = scoring = Scoring.of(config, mesh, layer, self.softmax_offset)
-        self.form = SharedAttention(scoring, mesh) if mesh.cp.size * mesh.sp.size > 1 else WholeAttention(scoring)
+        self.scoring = scoring = Scoring(config, mesh, layer, self.softmax_offset)
+        self.form = WholeAttention(scoring)
+        if mesh.cp.size * mesh.sp.size > 1:
+            exchanged = Scoring(config, mesh, layer, self.softmax_offset, mesh.sp)
+            self.form = SharedAttention(scoring, exchanged, mesh.cp)
         if config.multi_latent_attention:
             self.heads = latent = LatentHeads(config, mesh, layer)
             self.form = LatentAttention(self.form, latent.value_size) if latent.padding else self.form

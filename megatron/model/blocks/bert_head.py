@@ -41,7 +41,6 @@ class BertHead(OutputHead):
             self.binary_head = ReplicatedLinear(config.hidden_size, 2, device=mesh.device)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> BertOutputs:  # type: ignore[override]
-        """Computes the logits."""
         if context.splits_sequence:  # every rank computes all that follows
             hidden = gather_from(hidden, self.axis, dimension=1)
         chosen = hidden if context.predicted is None else rows_at(hidden, context.predicted)  # [b, m, h]
@@ -63,7 +62,6 @@ class MaskedTokenTransform(nn.Module):
         self.activation, self.implementation = config.activation_function, mesh.kernels.activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Applies the three."""
         active = activation(self.dense(hidden), self.activation, implementation=self.implementation)
         return self.layer_norm(active)  # type: ignore[no-any-return]
 
@@ -76,7 +74,6 @@ class Pooler(nn.Module):
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, device=mesh.device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Pools the sample."""
         return torch.tanh(self.dense(hidden[:, 0]))
 
 
@@ -90,7 +87,6 @@ class ReplicatedLinear(nn.Module):
         self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the layer."""
         return linear(x, self.weight, self.bias)
 
 

@@ -44,7 +44,6 @@ class WordEmbedding(VocabParallelEmbedding):
         self.multiplier = config.embedding_multiplier
 
     def forward(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        """Looks the tokens up."""
         hidden = self.embed(tokens, splits_sequence=context.splits_sequence)
         return hidden if self.multiplier == 1 else hidden * torch.tensor(self.multiplier, dtype=hidden.dtype)
 
@@ -106,7 +105,6 @@ class TokenTypeEmbedding(nn.Module):
         self.lookup_kernel = mesh.kernels.embedding
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Adds the token-type embeddings."""
         types = context.token_types
         if types is None:
             return hidden + self.weight[0]
@@ -125,7 +123,6 @@ class EmbeddingDropout(nn.Module):
         self.site = DropoutSite(EMBEDDING_SITE)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Applies dropout."""
         return _drop(hidden, self, context)
 
 
@@ -165,7 +162,6 @@ class OutputHead(nn.Module):
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
-        """Computes the logits, or hands on their factors."""
         hidden = self._column_input(hidden, context.splits_sequence)
         if not context.factored_logits:
             return self._product(hidden)

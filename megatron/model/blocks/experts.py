@@ -67,7 +67,6 @@ class Experts(nn.Module):
         self.residual = ResidualMixture(config, mesh) if config.moe_residual else None
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Applies the layer."""
         shape, is_split = hidden.shape, context.splits_sequence
         hidden = context.by_sample(hidden)
         routing = self.router(hidden, is_split)
@@ -140,7 +139,6 @@ class ResidualMixture(nn.Module):
         self.coefficient = MixtureCoefficients(config, mesh)
 
     def forward(self, hidden: torch.Tensor, routed: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Adds the dense layer to the result of the experts."""
         of_experts, of_dense = self.coefficient(hidden).unbind(dim=-1)  # [b, s] each
         dense = self.dense(hidden, context)
         total = routed * of_experts.unsqueeze(-1) + dense * of_dense.unsqueeze(-1)
@@ -161,7 +159,6 @@ class MixtureCoefficients(nn.Module):
         self.bias = place(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,), summed_over=summed_over))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Weighs the tokens."""
         return F.linear(hidden.float(), self.weight.float(), self.bias.float()).softmax(dim=-1)
 
 
@@ -233,7 +230,6 @@ class ExpertMatrices(nn.Module):
             self.bias = place(nn.Parameter(values.view(values.shape[0], -1)), of_bias)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-        """Multiplies every row by its matrix."""
         bias = self.bias if self.bias is None or self.padding == (0, 0) else F.pad(self.bias, self.padding)
         if ends is not None:
             return grouped_linear(x, self.weight, ends, bias)

@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.choice import Implementation
-from megatron.kernels.float8.linear import linear
+from megatron.kernels.float8 import linear
 from megatron.kernels.rotary import split_heads, split_rotated
 from megatron.model.blocks.attention_forms.form import Heads
 from megatron.model.blocks.norm import build_head_norm
@@ -77,7 +77,7 @@ class QueryKeyValue(ColumnParallelLinear):
         """
         if not self.is_split:
             return self._project_replicated(hidden, batch, splits_sequence)
-        qkv = self.joint(hidden, batch, splits_sequence)
+        qkv = self.joint(hidden, self.bias, batch, splits_sequence)
         if self.is_gated:
             query, gate, key, value = qkv.split([self.group_size, self.group_size, 1, 1], dim=3)
             return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), gate.flatten(2, 3)
@@ -87,35 +87,13 @@ class QueryKeyValue(ColumnParallelLinear):
         query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), None
 
-    def joint(self, hidden: torch.Tensor, batch: int, splits_sequence: bool = False) -> torch.Tensor:
+    def joint(self, hidden: torch.Tensor, bias: torch.Tensor | None, batch: int, splits_sequence: bool) -> torch.Tensor:
         """Queries, gates, key and value of each of this rank's groups, which must be split, in one tensor.
 
         Shapes: `[b, s, h]` or `[b * s, h]` to `[b, s, g/t, q + 2, d]`.
         """
-        return self._by_group(self.product(hidden, self.bias, splits_sequence), batch)
-
-    def _by_group(self, states: torch.Tensor, batch: int) -> torch.Tensor:
+        states = self.product(hidden, bias, splits_sequence)
         return states.view(batch, -1, self.groups, self.group_rows, self.head_size)
-
-    @property
-    def joins_gradients(self) -> bool:
-        """Whether `heads` can be used."""
-        return self.is_split and not self.is_gated and self.bias is not None and self.head_size % 8 == 0
-
-    def heads(
-        self, hidden: torch.Tensor, batch: int, splits_sequence: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `project`, heads first; the gradients of the projection and of its bias are made in one compiled pass.
-
-        Shapes: `[b, s, h]` or `[b * s, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
-
-        Raises:
-            ValueError: the projection has no bias, see `joins_gradients`.
-        """
-        if self.bias is None:
-            raise ValueError("heads() joins the gradients of a projection with a bias, and this one has none.")
-        product = self.product(hidden, self.bias.detach(), splits_sequence)
-        return split_heads(self._by_group(product, batch), self.bias)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values as this rank's heads use them, where the groups are not split.
@@ -178,21 +156,19 @@ class FusedHeads:
         self.norms = tuple(self.parts.values())[1:]
         is_rotary = config.is_rotary_layer(config.alike(layer))
         self.rotary = Rotary(config, layer, mesh.kernels.rotary) if is_rotary else None
-        is_compiled = mesh.kernels.rotary is Implementation.CSRC and not self.norms
-        self.splits_and_rotates = is_compiled and is_rotary and qkv.is_split and not qkv.is_gated
-        self.joins_gradients = is_compiled and not is_rotary and qkv.joins_gradients
+        is_plain = qkv.is_split and not self.norms and not qkv.is_gated
+        self.is_fused = mesh.kernels.rotary is Implementation.CSRC and is_plain
+        self.joins_gradients = self.is_fused and not is_rotary and qkv.head_size % 8 == 0
 
     def project(self, hidden: torch.Tensor, context: StepContext) -> tuple[Heads, torch.Tensor | None]:
         """Shapes: `[b, s/t, h]` or `[b * s, h]` to `[b, a/t, s, d]`, twice `[b, g/t, s, d]`, and `[b, s, a/t, d]`."""
         qkv, rotary = self.qkv, self.rotary
         batch, is_split = context.sample_ids.shape[0], context.splits_sequence
-        if (
-            self.splits_and_rotates and rotary is not None and context.caches is None
-        ):  # whose few tokens are faster below
-            joint = qkv.joint(hidden, batch, is_split)
+        if self.is_fused and rotary is not None and context.caches is None:  # few tokens take fewer operations below
+            joint = qkv.joint(hidden, qkv.bias, batch, is_split)
             return split_rotated(joint, *rotary.angles(context, joint.shape[1]), **rotary.options), None
-        if self.joins_gradients and _joins_now(hidden):
-            return qkv.heads(hidden, batch, is_split), None
+        if self.joins_gradients and qkv.bias is not None and _joins_now(hidden):
+            return split_heads(qkv.joint(hidden, qkv.bias.detach(), batch, is_split), qkv.bias), None
         query, key, value, gate = qkv.project(hidden, batch, is_split)  # [b, s, a/t, d], [b, s, g, d]
         if self.norms:
             query, key = (norm(states) for norm, states in zip(self.norms, (query, key), strict=True))

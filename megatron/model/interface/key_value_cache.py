@@ -123,7 +123,6 @@ class TextCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory of all layers of this rank."""
         return sum(part.numel() * part.element_size() for layer in self._layers.values() for part in layer)
 
     def extended(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> CachedText:

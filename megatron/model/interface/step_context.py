@@ -267,12 +267,10 @@ class StepSettings:
 
     @property
     def needs_segments(self) -> bool:
-        """Whether contexts separate documents."""
         return self.restart_positions or self.mask is MaskKind.DOCUMENTS
 
     @property
     def tensor_count(self) -> int:
-        """The number of tensors in `StepContext.tensors`."""
         return 1 + len(self.passed)
 
     @property

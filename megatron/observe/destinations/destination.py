@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.checkpoint.record import Progress
-from megatron.observe.metrics import StepMetrics, TaskOutcome
+from megatron.objective.metric import StepMetrics
+from megatron.observe.metrics import TaskOutcome
 
 _UNFLUSHED = ("step", "passed")
 

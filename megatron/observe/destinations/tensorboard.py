@@ -14,8 +14,10 @@ from typing import Any
 from megatron.checkpoint.record import Progress
 from megatron.config import ReportConfig
 from megatron.errors import ConfigError, StorageError
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import StepMetrics, TaskOutcome
+from megatron.observe.metrics import TaskOutcome
+from megatron.observe.names import named
 from megatron.observe.speed import Workload
 
 
@@ -64,7 +66,7 @@ class TensorBoard:
 
     def step(self, metrics: StepMetrics) -> None:
         """Writes a step's scalars every --tensorboard-log-interval steps."""
-        if metrics.iteration % max(1, self.config.tensorboard_log_interval) == 0:
+        if metrics.value("iteration") % max(1, self.config.tensorboard_log_interval) == 0:
             self._write(step_scalars(metrics, self.config, self.workload, self.loss_tags))
 
     def interval(self, metrics: StepMetrics) -> None:
@@ -121,58 +123,32 @@ def step_scalars(
     metrics: StepMetrics, config: ReportConfig, workload: Workload, loss_tags: tuple[str, str] | None = None
 ) -> dict[str, tuple[float, int]]:
     """Tag -> (value, x) of one step."""
-    progress = Progress(metrics.iteration, metrics.consumed_samples, metrics.consumed_tokens)
+    progress = Progress(*map(metrics.value, ("iteration", "consumed_samples", "consumed_tokens")))
     scalars: dict[str, tuple[float, int]] = {
         "steps-vs-samples/y=steps,x=samples": (progress.step, progress.consumed_samples),
         "steps-vs-samples/y=samples,x=steps": (progress.consumed_samples, progress.step),
         "steps-vs-tokens/y=steps,x=tokens": (progress.step, progress.consumed_tokens),
         "steps-vs-tokens/y=tokens,x=steps": (progress.consumed_tokens, progress.step),
     }
-    families: dict[str, float | None] = {
-        "learning-rate/learning-rate": metrics.learning_rate if config.log_learning_rate_to_tensorboard else None,
-        "batch-size/batch-size": metrics.global_batch_size if config.log_batch_size_to_tensorboard else None,
-        "lm-loss-training/lm loss": metrics.lm_loss,
-        "lm-loss-training/sop loss": metrics.order_loss,
-        "lm-loss-training/loss per sample": metrics.sample_loss,
-        "lm-loss-training/kd loss": metrics.distillation_loss,
-        "lm-loss-training/z loss": metrics.z_loss,
-        "loss-scale/loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
-        "grad-norm/grad-norm": metrics.gradient_norm,
-        "num-zeros/num-zeros": metrics.gradient_zeros,
-        "params-norm/params-norm": metrics.weight_norm,
-        "gradient-noise-scale/gradient-noise-scale": metrics.noise_scale,
-        "iteration-time/iteration-time": metrics.seconds_per_iteration if config.log_timers_to_tensorboard else None,
+    is_on = {
+        "learning-rate": config.log_learning_rate_to_tensorboard,
+        "batch-size": config.log_batch_size_to_tensorboard,
+        "loss-scale": config.log_loss_scale_to_tensorboard,
+        "iteration-time": config.log_timers_to_tensorboard,
     }
-    for tag, value in families.items():
-        if value is not None:
+    for tag, value in named(metrics, "tensorboard"):
+        family, _, name = tag.partition("/")
+        if not is_on.get(family, True):
+            continue
+        if family != "iteration-time" or name == family:
             scalars |= _on_axes(tag, value, progress, workload)
-    for name, source in (metrics.source_losses or {}).items():
-        scalars |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
-    for name, value in (metrics.mtp_losses or {}).items():
-        scalars |= _on_axes(f"lm-loss-training/{name} loss", value, progress, workload)
-    for family, values in {"params-norm": metrics.weight_norms, "grad-norm": metrics.gradient_norms}.items():
-        for name, value in (values or {}).items():
-            scalars |= _on_axes(f"{family}-by-layer/{name}", value, progress, workload)
-    for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():
-        scalars |= _on_axes(f"routing/{name}", value, progress, workload)
-    if config.log_timers_to_tensorboard:
-        rates: dict[str, float | None] = {
-            "samples per second": metrics.samples_per_second,
-            "samples per second per replica": metrics.samples_per_second / workload.replica_count,
-            "tokens per second": metrics.tokens_per_second,
-            "tokens per second per replica": metrics.tokens_per_second / workload.replica_count,
-            "TFLOPs per gpu (estimated)": metrics.teraflops_per_device,
-            "model FLOPs utilization": metrics.model_flops_utilization_ratio,
-            "data wait": metrics.data_wait_seconds,
-            "communication": metrics.communication_seconds,
-            "transfers between stages": metrics.transfer_seconds,
-            "pipeline bubble": metrics.bubble_ratio,
-            "memory (GiB)": None if metrics.memory_bytes is None else metrics.memory_bytes / 2**30,
-        }
-        known = {name: value for name, value in rates.items() if value is not None}
-        scalars |= {f"iteration-time/{name}": (value, progress.step) for name, value in known.items()}
-    if loss_tags is not None and metrics.lm_loss is not None:
-        scalars[loss_tags[0]] = (metrics.lm_loss, progress.step)
+            continue
+        scalars[tag] = (value / 2**30 if name.endswith("(GiB)") else value, progress.step)
+        if name in ("samples per second", "tokens per second"):
+            scalars[f"{tag} per replica"] = (value / workload.replica_count, progress.step)
+    loss = metrics.value("lm_loss")
+    if loss_tags is not None and loss is not None:
+        scalars[loss_tags[0]] = (loss, progress.step)
     return scalars
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import StepMetrics, TaskOutcome
+from megatron.observe.metrics import TaskOutcome
+from megatron.observe.names import named
 
 
 class WeightsAndBiases:
@@ -58,7 +60,7 @@ class WeightsAndBiases:
 
     def interval(self, metrics: StepMetrics) -> None:
         """Sends the metrics of a log interval."""
-        self._run.log(interval_values(metrics), step=metrics.iteration)
+        self._run.log(dict(named(metrics, "wandb")), step=metrics.value("iteration"))
 
     def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
         """Sends a validation or test loss, if there is one."""
@@ -99,39 +101,3 @@ def _missing(project: str, what: str) -> ConfigError:
     return ConfigError(
         f"--wandb-project {project} needs the package wandb, which {what}. Install it with: pip install wandb"
     )
-
-
-def interval_values(metrics: StepMetrics) -> dict[str, float]:
-    """The values sent for one log interval, without unknown ones."""
-    values: dict[str, float | None] = {
-        "lm-loss-training": metrics.lm_loss,
-        "sop-loss-training": metrics.order_loss,
-        "sample-loss-training": metrics.sample_loss,
-        "kd-loss-training": metrics.distillation_loss,
-        "z-loss-training": metrics.z_loss,
-        "learning-rate": metrics.learning_rate,
-        "batch-size": metrics.global_batch_size,
-        "loss-scale": metrics.loss_scale,
-        "grad-norm": metrics.gradient_norm,
-        "num-zeros": metrics.gradient_zeros,
-        "params-norm": metrics.weight_norm,
-        "gradient-noise-scale": metrics.noise_scale,
-        "consumed-samples": metrics.consumed_samples,
-        "consumed-tokens": metrics.consumed_tokens,
-        "iteration-time": metrics.seconds_per_iteration,
-        "samples-per-second": metrics.samples_per_second,
-        "tokens-per-second": metrics.tokens_per_second,
-        "tflops-per-gpu": metrics.teraflops_per_device,
-        "model-flops-utilization": metrics.model_flops_utilization_ratio,
-        "data-wait-seconds": metrics.data_wait_seconds,
-        "communication-seconds": metrics.communication_seconds,
-        "transfer-seconds": metrics.transfer_seconds,
-        "pipeline-bubble-ratio": metrics.bubble_ratio,
-        "memory-bytes": metrics.memory_bytes,
-        "eta-seconds": metrics.eta_seconds,
-    }
-    values |= {f"lm-loss-training/{name}": source.lm_loss for name, source in (metrics.source_losses or {}).items()}
-    values |= {f"{name}-loss-training": loss for name, loss in (metrics.mtp_losses or {}).items()}
-    if metrics.routing is not None:
-        values |= {f"routing/{name}": value for name, value in metrics.routing.by_label.items()}
-    return {name: value for name, value in values.items() if value is not None}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
+from megatron.objective.metric import StepMetrics
 from megatron.observe.console import Moment, perplexity, shown_loss
-from megatron.observe.metrics import StepMetrics
 from megatron.observe.quantities import duration, short_count
 
 SAVE_LINES = SaveLines(
@@ -20,14 +20,15 @@ LOSS_TAGS: tuple[str, str] | None = None
 
 def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
     """The line of a log interval."""
-    fields = [f"step {metrics.iteration}/{metrics.train_iterations}", f"loss {shown_loss(metrics.lm_loss, '.4f')}"]
-    if metrics.distillation_loss is not None:
-        fields.append(f"kd {metrics.distillation_loss:.4f}")
-    if metrics.gradient_norm is not None:
-        fields.append(f"gradient {metrics.gradient_norm:.3f}")
-    fields += [f"rate {metrics.learning_rate:.2e}", f"{short_count(metrics.tokens_per_second)} tokens/s"]
-    if metrics.skipped_iterations:
-        fields.append(f"{metrics.skipped_iterations} skipped")
+    value = metrics.value
+    fields = [f"step {value('iteration')}/{value('train_iterations')}", f"loss {shown_loss(value('lm_loss'), '.4f')}"]
+    if value("distillation_loss") is not None:
+        fields.append(f"kd {value('distillation_loss'):.4f}")
+    if value("gradient_norm") is not None:
+        fields.append(f"gradient {value('gradient_norm'):.3f}")
+    fields += [f"rate {value('learning_rate'):.2e}", f"{short_count(value('tokens_per_second'))} tokens/s"]
+    if value("skipped_iterations"):
+        fields.append(f"{value('skipped_iterations')} skipped")
     if moment.seconds_left is not None:
         fields.append(f"{duration(moment.seconds_left)} left")
     return [" | ".join(fields)]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.config.schedule import samples_per_epoch
 from megatron.device import peak_memory_bytes
 from megatron.engine.totals import StepResult
+from megatron.engine.weight_norms import norm_metrics
 from megatron.errors import DataError, NumericsError
-from megatron.observe.metrics import Waits
+from megatron.objective.metric import Metric, Reduction, metrics_of
 from megatron.parallel.messages import TRANSFER
 from megatron.train.callback import Callback
 from megatron.train.run import Run
@@ -74,10 +76,10 @@ class StepReports(Callback):
     def _report(self, run: Run, keep: int) -> None:
         while len(self._trained) > keep:
             step = self._trained.popleft()
-            waits = _waits_of(step, has_stages=run.mesh.pp.size > 1)
-            norms = None if step.weight_norms is None else step.weight_norms.tolist()
-            by_layer = None if norms is None else dict(zip(run.engine.layer_names, norms, strict=True))
-            run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits, by_layer)
+            metrics = [*_waits(step, has_stages=run.mesh.pp.size > 1)]
+            if step.weight_norms is not None:
+                metrics += norm_metrics(run.engine.layer_names, step.weight_norms)
+            run.report.step(step.progress, step.result, step.learning_rate, step.seconds, metrics)
             run.progress = run.progress.counted(is_skipped=step.result.skipped, is_bad=step.result.bad_in_a_row > 0)
             check_numbers(run, step.progress, step.result)
             self._check_scale(run, step.progress, step.result)
@@ -161,12 +163,19 @@ def _log_epoch(run: Run) -> None:
         log.info(f"epoch {completed}/{epochs} is complete after iteration {run.progress.step}")
 
 
-def _waits_of(step: TrainedStep, *, has_stages: bool) -> Waits:
-    """What a step waited for; its metrics have arrived, so reading them does not wait for a GPU."""
+def _waits(step: TrainedStep, *, has_stages: bool) -> Iterator[Metric]:
+    """What a step waited for on this rank, and the most memory that its process has held so far.
+
+    Communication is the time of messages to and from other ranks, waiting for these ranks included: the collectives of
+    tensor-parallel layers and of the loss, and all that DeepSpeed sends; transfers are the part of it between stages of
+    a pipeline. On a GPU it is the time on the stream that waits for the message; what DeepSpeed sends during the
+    computation then counts although nothing waits for it. The metrics of the step have arrived, so this does not wait.
+    """
     messages = step.messages
-    return Waits(
-        data_seconds=step.data_seconds,
-        communication_seconds=None if messages is None else messages.seconds(),
-        transfer_seconds=messages.seconds(TRANSFER) if messages is not None and has_stages else None,
-        memory_bytes=peak_memory_bytes(),
-    )
+    seconds = {
+        "data_wait_seconds": step.data_seconds,
+        "communication_seconds": None if messages is None else messages.seconds(),
+        "transfer_seconds": messages.seconds(TRANSFER) if messages is not None and has_stages else None,
+    }
+    yield from metrics_of(seconds, Reduction.RATE)
+    yield from metrics_of({"memory_bytes": peak_memory_bytes()}, Reduction.LAST)

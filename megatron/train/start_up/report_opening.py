@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ def open_report(
     config: RunConfig,
     mesh: ParallelMesh,
     parameters_without_embeddings: int,
-    source_names: Sequence[str],
     plan: DataPlan,
     *,
     is_resume: bool,
@@ -72,7 +70,6 @@ def open_report(
         samples_per_epoch=plan.pass_samples or None,
         shows_loss_scale=config.precision.fp16,
         arguments=arguments,
-        source_names=source_names,
         experts_per_token=config.model.moe_router_topk,
     )
     return report, Path(folder)

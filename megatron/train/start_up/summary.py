@@ -12,11 +12,12 @@ import torch
 from megatron import device, log
 from megatron.checkpoint.record import Progress
 from megatron.config import KernelConfig, ModelConfig, ParallelConfig, ReportConfig, RunConfig, SavingConfig
+from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.config.flags.legacy import IGNORING
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
 from megatron.data.build import TakenSource, taken_sources
 from megatron.engine.cuda_graphs import OFF
-from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
+from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.memory.held import predicted_amounts
 from megatron.model.costs import chunk_flops, idle_expert_parameters

@@ -11,9 +11,7 @@ import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.config.flags.fields import Flag
-from megatron.config.flags.legacy import legacy_flags
-from megatron.config.flags.shorthands import shorthand_flags
-from megatron.config.parse import field_flags
+from megatron.config.parse import known_flags
 from megatron.config.schedule import global_batch_size, learning_rate, planned_iterations, planned_samples, weight_decay
 from megatron.errors import ConfigError, ExitCode
 
@@ -40,8 +38,7 @@ LIMIT_SECONDS = 5.0  # of CPU; a parse takes 0.03
 
 
 def numeric_flags() -> list[Flag]:
-    others = (entry.flag for table in (shorthand_flags(), legacy_flags()) for entry in table.values())
-    return [flag for flag in (*field_flags().values(), *others) if flag.element in (int, float)]
+    return [flag for flag in known_flags().values() if flag.element in (int, float)]
 
 
 def use(argv: list[str]) -> None:

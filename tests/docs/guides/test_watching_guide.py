@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import subprocess
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.observe.metrics import StepMetrics
 from megatron.observe.metrics_file import read_steps
+from megatron.observe.names import RECORDED
 from tests.helpers.programs import forking_python
 from tests.helpers.tiny_run import write_tiny_corpus
 
@@ -46,4 +45,4 @@ def test_the_guide_names_fields_that_records_have() -> None:
     table = GUIDE.read_text().partition("## What is recorded")[2].partition("## Profiles")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert len(named) == 19 and named <= {field.name for field in dataclasses.fields(StepMetrics)}
+    assert len(named) == 19 and named <= set(RECORDED)

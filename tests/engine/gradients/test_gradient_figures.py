@@ -55,12 +55,13 @@ def measured(rank: int, runs: list[Layout]) -> list[Figures]:
         engine = build_engine(config, open_mesh(config.parallel))
         for step in (0, 1):
             result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), 1e-3)
-        norms, noise = result.gradient_norms, result.noise
-        assert norms is not None and noise is not None and result.loss is not None
+        value, prefix = result.metrics.value, "gradient_norms/"
+        norms = {name[len(prefix) :]: each.value for name, each in result.metrics.items() if name.startswith(prefix)}
         small, large = (
-            noise.signal + noise.noise / size for size in (RECIPE.micro_batch_size, RECIPE.global_batch_size)
+            value("gradient_signal") + value("gradient_noise") / size
+            for size in (RECIPE.micro_batch_size, RECIPE.global_batch_size)
         )
-        found.append(Figures(result.gradient_norm, dict(norms), result.zero_gradients, small, large))
+        found.append(Figures(result.gradient_norm, norms, value("gradient_zeros"), small, large))
     return found
 
 
@@ -100,7 +101,7 @@ def computed_of(extra: list[str]) -> Figures:
     norms = {layer: math.sqrt(squares[layer]) for layer in engine.layer_names}
     zeros = sum(int((gradient == 0).sum()) for gradient in total.values())
     assert zeros > 0 and count == 4
-    assert small > large > 0 and result.zero_gradients is None
+    assert small > large > 0 and not result.metrics
     return Figures(result.gradient_norm, norms, zeros, small, large)
 
 
@@ -142,7 +143,7 @@ def zeros(rank: int, runs: list[Layout]) -> list[int | None]:
         engine = build_engine(config, open_mesh(config.parallel))
         for step in (0, 1):
             result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, uneven=True), 1e-3)
-        counts.append(result.zero_gradients)
+        counts.append(result.metrics.value("gradient_zeros"))
     return counts
 
 

@@ -12,12 +12,12 @@ from tests.train.samples import WORKLOAD, metrics
 
 def test_the_line_of_a_step() -> None:
     line = log_style.iteration_lines(metrics(), Moment(step=7, train_iterations=20))
-    assert line == [f"Step: {metrics().iteration} | Loss: {metrics().lm_loss:.3f}"]
+    assert line == ["Step: 7 | Loss: 9.877"]
 
 
 def test_the_tags_are_added_for_this_style_only() -> None:
     report, tags = ReportConfig(), log_style.LOSS_TAGS
-    assert step_scalars(metrics(), report, WORKLOAD, tags)["loss_train"] == (metrics().lm_loss, metrics().iteration)
+    assert step_scalars(metrics(), report, WORKLOAD, tags)["loss_train"] == (9.87654321, 7)
     assert "loss_train" not in step_scalars(metrics(), report, WORKLOAD)
     progress = Progress(step=5, consumed_samples=10)
     assert evaluation_scalars(progress, "valid", 2.5, report, WORKLOAD, tags)["loss_valid"] == (2.5, 5)

@@ -109,15 +109,11 @@ def test_an_overflow_changes_nothing(compiled: Library) -> None:
         _train(some, torch.float32, range(1, 2), skip=torch.tensor(0.0))
     ours[3].grad[0, 5] = math.inf
     optimizer.step(skip=torch.tensor(1.0))
-    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(4.0)  # as torch.amp.GradScaler does
-    optimizer.step()
-    del optimizer.found_inf, optimizer.grad_scale
     for one, other in zip(ours, twins, strict=True):
         assert torch.equal(one, other)
         for name, value in twin.state[other].items():
             assert torch.equal(optimizer.state[one][name], value)
-    twin.grad_scale = torch.tensor(4.0)
-    _train(twin, torch.float32, range(2, 3))
+    _train(twin, torch.float32, range(2, 3), gradient_factor=torch.tensor(0.25))
     _train(optimizer, torch.float32, range(2, 3), gradient_factor=0.25)
     assert all(torch.equal(one, other) for one, other in zip(ours, twins, strict=True))
 
@@ -210,11 +206,8 @@ def test_what_is_refused(compiled: Library) -> None:
         AdamW([narrow]).step()
     wide = torch.nn.Parameter(torch.zeros(3))
     wide.grad = torch.zeros(3)
-    with pytest.raises(ConfigError, match="has amsgrad=True, which AdamW does not know here"):
-        AdamW([{"params": [wide], "amsgrad": True}]).step()
     with pytest.raises(RuntimeError, match="skip must be one float32 on cpu"):
         AdamW([wide]).step(skip=torch.zeros(2))
-    assert AdamW([wide]).step(lambda: 5.0) == 5.0
     lists = [[torch.randn(4)] for _ in range(4)]
     scalars = (1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, None, None, None)
     torch.library.opcheck(torch.ops.megatron.adamw_.default, (*lists, [torch.zeros(())], [], *scalars))

@@ -11,9 +11,10 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import StorageError
+from megatron.objective.metric import StepMetrics
 from megatron.observe.destinations.destination import Safeguard
 from megatron.observe.destinations.tensorboard import TensorBoard
-from megatron.observe.metrics import StepMetrics, TaskOutcome
+from megatron.observe.metrics import TaskOutcome
 from tests.train.samples import WORKLOAD, Measured, metrics, report_config
 
 
@@ -31,11 +32,11 @@ class Fragile:
         self._take("start", progress.step)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._take("step", metrics.iteration)
+        self._take("step", metrics.value("iteration"))
 
     def interval(self, metrics: StepMetrics) -> None:
         if self.is_buffered:
-            self._take("interval", metrics.iteration)
+            self._take("interval", metrics.value("iteration"))
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         self._take("evaluation", progress.step)

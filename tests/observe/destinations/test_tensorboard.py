@@ -6,8 +6,6 @@ from pathlib import Path
 
 from megatron.checkpoint.record import Progress
 from megatron.observe.destinations.tensorboard import TensorBoard, evaluation_scalars, step_scalars
-from megatron.observe.metrics import SourceLoss
-from megatron.observe.routing import RoutingFigures
 from tests.train.samples import WORKLOAD, Measured, metrics, report_config
 
 AXES = ("", " vs samples", " vs tokens")
@@ -44,45 +42,10 @@ def test_tags_of_a_run_with_everything() -> None:
     assert set(step_scalars(full, config, WORKLOAD)) == ALWAYS | OPTIONAL
 
 
-def test_what_is_known_of_waits_and_the_use_of_devices_is_a_curve() -> None:
-    config = report_config(log_timers_to_tensorboard=True)
-    known = metrics(model_flops_utilization_ratio=0.4, data_wait_seconds=0.1, bubble_ratio=0.2, memory_bytes=2**31)
-    found = step_scalars(known, config, WORKLOAD)
-    assert found["iteration-time/model FLOPs utilization"] == (0.4, 7)
-    assert found["iteration-time/data wait"] == (0.1, 7)
-    assert found["iteration-time/pipeline bubble"] == (0.2, 7)
-    assert found["iteration-time/memory (GiB)"] == (2.0, 7)
-    assert "iteration-time/communication" not in found
-
-
 def test_optional_tags_can_be_switched_off() -> None:
     config = report_config(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
     found = step_scalars(metrics(loss_scale=2.0, gradient_norm=None), config, WORKLOAD)
     assert not [tag for tag in found if tag.startswith(("learning-rate", "loss-scale", "grad-norm"))]
-
-
-def test_a_source_has_a_curve_of_its_own() -> None:
-    found = step_scalars(metrics(source_losses={"web": SourceLoss(3.0, 2)}), report_config(), WORKLOAD)
-    assert found["lm-loss-training-by-source/web"] == (3.0, 7)
-    assert found["lm-loss-training-by-source/web vs tokens"] == (3.0, 896)
-
-
-def test_every_depth_has_a_curve() -> None:
-    found = step_scalars(metrics(mtp_losses={"mtp_1": 5.5, "mtp_2": 6.25}), report_config(), WORKLOAD)
-    assert [found[f"lm-loss-training/mtp_{depth} loss"] for depth in (1, 2)] == [(5.5, 7), (6.25, 7)]
-
-
-def test_the_z_loss_is_a_curve_only_if_there_is_one() -> None:
-    assert step_scalars(metrics(z_loss=0.5), report_config(), WORKLOAD)["lm-loss-training/z loss"] == (0.5, 7)
-    assert "lm-loss-training/z loss" not in step_scalars(metrics(), report_config(), WORKLOAD)
-
-
-def test_norms_of_weights_are_curves_where_they_were_measured() -> None:
-    found = step_scalars(metrics(weight_norm=5.0, weight_norms={"a": 3.0, "b": 4.0}), report_config(), WORKLOAD)
-    assert found["params-norm/params-norm"] == (5.0, 7) and found["params-norm-by-layer/b"] == (4.0, 7)
-    assert not [tag for tag in step_scalars(metrics(), report_config(), WORKLOAD) if tag.startswith("params-norm")]
-    found = step_scalars(metrics(gradient_norms={"a": 3.0}, gradient_zeros=5), report_config(), WORKLOAD)
-    assert found["grad-norm-by-layer/a"] == (3.0, 7) and found["num-zeros/num-zeros"] == (5, 7)
 
 
 def test_values_and_axes() -> None:
@@ -130,10 +93,3 @@ def test_the_events_file_reads_back(tmp_path: Path) -> None:
     assert "seed/text_summary" in events.Tags()["tensors"]
     writer.close()
     assert len(list(tmp_path.glob("events*"))) == 1
-
-
-def test_the_routing_has_curves_in_a_network_with_experts() -> None:
-    routing = RoutingFigures(1.25, 3.5, 0.75, 2.0, 1.5, 3.0)
-    found = step_scalars(metrics(routing=routing), report_config(), WORKLOAD)
-    assert found["routing/load balancing loss"] == (1.25, 7)
-    assert found["routing/idle experts vs tokens"] == (3.0, 896)

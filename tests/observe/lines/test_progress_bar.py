@@ -33,8 +33,6 @@ def test_the_average_has_no_bias_to_its_start_and_forgets() -> None:
 def test_the_line_has_steps_loss_rate_and_remaining_time() -> None:
     shown: list[str] = []
     bar = ProgressBar(shown.append, Clock(), lambda: 100)
-    bar.draw()
-    assert shown == []
     bar.step(metrics(iteration=500, train_iterations=1000, lm_loss=3.25, tokens_per_second=12_400.0, eta_seconds=754.4))
     (line,) = shown
     assert re.fullmatch(r" 50%\|\S+ +\| 500/1,000 \| loss 3.2500 \| 12.4K tokens/s \| 0:12:34 left", line)

@@ -60,7 +60,7 @@ def train(engine: Engine, recipe: Recipe, config: object, first: int, last: int)
     curve = []
     for step in range(first, last):
         result = engine.train_batch(local_batches(recipe, config, engine.mesh, step, uneven=True), recipe.learning_rate)  # type: ignore[arg-type]
-        curve.append({"loss": [result.loss], "norm": [result.gradient_norm], **result.metrics})
+        curve.append({"loss": [result.loss], "norm": [result.gradient_norm], **result.sums})
     return Course(curve, {state.global_name: state.clone() for state in states_of(engine.stack)})  # type: ignore[attr-defined]
 
 

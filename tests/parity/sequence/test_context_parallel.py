@@ -177,10 +177,10 @@ def train(rank: int, names: list[str], world_size: int) -> dict[str, tuple[list[
         for step in range(RECIPE.steps):
             result = engine.train_batch(batches(config, mesh, step), RECIPE.learning_rate)
             assert result.loss is not None
-            passes = result.metrics.get(PASSES, [1.0])[0]  # what routers record is a mean over these
+            passes = result.sums.get(PASSES, [1.0])[0]  # what routers record is a mean over these
             means = [
                 sum(values) / (1 if name.startswith("router_expert_tokens") else passes)
-                for name, values in result.metrics.items()
+                for name, values in result.sums.items()
             ]
             curve.append((result.loss, result.gradient_norm, means))
         figures[case] = (curve, engine.evaluate(batches(config, mesh, 9)))

@@ -173,7 +173,7 @@ class _Writer:
 
     def write(self, cleaned: Iterable[tuple[InputBlock, CleanedBlock]]) -> None:
         duplicates = DuplicateFilter(self.options)
-        path, line, skipped = "", 0, BadLines(self.options.skip_bad_lines, self.progress.clear)
+        path, line, skipped = "", 0, BadLines(self.options.skip_bad_lines)
         for block, result in cleaned:
             if block.start == 0 or block.source != path:
                 path, line = block.source, 0

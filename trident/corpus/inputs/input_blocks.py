@@ -116,9 +116,9 @@ def blocks(
         if layout == "parquet":
             yield from _rows(part.path, block_bytes, keys)
         elif layout == "text":
-            yield from _stream_text(part.path, block_bytes, separator or LINE_END, separator is None)
+            yield from _stream(part.path, block_bytes, layout, separator or LINE_END, separator is None)
         elif part.path == STANDARD_INPUT or is_compressed(part.path) or _regular_size(part.path) is None:
-            yield from _stream(part.path, block_bytes)
+            yield from _stream(part.path, block_bytes, layout)
         else:
             yield from _cut(part, block_bytes)
 
@@ -176,23 +176,6 @@ def _line_end(file: IO[bytes], position: int, size: int) -> int:
     return size
 
 
-def _stream(path: str, block_bytes: int) -> Iterator[InputBlock]:
-    start = consumed = 0
-    held = bytearray()  # grows in place, where joining chunks would copy a long line
-    for chunk, reached in _chunks(path):
-        kept = len(held)
-        held += chunk
-        end = chunk.rfind(b"\n") + 1
-        if chunk and (len(held) < block_bytes or not end):
-            _check_length(path, start, len(held))
-            _check_no_bomb(path, start, len(held), reached - consumed)
-            continue
-        data, held = held, _cut_off(held, kept + end if end else len(held))
-        if data:
-            yield InputBlock(shown_path(path), start, len(data), as_block_data(data), reached - consumed)
-            start, consumed = start + len(data), reached
-
-
 def _cut_off(held: bytearray, end: int) -> bytearray:
     """Removes and returns what follows `end`."""
     rest = held[end:]
@@ -200,8 +183,10 @@ def _cut_off(held: bytearray, end: int) -> bytearray:
     return rest
 
 
-def _stream_text(path: str, block_bytes: int, separator: str, is_by_name: bool) -> Iterator[InputBlock]:
-    """Reads plain text once and cuts it after a separator.
+def _stream(
+    path: str, block_bytes: int, layout: str, separator: str = LINE_END, is_by_name: bool = False
+) -> Iterator[InputBlock]:
+    """Reads lines of JSON, or plain text, once and cuts it after a line or a separator.
 
     Args:
         is_by_name: only the file's name says that it is text, so its first line is checked.
@@ -212,7 +197,7 @@ def _stream_text(path: str, block_bytes: int, separator: str, is_by_name: bool) 
     pattern = separator_pattern(separator)
     longest = len(separator.encode()) + separator.count(LINE_END)  # with a carriage return before each line feed
     start = consumed = searched = end = 0
-    held = bytearray()
+    held = bytearray()  # grows in place, where joining chunks would copy a long line
     for chunk, reached in _chunks(path):
         if is_by_name and not held and not start:
             _check_no_json(path, chunk)
@@ -230,7 +215,7 @@ def _stream_text(path: str, block_bytes: int, separator: str, is_by_name: bool) 
             end = len(held)
         if end and (len(held) >= block_bytes or not chunk):
             data, held = held, _cut_off(held, end)
-            yield InputBlock(shown_path(path), start, end, as_block_data(data), reached - consumed, "text")
+            yield InputBlock(shown_path(path), start, end, as_block_data(data), reached - consumed, layout)
             start, consumed, searched, end = start + end, reached, max(0, searched - end), 0
 
 

@@ -46,13 +46,11 @@ class BadLines:
 
     Args:
         are_skipped: whether they are left out.
-        before_warning: called before one is shown, to remove a progress bar.
         consequence: follows the reason in the error.
         count: of those left out.
     """
 
     are_skipped: bool
-    before_warning: Callable[[], None] | None = None
     consequence: str = ""
     count: int = 0
 
@@ -71,8 +69,6 @@ class BadLines:
             if not self.are_skipped:
                 raise DataError(f"{where}. {self.consequence}{_advice(source, entry.reason)}".rstrip())
             if self.count < _SHOWN_BAD_LINES:
-                if self.before_warning is not None:
-                    self.before_warning()
                 log.warning(f"{where}; skipped")
             self.count += 1
         self.count += count - len(bad)
@@ -200,7 +196,12 @@ def _parse_keys(parsed: ParsedLines, lines: list[bytes], keys: Sequence[str], sk
 
 def held_text(text: str) -> str | LongText:
     """The text, as a `LongText` if it is very long."""
-    return text if len(text) < LONG_LINE_BYTES else LongText(bytearray(text.encode()))
+    if len(text) < LONG_LINE_BYTES:
+        return text
+    utf8 = bytearray()
+    for start in range(0, len(text), LONG_LINE_BYTES):  # not at once, which would hold it twice
+        utf8 += text[start : start + LONG_LINE_BYTES].encode()
+    return LongText(utf8)
 
 
 def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | BadLine:

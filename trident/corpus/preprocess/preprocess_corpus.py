@@ -144,7 +144,7 @@ def _write(
 ) -> PreprocessResult:
     good = line = bytes_before = 0
     path = ""
-    skipped = BadLines(options.skip_bad_lines, progress.clear)
+    skipped = BadLines(options.skip_bad_lines)
     for block, result in encoded:
         if block.start == 0 or block.source != path:  # a source begins, or the part of it that is to be encoded here
             path, line, bytes_before = block.source, block.first_line, block.start

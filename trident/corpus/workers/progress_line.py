@@ -11,13 +11,13 @@ _BAR_WIDTH = 24
 _LINE_SECONDS = 1.0
 
 
-class ProgressLine:
+class ProgressLine(ProgressDisplay):
     """Counts documents and bytes and shows them now and then.
 
     Args:
         total_bytes: size of the inputs on disk, None if unknown.
         every_documents: documents between two plain lines; they also come at most once a second.
-        write_line, write_bar: see `ProgressDisplay`.
+        write_line, draw_bar: see `ProgressDisplay`.
     """
 
     def __init__(
@@ -25,30 +25,25 @@ class ProgressLine:
         total_bytes: int | None,
         every_documents: int,
         write_line: Callable[[str], None],
-        write_bar: Callable[[str], object] | None = None,
+        draw_bar: Callable[[str], object] | None = None,
     ) -> None:
+        super().__init__(write_line, draw_bar, _LINE_SECONDS, time.monotonic)
         self.documents = 0
         self.text_bytes = 0
         self._input_bytes = 0
         self._total_bytes = total_bytes
         self._every_documents = every_documents
-        self._display = ProgressDisplay(write_line, write_bar, _LINE_SECONDS, time.monotonic)
         self._shown_documents = 0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return self._display.seconds
 
     def advance(self, documents: int, text_bytes: int, input_bytes: int) -> None:
         """Adds to the counts, and shows them if it is time."""
         self.documents += documents
         self.text_bytes += text_bytes
         self._input_bytes += input_bytes
-        is_enough = self._display.is_bar or self.documents - self._shown_documents >= self._every_documents
-        if is_enough and self._display.is_due():
+        is_bar = self.draw_bar is not None
+        if self.is_due() and (is_bar or self.documents - self._shown_documents >= self._every_documents):
             self._shown_documents = self.documents
-            self._display.show(self._bar() if self._display.is_bar else self.line())
+            self.show(self._bar() if is_bar else self.line())
 
     def leave_out(self, input_bytes: int) -> None:
         """Takes work that need not be done out of the total."""
@@ -58,11 +53,7 @@ class ProgressLine:
     def finish(self) -> None:
         """Removes the bar and leaves the last counts as a line."""
         self.clear()
-        self._display.write_line(self.line())
-
-    def clear(self) -> None:
-        """Removes the bar, so that an error stands alone."""
-        self._display.clear()
+        self.write_line(self.line())
 
     def line(self) -> str:
         """Upstream's progress line."""

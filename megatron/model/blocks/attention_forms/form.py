@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,14 +13,12 @@ from megatron.config import ModelConfig
 from megatron.config.architecture.attention import VANILLA
 from megatron.config.architecture.positions import ALIBI
 from megatron.kernels.attention.partial import PartialAttention
-from megatron.kernels.choice import Kernels
 from megatron.model.blocks.dropout import DropoutSite
 from megatron.model.blocks.position import Rotary, alibi_slopes
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.rng import attention_keys
 from megatron.parallel.sequence.ulysses import own_heads
-from megatron.parallel.shard_spec import Dimension
 
 # What a projection makes of hidden states for its forms: queries `[b, a/t, s, d]`, keys and values `[b, g/t, s, d]`, or
 # whatever else both agree on.
@@ -58,12 +54,15 @@ class AttentionForm(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
 class Scoring:
     """How the heads of a layer score keys, and which scores count.
 
-    Attributes:
+    Args:
         layer: index of the block.
+        softmax_offset: the sinks, if they are learned.
+        exchange: the ranks that have exchanged positions for heads; None for none.
+
+    Attributes:
         softcap: scores become `softcap * tanh(score / softcap)`.
         window: tokens that a token may attend to, itself included; None for all.
         slopes: of the linear biases of this rank's heads; empty for none.
@@ -71,50 +70,32 @@ class Scoring:
         dropout: share of the probabilities that training drops.
         part: which of the equal parts of all heads this rank has.
         has_sinks: whether the softmax has one more logit than keys: 0, or that of `softmax_offset`.
-        exchange: the ranks that have exchanged positions for heads.
+
+    Shapes: softmax_offset `[a/t]`.
     """
 
-    layer: int
-    scale: float
-    softcap: float | None
-    window: int | None
-    slopes: tuple[float, ...]
-    bidirectional: bool
-    dropout: float
-    site: DropoutSite
-    kernels: Kernels
-    part: int
-    has_sinks: bool
-    softmax_offset: nn.Parameter | None
-    exchange: Axis
-
-    @classmethod
-    def of(cls, config: ModelConfig, mesh: ParallelMesh, layer: int, softmax_offset: nn.Parameter | None) -> Scoring:
-        """That of a block. Shapes: softmax_offset `[a/t]`."""
-        slopes: tuple[float, ...] = ()
-        if config.position_embedding_type == ALIBI:
-            heads = Dimension("attention heads", config.num_attention_heads, mesh.tp)
-            slopes = tuple(alibi_slopes(heads.size)[slice(*heads.bounds)])
-        return cls(
-            layer,
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh,
+        layer: int,
+        softmax_offset: nn.Parameter | None = None,
+        exchange: Axis | None = None,
+    ) -> None:
+        self.layer, self.kernels = layer, mesh.kernels
+        self.scale, self.softcap = (
             config.softmax_scale or 1 / math.sqrt(config.kv_channels),
             config.attention_logit_softcap,
-            config.window_of(layer),
-            slopes,
-            config.bidirectional,
-            config.attention_dropout,
-            DropoutSite(layer, attention_keys),
-            mesh.kernels,
-            mesh.tp.rank,
-            config.softmax_type != VANILLA,
-            softmax_offset,
-            Axis.single("sp"),
         )
-
-    def exchanged(self, axis: Axis) -> Scoring:
-        """That of the heads which this rank has after an exchange of positions for heads."""
-        slopes, part = own_heads(self.slopes, axis), self.part * axis.size + axis.rank
-        return dataclasses.replace(self, slopes=slopes, part=part, exchange=axis)
+        self.window, self.bidirectional = config.window_of(layer), config.bidirectional
+        self.dropout, self.site = config.attention_dropout, DropoutSite(layer, attention_keys)
+        self.has_sinks, self.softmax_offset = config.softmax_type != VANILLA, softmax_offset
+        self.exchange = exchange or Axis.single("sp")
+        self.part = mesh.tp.rank * self.exchange.size + self.exchange.rank
+        self.slopes: tuple[float, ...] = ()
+        if config.position_embedding_type == ALIBI:
+            slopes = tuple(alibi_slopes(config.num_attention_heads))
+            self.slopes = own_heads(own_heads(slopes, mesh.tp), self.exchange)
 
     def partial(self, context: StepContext) -> PartialAttention:
         """Attention to some keys, to be merged with that to others, or with the sinks."""

@@ -56,7 +56,6 @@ class AttentionWithDropout(InnerAttention):
         bias: torch.Tensor | None,
         context: StepContext,
     ) -> torch.Tensor:
-        """Shapes: as of `InnerAttention`."""
         if not self.training:
             return super().attend(query, key, value, causal, bias, context)
         own, bounds = self.scoring, {"bias": bias, "causal": causal, **self.bounds}
@@ -90,6 +89,5 @@ class AttentionWithSinks(InnerAttention):
         bias: torch.Tensor | None,
         context: StepContext,
     ) -> torch.Tensor:
-        """Shapes: as of `InnerAttention`."""
         own = self.scoring
         return sink_attention(query, key, value, own.sinks(query), own.partial(context), causal=causal, bias=bias)

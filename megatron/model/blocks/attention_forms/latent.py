@@ -46,7 +46,6 @@ class LatentProjection(nn.Module):
             self.bias = place(nn.Parameter(torch.zeros(output_size, device=mesh.device)), vector)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the layer."""
         return deferrable_linear(x, self.weight, self.bias, self.queue)
 
 

@@ -8,7 +8,7 @@ from megatron.errors import ConfigError
 from megatron.model.blocks.attention_forms.form import Heads, Scoring
 from megatron.model.blocks.attention_forms.whole import WholeAttention
 from megatron.model.interface.step_context import MaskKind, StepContext
-from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.mesh import Axis
 from megatron.parallel.sequence.ring import RingPlan
 from megatron.parallel.sequence.tiles import Visibility
 from megatron.parallel.sequence.ulysses import to_heads, to_positions
@@ -20,10 +20,10 @@ class SharedAttention(DirectModule):
     rank has its own samples.
     """
 
-    def __init__(self, scoring: Scoring, mesh: ParallelMesh) -> None:
+    def __init__(self, alone: Scoring, exchanged: Scoring, ring: Axis) -> None:
         super().__init__()
-        self.alone, exchanged = WholeAttention(scoring), scoring.exchanged(mesh.sp)
-        self.shared = RingAttention(exchanged) if mesh.cp.size > 1 else WholeAttention(exchanged)
+        self.alone = WholeAttention(alone)
+        self.shared = RingAttention(exchanged) if ring.size > 1 else WholeAttention(exchanged)
 
     def attend(self, heads: Heads, context: StepContext) -> torch.Tensor:
         """Shapes: query `[b, a/t, s/ru, d]`, key and value `[b, g/t, s/ru, d]`; result as query."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,10 @@ from tests.helpers.networks import tiny_config
 
 CONTEXT = StepContext(torch.arange(1))
 INFINITE = float("inf")
-SCORING = Scoring.of(tiny_config(), ParallelMesh.single(), 0, None)
 
 
-def within(window: int | None) -> Scoring:
-    return dataclasses.replace(SCORING, window=window)
+def scoring(window: int | None = None, **changes: Any) -> Scoring:
+    return Scoring(tiny_config(attention_window=window, **changes), ParallelMesh.single(), 0)
 
 
 def query_of(length: int) -> torch.Tensor:
@@ -36,19 +35,20 @@ def test_only_keys_within_the_window_of_some_query_are_kept() -> None:
 
 def test_no_bias_where_the_causal_mask_suffices() -> None:
     for length, keys, window in ((1, 5, None), (1, 5, 5), (4, 4, None), (4, 4, 4)):
-        assert cached_bias(CONTEXT, query_of(length), keys, within(window)) is None
+        assert cached_bias(CONTEXT, query_of(length), keys, scoring(window)) is None
 
 
 def test_masks_and_distances_count_from_the_last_key() -> None:
-    bias = cached_bias(CONTEXT, query_of(2), 4, within(2))
+    bias = cached_bias(CONTEXT, query_of(2), 4, scoring(2))
     assert bias is not None
     assert bias[0, 0].tolist() == [[-INFINITE, 0, 0, -INFINITE], [-INFINITE, -INFINITE, 0, 0]]
-    sloped = cached_bias(CONTEXT, query_of(1), 3, dataclasses.replace(SCORING, slopes=(1.0, 0.5)))
+    alibi = scoring(num_attention_heads=2, position_embedding_type="alibi")  # slopes 1/16 and 1/256
+    sloped = cached_bias(CONTEXT, query_of(1), 3, alibi)
     assert sloped is not None
-    assert sloped[0, :, 0].tolist() == [[-2, -1, 0], [-1, -0.5, 0]]
+    assert sloped[0, :, 0].tolist() == [[-2 / 16, -1 / 16, 0], [-2 / 256, -1 / 256, 0]]
 
 
 def test_documents_cannot_be_separated() -> None:
     context = StepContext(torch.arange(1), mask=MaskKind.DOCUMENTS)
     with pytest.raises(ConfigError, match="--reset-attention-mask"):
-        cached_bias(context, query_of(1), 2, SCORING)
+        cached_bias(context, query_of(1), 2, scoring())

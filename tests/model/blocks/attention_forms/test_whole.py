@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -60,9 +59,9 @@ def test_bounded_and_dense_attention_agree(
 
 
 def test_no_plan_for_plain_attention() -> None:
-    query, scoring = torch.zeros(1, 2, 16, 4), Scoring.of(tiny_config(), ParallelMesh.single(), 0, None)
-    assert whole.bounded_plan(StepContext(torch.arange(1)), query, scoring) is None
-    narrow = dataclasses.replace(scoring, window=3)
+    query = torch.zeros(1, 2, 16, 4)
+    plain, narrow = (Scoring(tiny_config(attention_window=width), ParallelMesh.single(), 0) for width in (None, 3))
+    assert whole.bounded_plan(StepContext(torch.arange(1)), query, plain) is None
     assert whole.bounded_plan(StepContext(torch.arange(1)), query, narrow) is not None
 
 

@@ -1,0 +1,96 @@
+"""Metrics: named figures of training steps, as objectives, the engine and callbacks return them.
+
+A step is a mapping of metrics by name. `megatron/observe/names.py` says what each destination calls them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Reduction(enum.Enum):
+    """How the steps of a log interval become one figure; an update is applied unless its step is skipped."""
+
+    MEAN = "the mean of the values of the steps whose update was applied"
+    WEIGHTED_MEAN = "the sums of these steps over their weights"
+    RATE = "the sums of all steps over their weights"
+    TOTAL = "the sum over all steps"
+    LAST = "the last step's"
+
+
+class Metric(NamedTuple):
+    """A named figure of a step: `sum / weight`.
+
+    Attributes:
+        name: as in `metrics.jsonl`; `group/name` for one of several of a kind, such as the loss of a data source.
+        sum: a number, or, with `Reduction.LAST`, whatever JSON can hold.
+        weight: what the sum is divided by; without any, there is no value.
+        reduction: how the steps of a log interval are combined.
+    """
+
+    name: str
+    sum: Any
+    weight: float = 1
+    reduction: Reduction = Reduction.MEAN
+
+    @property
+    def value(self) -> Any:
+        """The figure; None if there is none."""
+        return self.sum if self.weight == 1 else self.sum / self.weight if self.weight else None
+
+
+class StepMetrics(dict[str, Metric]):
+    """The metrics of a step, or those of a log interval, by name."""
+
+    def value(self, name: str) -> Any:
+        """The value of a metric; None if there is none."""
+        return self[name].value if name in self else None
+
+    def add(self, *metrics: Metric) -> None:
+        """Adds metrics, each in the place of one with its name."""
+        self.update((metric.name, metric) for metric in metrics)
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A metric that an objective sums over micro-batches and ranks: the sums, then as many weights.
+
+    Attributes:
+        labels: the names within the group, one for each sum; a single metric has no label.
+        reduction: as in `Metric`.
+    """
+
+    labels: Sequence[str] = ("",)
+    reduction: Reduction = Reduction.MEAN
+
+    @property
+    def size(self) -> int:
+        """Number of sums and weights."""
+        return 2 * len(self.labels)
+
+    def metrics(self, name: str, sums: Sequence[float]) -> Iterator[Metric]:
+        """The metrics of a step."""
+        count = len(self.labels)
+        for label, total, weight in zip(self.labels, sums[:count], sums[count:], strict=True):
+            yield Metric(f"{name}/{label}" if label else name, total, weight, self.reduction)
+
+
+def metrics_of(values: Mapping[str, Any], reduction: Reduction, weight: float = 1) -> Iterator[Metric]:
+    """Metrics with the same weight and reduction; those that are None are left out."""
+    return (Metric(name, value, weight, reduction) for name, value in values.items() if value is not None)
+
+
+def combined(parts: Sequence[Metric]) -> Metric:
+    """One metric of several steps, of which those count that its reduction names."""
+    last = parts[-1]
+    if last.reduction is Reduction.LAST:
+        return last
+    if last.reduction is Reduction.MEAN:
+        values = [value for part in parts if (value := part.value) is not None]
+        return last._replace(sum=sum(values), weight=len(values))
+    weight = 1 if last.reduction is Reduction.TOTAL else math.fsum(part.weight for part in parts)
+    return last._replace(sum=sum(part.sum for part in parts), weight=weight)
