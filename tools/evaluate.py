@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag
 from megatron.config.program_flags import parse_over
 from megatron.errors import ConfigError, MegatronError
@@ -184,4 +184,4 @@ def _about(flags: EvaluateFlags, loaded: LoadedModel) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import process_exit
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import ProgramFlags, read_program, words_of
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, is_schedule_file
@@ -103,4 +103,4 @@ def show_schedules(flags: PlanFlags) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -8,6 +8,7 @@ PACKAGE_PLACES = {
     "secret_text": 0,
     "files": 1,
     "log": 2,
+    "process_exit": 3,
     "device": 3,
     "cuda_driver": 3,
     "host_memory": 3,
@@ -43,8 +44,10 @@ PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
 LOADED_LATER = (
     "examples/demo_texts/",
     "tools/corpus/examination.py",
+    "tools/runs/sample_order.py",
     "tools/runs/schedule_comparison.py",
     "tools/runs/schedule_drawing.py",
+    "tools/runs/zero_stages.py",
 )
 
 # Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
@@ -107,7 +110,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
         "keeping",
     ),
-    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
+    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build"),
     "megatron.engine": (
         "gradients",
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
@@ -140,8 +143,8 @@ HOMES = {
     ),
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
-    "sys.exit": ("megatron/log.py",),
-    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "trident/corpus/workers/pool.py"),
+    "sys.exit": ("megatron/process_exit.py",),
+    "os._exit": ("megatron/process_exit.py", "megatron/train/watchdog.py", "trident/corpus/workers/pool.py"),
     "pickle": ("trident/convert/pickles/unpickler.py",),  # with every name replaced, in a child process with limits
     "cPickle": (),
     "dill": (),
@@ -219,7 +222,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 # The only module state: which rank speaks, set once by the mesh.
-STATEFUL_FILES = ("megatron/log.py",)
+STATEFUL_FILES = ("megatron/log.py", "megatron/process_exit.py")
 
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (

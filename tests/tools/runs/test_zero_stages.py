@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.engine.memory.closed_form import Amounts
-from megatron.train.zero_table import Cell, MeasuredCell, cells_of, largest_difference, table_lines
+from tools.runs.zero_stages import Cell, MeasuredCell, cells_of, largest_difference, table_lines
 
 ROWS = [
     MeasuredCell(Cell(0), Amounts(4000, 4000, 8000, 16000), Amounts(4000, 4000, 8004, 16004), 6.0, 5.0),
