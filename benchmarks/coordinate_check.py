@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, ModelConfig, OptimConfig, flag, parse_flags
 from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
 from megatron.engine.optimizers.plans import plan_of
@@ -117,4 +117,4 @@ def draw(found: Mapping[str, Mapping[int, Mapping[str, list[float]]]], flags: Ch
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

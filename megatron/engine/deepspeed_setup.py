@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron import log
+from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.device import Stopwatch, as_local_rank
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
@@ -26,7 +27,7 @@ from megatron.engine.deepspeed_internals.set_up import (
     skip_optimizer_check,
     skip_shared_memory_build,
 )
-from megatron.engine.ds_config import offloaded_ratio, without_ratio
+from megatron.engine.ds_config import without_ratio
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.plan import OptimizerPlan

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
 from megatron.engine.deepspeed_setup import (
@@ -83,7 +81,7 @@ class Engine:
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
         self._count = UpdateCount()
-        self._before_changes: OrderedDict[int, Callable[[], None]] = OrderedDict()
+        self._before_changes: list[Callable[[], None]] = []
         join_deepspeed()
         self.layer_names = tuple(spec.name for spec in network)
         self.chunks = pipeline.chunks(network, mesh.pp, freezing.frozen)
@@ -130,18 +128,16 @@ class Engine:
         """Sets both, as a checkpoint says."""
         self._count.restart(updates, averaging_weight)
 
-    def before_update(self, work: Callable[[], None]) -> RemovableHandle:
-        """Registers work to be done before each optimizer update; `remove()` of the result ends that.
+    def before_update(self, work: Callable[[], None]) -> None:
+        """Registers work to be done before each optimizer update.
 
         If the host knows in time that an update is dropped, the work is not done then, but before the weights are
         exchanged for their means.
         """
-        handle = RemovableHandle(self._before_changes)
-        self._before_changes[handle.id] = work
-        return handle
+        self._before_changes.append(work)
 
     def _prepare_change(self) -> None:
-        for work in self._before_changes.values():
+        for work in self._before_changes:
             work()
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -12,7 +12,8 @@ import pytest
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
 from megatron.config.resume import architecture_differences
-from megatron.config.run_config import fields_of, sections_of
+from megatron.config.run_config import sections_of
+from megatron.config.run_sections import fields_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 

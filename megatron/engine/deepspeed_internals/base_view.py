@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.engine.deepspeed_internals.loss_scaler import counters_of, restore_counters
 from megatron.engine.gradients.gradient_figures import GradientFigures
-from megatron.engine.gradients.gradient_sum import Look
+from megatron.engine.gradients.gradient_sum import Look, Partial, Tied, sum_in_backward
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.tensor_parts import MasterSlice
 from megatron.parallel.mesh import ParallelMesh
@@ -85,6 +85,12 @@ class OptimizerView(ABC):
         """
         if self.is_scaled and self._wrapper.loss_scaler.dynamic:
             restore_counters(self._wrapper.loss_scaler, state)
+
+    def sum_over_ranks(self, partial: Partial, tied: Tied) -> None:
+        """Has more summed than averages, see `GradientOwner`: here by every backward pass, before DeepSpeed's hooks see
+        the gradients. No weights are tied, as there are no stages.
+        """
+        sum_in_backward(partial)
 
     def figures(
         self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh

@@ -211,12 +211,10 @@ class PartitionGradients(FlatGradients):
         run.bucket.close()
 
     def clear(self) -> None:
-        """Sets them to zero."""
         torch._foreach_zero_(self._parts)
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """The parts, and the sums that are kept whole."""
         return [*self._parts, *(whole.sums.flat for whole in self._whole if whole.sums.is_open)]
 
 

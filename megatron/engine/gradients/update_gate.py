@@ -108,7 +108,6 @@ class StepVerdict:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the update was dropped."""
         return self.decision not in (None, UpdateDecision.APPLIED)
 
     @property

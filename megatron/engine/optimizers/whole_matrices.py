@@ -49,7 +49,6 @@ class DividedMatrix:
 
     @property
     def tensor_axis(self) -> Axis | None:
-        """The ranks that divide it."""
         number = self.split_dimension
         return None if number is None else self.spec.dimensions[number].axis
 

@@ -54,7 +54,6 @@ class GraphedChunkRunner(ChunkRunner):
 
     @property
     def count(self) -> int:
-        """Number of sets of graphs that are held now."""
         return sum(map(len, self._sets.values()))
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
@@ -228,13 +227,11 @@ class _GraphPass(ChunkPass):
         self._graphs, self._free, self._adds_up = graphs, free, adds_up
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Computes all gradients."""
         of_input = self.backward_of_input(gradient)
         self._free.append(self._graphs)
         return of_input
 
     def backward_of_input(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Those of the first graph."""
         graphs = self._graphs
         graphs.gradient.copy_(gradient)
         graphs.backward.replay()
@@ -242,7 +239,6 @@ class _GraphPass(ChunkPass):
         return None if graphs.of_input is None else graphs.of_input.clone()
 
     def backward_of_weights(self) -> None:
-        """Those of the second."""
         graphs = self._graphs
         if graphs.weights is not None:
             graphs.weights.replay()
@@ -257,13 +253,10 @@ class _WarmUp(ChunkPass):
         self._passed, self._capturer = passed, capturer
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """As that of the pass."""
         return self._capturer.warm_up(lambda: self._passed.backward(gradient))
 
     def backward_of_input(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """As that of the pass."""
         return self._capturer.warm_up(lambda: self._passed.backward_of_input(gradient))
 
     def backward_of_weights(self) -> None:
-        """As that of the pass."""
         self._capturer.warm_up(self._passed.backward_of_weights)

@@ -27,12 +27,7 @@ from megatron.train.restarts.identity import base_of
 from tests.convert.tiny_models import END
 from tests.helpers.vocabulary import write_vocabulary
 from tests.inference.checkpoints import make_checkpoint
-from tests.tokenizers.chat.tokenizers_with_tokens import (
-    CHATML_TOKENS,
-    DSGPT2_TOKENS,
-    LLAMA_TOKENS,
-    hugging_face_with,
-)
+from tests.tokenizers.chat.tokenizers_with_tokens import CHATML_TOKENS, DSGPT2_TOKENS, LLAMA_TOKENS, hugging_face_with
 from trident.convert.hugging_face import exporting, streaming
 from trident.convert.hugging_face.exporting import ExportRequest, export_model, tuned_template
 from trident.convert.hugging_face.importing import ModelImportRequest, import_model

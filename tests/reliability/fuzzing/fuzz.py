@@ -28,7 +28,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import MegatronError
 from tests.reliability.fuzzing.fuzz_files import write_undamaged
@@ -425,4 +425,4 @@ def main(kit: Kit = Kit(), description: str = __doc__ or "") -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -22,13 +22,7 @@ from trident.convert.megatron_format.arguments import gate_is_last, model_config
 from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, TrainingState, collect
 from trident.convert.megatron_format.sharding_rules import StoredRowOrder
 from trident.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
-from trident.convert.pickles.reader import (
-    ForeignObject,
-    ForeignTable,
-    ForeignTensor,
-    read_pickle,
-    read_ranges,
-)
+from trident.convert.pickles.reader import ForeignObject, ForeignTable, ForeignTensor, read_pickle, read_ranges
 
 _NOT_WEIGHTS = re.compile(
     r"(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler|args|common)\b.*|.*_extra_state.*"

@@ -100,14 +100,6 @@ def check_masked_head(names: Collection[str], transform: str, architecture: str)
         )
 
 
-def _read_order_head(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sentence_order_head": _BOTH_HEADS in entries.take("architectures", [])}
-
-
-def _write_order_head(model: ModelConfig) -> dict[str, Any]:
-    return {"architectures": [_BOTH_HEADS if model.sentence_order_head else _ONE_HEAD]}
-
-
 def _with_heads(model: ModelConfig, names: Collection[str]) -> ModelConfig:
     """Published models name the one head and hold both."""
     check_masked_head(names, _TRANSFORM, _ONE_HEAD)
@@ -122,7 +114,10 @@ BERT = Family(
     architecture=_ONE_HEAD,
     fields=(
         *ENCODER_FIELDS,
-        FieldRule(_read_order_head, _write_order_head),
+        FieldRule(
+            lambda entries, fields: {"sentence_order_head": _BOTH_HEADS in entries.take("architectures", [])},
+            lambda model: {"architectures": [_BOTH_HEADS if model.sentence_order_head else _ONE_HEAD]},
+        ),
         mapped("activation_function", "hidden_act", ACTIVATION_NAMES, "gelu"),
         same("vocab_size", "vocab_size", 30522),
         same("max_position_embeddings", "max_position_embeddings", 512),
@@ -159,11 +154,6 @@ def _read_positions(entries: Entries, fields: Mapping[str, Any]) -> dict[str, An
     return {"max_position_embeddings": stored - _UNUSED_POSITIONS}
 
 
-def _read_token_types(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    entries.check_only("type_vocab_size", (1,), default=2)
-    return {"token_types": 1}
-
-
 def _with_one_head(model: ModelConfig, names: Collection[str]) -> ModelConfig:
     check_masked_head(names, "lm_head.dense", _ARCHITECTURE)
     return model
@@ -175,14 +165,17 @@ ROBERTA = Family(
     architecture=_ARCHITECTURE,
     fields=(
         *ENCODER_FIELDS,
-        constant(sentence_order_head=False),
+        constant(sentence_order_head=False, token_types=1),
         mapped("activation_function", "hidden_act", (("gelu", "gelu"),), "gelu"),  # the head has the same
         same("vocab_size", "vocab_size", 50265),
         FieldRule(
             _read_positions,
             lambda model: {"max_position_embeddings": model.max_position_embeddings + _UNUSED_POSITIONS},
         ),
-        FieldRule(_read_token_types, lambda model: {"type_vocab_size": 1}),
+        FieldRule(
+            lambda entries, fields: entries.check_only("type_vocab_size", (1,), default=2),
+            lambda model: {"type_vocab_size": 1},
+        ),
     ),
     tensors=(
         *encoder_tensors("roberta.", ("lm_head.dense", "lm_head.layer_norm"), "lm_head.bias"),

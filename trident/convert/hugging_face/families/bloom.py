@@ -41,7 +41,7 @@ BLOOM = Family(
         same("num_layers", "n_layer", 2, also=("num_hidden_layers",)),
         same("num_attention_heads", "n_head", 8, also=("num_attention_heads",)),
         same("max_position_embeddings", "seq_length", 2048),
-        FieldRule(_read_inner_width, lambda model: {}),
+        FieldRule(_read_inner_width),
         same("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
         same("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm", False),
         same("hidden_dropout", "hidden_dropout", 0.0),

@@ -41,7 +41,7 @@ from trident.convert.hugging_face.table.tensors import (
     linear,
     matrix,
     norm,
-    state,
+    vector,
 )
 
 _LATENT_EPSILON = 1e-6
@@ -127,11 +127,6 @@ def _groups(scored: int, limited: str, unlimited: str, usual: tuple[int | None, 
     return FieldRule(read, write)
 
 
-def _skip_further_layers(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    entries.skip("num_nextn_predict_layers")
-    return {}
-
-
 # What V2 and V3 have in common.
 _FIELDS: tuple[FieldRule, ...] = (
     *(rule for rule in SHARED_FIELDS if rule.names[0] != "kv_channels"),
@@ -209,8 +204,14 @@ DEEPSEEK_V3 = Family(
         _groups(2, "noaux_tc", "noaux_tc", (8, 4)),
         only("scoring_func", "sigmoid"),
         irrelevant("aux_loss_alpha", "num_mtp_layers"),
-        FieldRule(_skip_further_layers, lambda model: {"num_nextn_predict_layers": 0}),
+        FieldRule(
+            lambda entries, fields: entries.skip("num_nextn_predict_layers"),
+            lambda model: {"num_nextn_predict_layers": 0},
+        ),
     ),
-    tensors=(*_TENSORS, state(OUR_LAYER + "mlp.router.expert_bias", THEIR_LAYER + "mlp.gate.e_score_correction_bias")),
+    tensors=(
+        *_TENSORS,
+        vector(OUR_LAYER + "mlp.router.expert_bias", THEIR_LAYER + "mlp.gate.e_score_correction_bias", is_state=True),
+    ),
     later_layers=THEIR_LAYER,
 )

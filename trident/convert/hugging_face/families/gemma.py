@@ -38,9 +38,7 @@ from trident.convert.hugging_face.table.windows import layered_window, rotations
 
 
 def _read_scales(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    scalar = entries.take("query_pre_attn_scalar", 256)
-    if type(scalar) not in (int, float) or scalar <= 0:
-        raise entries.refused("query_pre_attn_scalar", scalar, "should be a positive number")
+    scalar = entries.positive("query_pre_attn_scalar", 256)
     return {"softmax_scale": scalar**-0.5, "embedding_multiplier": fields["hidden_size"] ** 0.5}
 
 
@@ -91,9 +89,7 @@ SANDWICH_NORM_TENSORS: tuple[TensorMapping, ...] = (
 def _read_softcap(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     caps = {}
     for ours, theirs, default in _SOFTCAPS:
-        value = entries.take(theirs, None if entries.is_null(theirs) else default)
-        if value is not None and (type(value) not in (int, float) or value <= 0):
-            raise entries.refused(theirs, value, "should be a positive number")
+        value = entries.positive(theirs, None if entries.is_null(theirs) else default)
         caps[ours] = None if value is None else float(value)
     return caps
 

@@ -34,20 +34,19 @@ _USUAL_ROTATION = {
 }  # fmt: skip
 
 
-def _read_rotation(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_rotation(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if entries.has("rope_parameters") or entries.has("rope_scaling"):
         return rope_fields(_THETA).read(entries, fields)
     parameters = {**_USUAL_ROTATION, "rope_theta": entries.take("rope_theta", _THETA)}
     return {"position_embedding_type": "rope", **read_parameters(parameters, "rope_parameters", fields)}
 
 
-def _read_quantization(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_quantization(entries: Entries, fields: Mapping[str, Any]) -> None:
     """That of the published weights, which are read as bfloat16."""
     given = entries.take("quantization_config", {})
     if given and (not isinstance(given, Mapping) or given.get("quant_method") != "mxfp4"):
         why = "is supported only as mxfp4; dequantize the model with transformers and save it"
         raise entries.refused("quantization_config", given, why)
-    return {}
 
 
 # Source: transformers `models/gpt_oss/configuration_gpt_oss.py` and `modeling_gpt_oss.py`.
@@ -73,7 +72,7 @@ GPT_OSS = Family(
         FieldRule(_read_rotation, rope_fields(_THETA).write),
         layered_window(2, default=128),
         tied_head(default=False),
-        FieldRule(_read_quantization),
+        FieldRule(_check_quantization),
         irrelevant("output_router_logits", "initial_context_length"),
     ),
     tensors=(

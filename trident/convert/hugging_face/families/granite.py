@@ -13,13 +13,9 @@ from trident.convert.hugging_face.table.rope import rope_fields
 
 
 def _read_scales(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: entries.take(name, 1.0) for name in ("attention_multiplier", "logits_scaling")}
-    for name, value in values.items():
-        if type(value) not in (int, float) or value <= 0:
-            raise entries.refused(name, value, "should be a positive number")
     return {
-        "softmax_scale": float(values["attention_multiplier"]),
-        "logit_multiplier": 1.0 / values["logits_scaling"],
+        "softmax_scale": float(entries.positive("attention_multiplier", 1.0)),
+        "logit_multiplier": 1.0 / entries.positive("logits_scaling", 1.0),
     }
 
 

@@ -13,13 +13,7 @@ from trident.convert.hugging_face.families.llama import (
     SHARED_FIELDS,
     THEIR_LAYER,
 )
-from trident.convert.hugging_face.table.config_fields import (
-    FieldRule,
-    attention_biases,
-    constant,
-    same,
-    tied_head,
-)
+from trident.convert.hugging_face.table.config_fields import FieldRule, attention_biases, constant, same, tied_head
 from trident.convert.hugging_face.table.family import Family
 from trident.convert.hugging_face.table.rope import rope_fields
 from trident.convert.hugging_face.table.tensors import OUR_LAYER, norm

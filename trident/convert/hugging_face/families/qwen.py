@@ -62,9 +62,7 @@ QWEN3 = Family(
 
 
 def _read_expert_layers(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    step = entries.take("decoder_sparse_step", 1)
-    if type(step) is not int or step < 1:
-        raise entries.refused("decoder_sparse_step", step, "should be a number of layers")
+    step = entries.positive("decoder_sparse_step", 1, (int,), "a number of layers")
     dense = entries.take("mlp_only_layers", [])
     if not isinstance(dense, list):
         raise entries.refused("mlp_only_layers", dense, "should be a list of layers")

@@ -23,9 +23,7 @@ from trident.convert.hugging_face.table.windows import FULL, WINDOWED, read_laye
 
 def _read_rotated_layers(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
     layers = fields["num_layers"]
-    every = entries.take("no_rope_layer_interval", 4)
-    if type(every) is not int or every < 1:
-        raise entries.refused("no_rope_layer_interval", every, "should be a number of layers")
+    every = entries.positive("no_rope_layer_interval", 4, (int,), "a number of layers")
     given = entries.take("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(layers)])
     if not isinstance(given, list) or len(given) < layers or not all(value in (0, 1) for value in given):
         raise entries.refused(

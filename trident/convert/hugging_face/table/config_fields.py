@@ -9,21 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import flags_of
 from megatron.errors import ConversionError
 
-
-class Required(Enum):
-    """Marks a field that has no default."""
-
-    REQUIRED = "required"
-
-
-REQUIRED = Required.REQUIRED
+REQUIRED: Any = object()  # in place of a default
 
 # Fields of every family that say nothing about the network: how texts are generated, who wrote the file.
 IRRELEVANT_EVERYWHERE = frozenset(
@@ -73,6 +65,19 @@ class Entries:
                 "published with the weights."
             )
         return default
+
+    def positive(
+        self, name: str, default: Any, kinds: tuple[type, ...] = (int, float), what: str = "a positive number"
+    ) -> Any:
+        """The value of a field that must be above 0 where it is there.
+
+        Raises:
+            ConversionError: it is not, or of another kind.
+        """
+        value = self.take(name, default)
+        if value is not None and (type(value) not in kinds or value <= 0):
+            raise self.refused(name, value, f"should be {what}")
+        return value
 
     def is_null(self, name: str) -> bool:
         """Whether a field is there and null, which some families tell from an absent one."""
@@ -142,12 +147,12 @@ class FieldRule:
     """How some fields correspond, in both directions.
 
     Args:
-        read: our fields, from theirs and from our fields that earlier rules have read.
+        read: our fields, from theirs and from our fields that earlier rules have read; None if it only checks theirs.
         write: their fields, from ours; what is not written is noticed when the result is read back.
         names: our name and theirs, where the rule is about one field with two names.
     """
 
-    read: Callable[[Entries, Mapping[str, Any]], Mapping[str, Any]]
+    read: Callable[[Entries, Mapping[str, Any]], Mapping[str, Any] | None]
     write: Callable[[ModelConfig], Mapping[str, Any]] = lambda model: {}
     names: tuple[str, str] = ("", "")
 
@@ -163,12 +168,12 @@ def same(
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        usual = default(fields) if callable(default) else default
+        usual: Any = default(fields) if callable(default) else default
         for name in also:
             usual = entries.take(name, usual)
-        value = entries.take(theirs, usual)
+        value: Any = entries.take(theirs, usual)
         wanted = _OUR_TYPES.get(ours, int)
-        if value is not None and not _is_of(value, wanted):
+        if value is not None and type(value) is not wanted and not (wanted is float and type(value) is int):
             raise entries.refused(theirs, value, f"should be {_TYPE_WORDS[wanted]}")
         return {ours: float(value) if wanted is float and value is not None else value}
 
@@ -205,22 +210,15 @@ def constant(**values: Any) -> FieldRule:
 
 def only(theirs: str, *allowed: Any, is_written: bool = True) -> FieldRule:
     """Their field that must have one of these values (or be absent); the first is written, unless absence says it."""
-
-    def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        entries.check_only(theirs, allowed)
-        return {}
-
-    return FieldRule(read, lambda model: {theirs: allowed[0]} if is_written else {})
+    return FieldRule(
+        lambda entries, fields: entries.check_only(theirs, allowed),
+        lambda model: {theirs: allowed[0]} if is_written else {},
+    )
 
 
 def irrelevant(*theirs: str) -> FieldRule:
     """Their fields that do not change the logits; they are not written."""
-
-    def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        entries.skip(*theirs)
-        return {}
-
-    return FieldRule(read)
+    return FieldRule(lambda entries, fields: entries.skip(*theirs))
 
 
 def tied_head(default: bool) -> FieldRule:
@@ -269,7 +267,7 @@ def read_fields(rules: Sequence[FieldRule], config: Mapping[str, Any]) -> dict[s
         entries.check_only(name, (usual,))
     fields: dict[str, Any] = {}
     for rule in rules:
-        fields.update(rule.read(entries, fields))
+        fields.update(rule.read(entries, fields) or {})
     entries.check_all_read()
     return fields
 
@@ -280,13 +278,6 @@ def write_fields(rules: Sequence[FieldRule], model: ModelConfig) -> dict[str, An
     for rule in rules:
         written.update(rule.write(model))
     return {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
-
-
-def _is_of(value: Any, wanted: type) -> bool:
-    """Whether a JSON value is of a type; an integer is also a float, true is not a number."""
-    if wanted is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return type(value) is wanted
 
 
 _TYPE_WORDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}

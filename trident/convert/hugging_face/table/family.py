@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, as_written, resume_rule
+from megatron.config.rules.checking import checked_model
 from megatron.config.sections.model import idle_fields
 from megatron.errors import ConfigError, ConversionError
 from trident.convert.hugging_face.table.config_fields import Entries, FieldRule, read_fields, write_fields
@@ -78,7 +79,7 @@ class Family:
             config = Entries(config).object(self.text_field)
         fields = read_fields(self.fields, config)
         try:
-            return ModelConfig(**fields, padded_vocab_size=fields["vocab_size"])
+            return checked_model(ModelConfig(**fields, padded_vocab_size=fields["vocab_size"]))
         except ConfigError as failure:
             raise ConversionError(
                 f"config.json describes a network that cannot be built: {failure} Take the config.json that was "
@@ -130,9 +131,10 @@ class Family:
 
     def is_ignored(self, tensor: str) -> bool:
         """Whether a stored tensor is a buffer that is not needed; its name may lack the optional prefix."""
+        patterns = [re.escape(name).replace(r"\{layer\}", "[0-9]+") for name in self.ignored_tensors]
         return any(
-            re.fullmatch(_pattern(ignored), name) is not None
-            for ignored in self.ignored_tensors
+            re.fullmatch(pattern + (".*" if pattern.endswith(".") else ""), name)
+            for pattern in patterns
             for name in (tensor, self.optional_prefix + tensor)
         )
 
@@ -141,11 +143,6 @@ class Family:
         before, number, _ = self.later_layers.partition("{layer}")
         match = re.match(re.escape(before) + r"([0-9]+)\.", tensor) if number else None
         return match is not None and int(match[1]) >= layers
-
-
-def _pattern(name: str) -> str:
-    """The regular expression of an ignored tensor's name."""
-    return re.escape(name).replace(r"\{layer\}", "[0-9]+") + (".*" if name.endswith(".") else "")
 
 
 def essential_fields(model: ModelConfig) -> dict[str, Any]:
@@ -172,12 +169,8 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
     if fields["softmax_scale"] is None:
         fields["softmax_scale"] = model.kv_channels**-0.5
     for layered in ("attention_window_pattern", "rope_layer_pattern", "moe_layer_pattern"):
-        fields[layered] = _spread(fields[layered], model.num_layers)
+        pattern = fields[layered] or (1,)  # an empty one says 1 for each layer
+        fields[layered] = tuple(pattern[layer % len(pattern)] for layer in range(model.num_layers))
     if model.attention_window is None or not any(fields["attention_window_pattern"]):
         meaningless |= {"attention_window", "attention_window_pattern", "rotary_base_windowed"}
     return {name: value for name, value in fields.items() if name not in meaningless}
-
-
-def _spread(pattern: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """A pattern over all layers; an empty one says 1 for each."""
-    return tuple(pattern[layer % len(pattern)] if pattern else 1 for layer in range(layers))

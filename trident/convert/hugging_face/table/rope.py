@@ -16,15 +16,7 @@ from megatron.config import ModelConfig
 from megatron.config.architecture.latent_attention import yarn_magnitude
 from trident.convert.hugging_face.table.config_fields import Entries, FieldRule
 
-_NAMES = {
-    "default": "none",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "longrope": "longrope",
-    "su": "longrope",  # Phi-3 as first published
-}
+_ORIGINAL = "original_max_position_embeddings"
 # Their key -> our field, by kind of scaling.
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "none": {},
@@ -32,25 +24,25 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     "dynamic": {"factor": "rope_scaling_factor"},
     "llama3": {
         "factor": "rope_scaling_factor",
-        "original_max_position_embeddings": "rope_original_max_positions",
+        _ORIGINAL: "rope_original_max_positions",
         "low_freq_factor": "rope_low_freq_factor",
         "high_freq_factor": "rope_high_freq_factor",
     },
     "yarn": {
         "factor": "rope_scaling_factor",
-        "original_max_position_embeddings": "rope_original_max_positions",
+        _ORIGINAL: "rope_original_max_positions",
         "beta_fast": "rope_beta_fast",
         "beta_slow": "rope_beta_slow",
         "attention_factor": "rope_attention_factor",
     },
     "longrope": {
-        "original_max_position_embeddings": "rope_original_max_positions",
+        _ORIGINAL: "rope_original_max_positions",
         "short_factor": "rope_short_factors",
         "long_factor": "rope_long_factors",
         "attention_factor": "rope_attention_factor",
     },
 }
-_ORIGINAL = "original_max_position_embeddings"
+_NAMES = {"default": "none", **{kind: kind for kind in _KEYS if kind != "none"}, "su": "longrope"}  # su: first Phi-3
 _LISTS = ("short_factor", "long_factor")
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 
@@ -159,8 +151,7 @@ def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[s
             raise entries.refused("truncate", rounded, "should be true or false")
         if not rounded:
             read["yarn_correction_range_round_to_int"] = False
-    entries.skip("truncate")
-    entries.skip("original_max_position_embeddings", "finetuned", "type")
+    entries.skip("truncate", _ORIGINAL, "finetuned", "type")
     if kind == "yarn" and fields.get("multi_latent_attention"):
         read |= _latent_factors(entries, read)
     _read_attention_factor(entries, kind, read, fields["max_position_embeddings"])
@@ -174,7 +165,7 @@ def write_parameters(model: ModelConfig) -> dict[str, Any]:
     written: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": model.rotary_base}
     for theirs, ours in _KEYS[kind].items():
         value = getattr(model, ours)
-        if value is None and theirs == "original_max_position_embeddings":
+        if value is None and theirs == _ORIGINAL:
             value = model.max_position_embeddings
         if value is not None:
             written[theirs] = list(value) if isinstance(value, tuple) else value

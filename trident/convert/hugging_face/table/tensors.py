@@ -69,14 +69,9 @@ def matrix(ours: str, theirs: str) -> TensorMapping:
     return TensorMapping(ours, (MappedPart(theirs),))
 
 
-def vector(ours: str, theirs: str) -> TensorMapping:
-    """A bias or the weight of a norm; all our dimensions are merged."""
-    return TensorMapping(ours, (MappedPart(theirs, columns=0),))
-
-
-def state(ours: str, theirs: str) -> TensorMapping:
-    """A vector that no gradient trains."""
-    return TensorMapping(ours, (MappedPart(theirs, columns=0),), is_state=True)
+def vector(ours: str, theirs: str, *, is_state: bool = False) -> TensorMapping:
+    """A bias or the weight of a norm, or a state that no gradient trains; all our dimensions are merged."""
+    return TensorMapping(ours, (MappedPart(theirs, columns=0),), is_state)
 
 
 def norm(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
@@ -209,7 +204,8 @@ def bind(rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) 
     Raises:
         ConversionError: the table has no rule, or two, for a tensor of the network.
     """
-    patterns = [(_pattern(rule.ours), rule) for rule in rules]
+    layer = re.escape("{layer}")
+    patterns = [(re.compile(re.escape(rule.ours).replace(layer, "(?P<layer>[0-9]+)")), rule) for rule in rules]
     bound = []
     for name, shape in shapes.items():
         matches = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name)) is not None]
@@ -274,7 +270,3 @@ def _bound_parts(rule: TensorMapping, shape: tuple[int, ...], numbers: Mapping[s
             bound = BoundPart(name, tuple(start), tuple(stop), order, part.columns, first_row, part.is_stack)
             rows[name] = bound.first_row + bound.rows
             yield bound
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(r"\{layer\}", "(?P<layer>[0-9]+)"))

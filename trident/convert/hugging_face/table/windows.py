@@ -23,12 +23,11 @@ def window_of_all_layers(default: int | None = None) -> FieldRule:
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-        given = entries.take("sliding_window", None)
-        if given is None and not entries.is_null("sliding_window"):
-            given = default
-        return {"attention_window": checked_window(entries, given)}
+        return {"attention_window": _window(entries, None if entries.is_null("sliding_window") else default)}
 
-    return FieldRule(read, _write_one_window)
+    return FieldRule(
+        read, lambda model: {"sliding_window": model.attention_window if all(_pattern_of(model)) else None}
+    )
 
 
 def switched_window(by_layer: bool = True) -> FieldRule:
@@ -44,19 +43,19 @@ def switched_window(by_layer: bool = True) -> FieldRule:
         pattern = read_layer_types(entries, layers) if by_layer else None
         if pattern is None:
             pattern = tuple(int(not by_layer or layer >= first) for layer in range(layers))
-        window = entries.take("sliding_window", 4096)
+        entries.skip("sliding_window")
         if not entries.take("use_sliding_window", False):
             if by_layer and entries.has("layer_types") and any(pattern):
                 raise entries.refused("layer_types", WINDOWED, 'contradicts "use_sliding_window": false')
             return {"attention_window": None}
-        return windows(checked_window(entries, window), pattern)
+        return _windows(_window(entries, 4096), pattern)
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        pattern = pattern_of(model)
+        pattern = _pattern_of(model)
         written: dict[str, Any] = {"use_sliding_window": any(pattern), "sliding_window": model.attention_window}
         if by_layer:
             first = pattern.index(1) if any(pattern) else model.num_layers
-            written |= {"max_window_layers": first, "layer_types": layer_types(pattern)}
+            written |= {"max_window_layers": first, "layer_types": _layer_types(pattern)}
         return written
 
     return FieldRule(read, write)
@@ -80,11 +79,11 @@ def layered_window(period: int, default: int = 4096) -> FieldRule:
             pattern = tuple(int((layer + 1) % every != 0) for layer in range(layers))
         if entries.is_null("sliding_window") and any(pattern):
             raise entries.refused("sliding_window", None, "should be a number of tokens")
-        return windows(checked_window(entries, entries.take("sliding_window", default)), pattern)
+        return _windows(_window(entries, default), pattern)
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        pattern = pattern_of(model)
-        return {"sliding_window": model.attention_window or default, "layer_types": layer_types(pattern)}
+        types = _layer_types(_pattern_of(model))
+        return {"sliding_window": model.attention_window or default, "layer_types": types}
 
     return FieldRule(read, write)
 
@@ -152,23 +151,6 @@ def read_layer_types(entries: Entries, layers: int) -> tuple[int, ...] | None:
     return tuple(int(kind == WINDOWED) for kind in kinds)
 
 
-def windows(window: int | None, pattern: Sequence[int]) -> dict[str, Any]:
-    """Our fields of windows, from the blocks that have one."""
-    if window is None or not any(pattern):
-        return {"attention_window": None}
-    return {"attention_window": window, "attention_window_pattern": () if all(pattern) else shortest(pattern)}
-
-
-def pattern_of(model: ModelConfig) -> tuple[int, ...]:
-    """1 for blocks with a window, 0 for others."""
-    return tuple(int(model.window_of(layer) is not None) for layer in range(model.num_layers))
-
-
-def layer_types(pattern: Sequence[int]) -> list[str]:
-    """The list `layer_types`."""
-    return [WINDOWED if windowed else FULL for windowed in pattern]
-
-
 def shortest(pattern: Sequence[int]) -> tuple[int, ...]:
     """The shortest pattern that gives the same when it is repeated."""
     for length in range(1, len(pattern)):
@@ -177,16 +159,21 @@ def shortest(pattern: Sequence[int]) -> tuple[int, ...]:
     return tuple(pattern)
 
 
-def checked_window(entries: Entries, window: Any) -> int | None:
-    """A window in tokens, or None.
-
-    Raises:
-        ConversionError: it is not a positive integer.
-    """
-    if window is not None and (type(window) is not int or window < 1):
-        raise entries.refused("sliding_window", window, "should be a number of tokens")
-    return window
+def _window(entries: Entries, default: int | None) -> int | None:
+    return entries.positive("sliding_window", default, (int,), "a number of tokens")  # type: ignore[no-any-return]
 
 
-def _write_one_window(model: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": model.attention_window if all(pattern_of(model)) else None}
+def _windows(window: int | None, pattern: Sequence[int]) -> dict[str, Any]:
+    """Our fields of windows, from the blocks that have one."""
+    if window is None or not any(pattern):
+        return {"attention_window": None}
+    return {"attention_window": window, "attention_window_pattern": () if all(pattern) else shortest(pattern)}
+
+
+def _pattern_of(model: ModelConfig) -> tuple[int, ...]:
+    """1 for blocks with a window, 0 for others."""
+    return tuple(int(model.window_of(layer) is not None) for layer in range(model.num_layers))
+
+
+def _layer_types(pattern: Sequence[int]) -> list[str]:
+    return [WINDOWED if windowed else FULL for windowed in pattern]
