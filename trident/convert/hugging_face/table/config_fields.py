@@ -173,7 +173,7 @@ def same(
             usual = entries.take(name, usual)
         value = entries.take(theirs, usual)
         wanted = _OUR_TYPES.get(ours, int)
-        if value is not None and type(value) not in (wanted, *([int] if wanted is float else [])):
+        if value is not None and (type(value), wanted) not in ((wanted, wanted), (int, float)):
             raise entries.refused(theirs, value, f"should be {_TYPE_WORDS[wanted]}")
         return {ours: float(value) if wanted is float and value is not None else value}
 
