@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
+from megatron.config.run_config import fields_of, sections_of
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.objective.metric import Metric, StepMetrics
 from megatron.observe.metrics import measure
@@ -28,7 +29,10 @@ def run_config(**changes: Any) -> RunConfig:
     """A whole resolved configuration of a tiny run."""
     needed = {"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, "seq_length": 36}
     layout = {"distributed_backend": "gloo", "world_size": 1, "data_parallel_size": 1, "effective_zero_stage": 0}
-    return RunConfig.from_json({"asked": {**vars(model_config()), **needed, **layout, **changes}})
+    values = {**vars(model_config()), **needed, **layout, **changes}
+    sections = {name: {field.name for field in fields_of(kind)} for name, kind in sections_of(RunConfig).items()}
+    saved = {name: {field: values[field] for field in fields & values.keys()} for name, fields in sections.items()}
+    return RunConfig.from_json(saved)
 
 
 def model_config(**changes: Any) -> ModelConfig:
