@@ -8,12 +8,8 @@ from typing import Any
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
-<<<<<<< HEAD
 from megatron.config.run_config import sections_of
 from megatron.config.run_sections import fields_of
-=======
-from megatron.config.run_config import fields_of, sections_of
->>>>>>> callback
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.objective.metric import Metric, StepMetrics
 from megatron.observe.metrics import measure
@@ -35,14 +31,9 @@ def run_config(**changes: Any) -> RunConfig:
     needed = {"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, "seq_length": 36}
     layout = {"distributed_backend": "gloo", "world_size": 1, "data_parallel_size": 1, "effective_zero_stage": 0}
     values = {**vars(model_config()), **needed, **layout, **changes}
-<<<<<<< HEAD
     fields = {name: {field.name for field in fields_of(section)} for name, section in sections_of(RunConfig).items()}
     saved = {name: {field: values.pop(field) for field in names & values.keys()} for name, names in fields.items()}
     assert not values, values
-=======
-    sections = {name: {field.name for field in fields_of(kind)} for name, kind in sections_of(RunConfig).items()}
-    saved = {name: {field: values[field] for field in fields & values.keys()} for name, fields in sections.items()}
->>>>>>> callback
     return RunConfig.from_json(saved)
 
 
