@@ -12,8 +12,8 @@ import pytest
 
 from megatron.errors import ConversionError
 from tests.convert.comparison import export
-from trident.convert.hugging_face.digests import check_digests, file_digests
 from trident.convert.hugging_face.importing import ModelImportRequest, import_model
+from trident.convert.hugging_face.proof import check_digests, file_digests
 
 LISTED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 

@@ -25,6 +25,8 @@ from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart
 from trident.convert.megatron_format.torch_files import Choices, StoredRun, read_dictionaries
 from trident.convert.pickles.reader import ForeignObject, ForeignTensor, read_pickles, tensors_in
 
+RankFiles = dict[int, dict[str, Any]]
+LayerFiles = dict[tuple[int, int], dict[str, Any]]  # by layer and tensor-parallel rank
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -35,14 +37,6 @@ _FLAT: tuple[tuple[Kind, str], ...] = (("weight", "fp32"), ("exp_avg", "exp_avg"
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-@dataclass(frozen=True)
-class RankFiles:
-    """The model files of a folder by model-parallel rank, and the layer files by (layer, tensor-parallel rank)."""
-
-    ranks: Mapping[int, Mapping[str, Any]]
-    layers: Mapping[tuple[int, int], Any]
-
-
 def is_engine_folder(folder: Path) -> bool:
     """Whether a folder holds files of DeepSpeed's engines."""
     return any(_RANK.fullmatch(path.name) or _LAYER.fullmatch(path.name) for path in folder.iterdir())
@@ -50,15 +44,14 @@ def is_engine_folder(folder: Path) -> bool:
 
 def open_engine_folder(folder: Path, choices: Choices) -> ForeignModel:
     """Opens a `global_step100` folder; raises as `open_foreign` does."""
-    files = _read_files(folder)
-    run = StoredRun.of(files.ranks[0], folder, choices)
-    # Without layer files there is no pipeline.
-    ranks = 1 + max(rank for _, rank in files.layers) if files.layers else len(files.ranks)
-    shards = read_shards(folder, {rank: shapes_of(content) for rank, content in files.ranks.items()})
+    files, layers = _read_files(folder)
+    run = StoredRun.of(files[0], folder, choices)
+    ranks = 1 + max(rank for _, rank in layers) if layers else len(files)  # without layer files there is no pipeline
+    shards = read_shards(folder, {rank: shapes_of(content) for rank, content in files.items()})
     exact = run.parts(((rank % ranks, name, kind, part) for rank, name, kind, part in shards.tensors), ranks)
-    parts = {**run.parts(_weights(files), ranks), **exact}
+    parts = {**run.parts(_weights(files, layers), ranks), **exact}
     if any(kind == "exp_avg" for _, kind in exact):
-        state = training_state(files.ranks[0], run.stored, shards.updates, shards.loss_scale)
+        state = training_state(files[0], run.stored, shards.updates, shards.loss_scale)
         return run.opened("DeepSpeed", parts, state)
     note = f"{shards.problem or 'the optimizer states hold no moments'}; only weights are imported"
     return run.opened("DeepSpeed", parts, None, (note,))
@@ -130,7 +123,7 @@ def shapes_of(content: Mapping[str, Any]) -> Shapes:
     return groups
 
 
-def _read_files(folder: Path) -> RankFiles:
+def _read_files(folder: Path) -> tuple[RankFiles, LayerFiles]:
     ranks: dict[int, Path] = {}
     layers: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
@@ -146,16 +139,14 @@ def _read_files(folder: Path) -> RankFiles:
             "with mp_rank_00_model_states.pt and be complete. Copy the whole checkpoint."
         )
     contents = read_dictionaries([*ranks.values(), *layers.values()], "a file of DeepSpeed's engine")
-    return RankFiles(
-        dict(zip(ranks, contents[: len(ranks)], strict=True)), dict(zip(layers, contents[len(ranks) :], strict=True))
-    )
+    return dict(zip(ranks, contents, strict=False)), dict(zip(layers, contents[len(ranks) :], strict=True))
 
 
-def _weights(files: RankFiles) -> Iterator[tuple[int, str, Kind, RankPart]]:
-    for (layer, rank), content in files.layers.items():
+def _weights(ranks: RankFiles, layers: LayerFiles) -> Iterator[tuple[int, str, Kind, RankPart]]:
+    for (layer, rank), content in layers.items():
         for name, tensor in tensors_in(content):
             yield rank, f"{layer}.{name}", "weight", RankPart.of(tensor)
-    for rank, content in files.ranks.items() if not files.layers else ():
+    for rank, content in ranks.items() if not layers else ():
         for name, tensor in tensors_in(content.get("module")):
             yield rank, name, "weight", RankPart.of(tensor)
 

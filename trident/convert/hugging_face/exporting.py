@@ -24,7 +24,6 @@ from megatron.parallel.pieces import Kind
 from megatron.tokenizers.chat import ChatTemplate, load_chat_template, tokenizer_folder
 from megatron.tokenizers.record import NO_TOKENIZER, TokenizerRecord
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
-from trident.convert.hugging_face.digests import file_digests
 from trident.convert.hugging_face.importing import unfinished_folder
 from trident.convert.hugging_face.model_tokenizer import (
     adds_special_tokens,
@@ -35,11 +34,11 @@ from trident.convert.hugging_face.model_tokenizer import (
     write_chat_template,
     write_tokenizer,
 )
-from trident.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
+from trident.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, file_digests, proof_text, prove
 from trident.convert.hugging_face.reference import check_installed
 from trident.convert.hugging_face.registry import family_for
 from trident.convert.hugging_face.streaming import CheckpointSource, exported_values, network_shapes, optional_states
-from trident.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
+from trident.convert.hugging_face.table.tensors import bind, parts_by_tensor, their_shapes
 from trident.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 
 LARGEST_FILE_BYTES = 5 * 10**9
@@ -112,7 +111,9 @@ def export_model(request: ExportRequest) -> Path:
         )
     tensors = bind(family.tensors, shapes)
     parts = parts_by_tensor(tensors)
-    dtypes = {name: _dtype_of(source, parts[name], request.dtype) for name in parts}
+    dtypes, asked = {}, None if request.dtype is None else DTYPES[request.dtype]
+    for name, [(tensor, _), *_] in parts.items():
+        dtypes[name] = source.dtype_of(tensor.ours) if asked is None or tensor.is_state else asked
     planned = [PlannedTensor(name, dtypes[name], shape) for name, shape in their_shapes(tensors).items()]
     weights = [dtypes[name] for name, held in parts.items() if not held[0][0].is_state]
     widest = max(weights, key=lambda dtype: (ITEM_BYTES[dtype], dtype))
@@ -134,7 +135,7 @@ def export_model(request: ExportRequest) -> Path:
             return exported_values(source, parts[tensor.name], TORCH_TYPES[tensor.dtype])
 
         write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
-        rounded_to: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
+        rounded_to = None if asked is None else TORCH_TYPES[asked]
         paddings = [ids["pad_token_id"]] if "pad_token_id" in ids else []
         expected = expected_logits(Side(family, temporary, model, tokenizer, paddings, request.proof_layers))
         proof = prove(expected, request.checkpoint, manifest, rounded_to, request.kind)
@@ -182,12 +183,6 @@ def _check_tokenizer(request: ExportRequest, tokenizer: Tokenizer) -> None:
             f"the tokenizer {tokenizer.name} is not the file that the checkpoint was trained with ({recorded.name})"
             f"{f': {differing}' if differing else ''}. Make sure that it is another form of the same one."
         )
-
-
-def _dtype_of(source: CheckpointSource, parts: list[tuple[BoundTensor, BoundPart]], asked: str | None) -> str:
-    """The element type of one of their tensors: the one asked for, else the one its values are stored in."""
-    tensor = parts[0][0]
-    return source.dtype_of(tensor.ours) if asked is None or tensor.is_state else DTYPES[asked]
 
 
 def _surroundings(ids: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:

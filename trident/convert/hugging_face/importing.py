@@ -18,7 +18,6 @@ from megatron.files.replacing import remove_leftovers, temporary_name
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.library import Tokenizer
 from megatron.tokenizers.tokenizer import TOKENIZER_FOLDER, TokenizerChoice, build_tokenizer
-from trident.convert.hugging_face.digests import check_digests
 from trident.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
 from trident.convert.hugging_face.model_tokenizer import (
     added_tokens,
@@ -30,7 +29,7 @@ from trident.convert.hugging_face.model_tokenizer import (
     special_ids,
 )
 from trident.convert.hugging_face.mxfp4 import with_decoded_blocks
-from trident.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
+from trident.convert.hugging_face.proof import PROOF_NAME, Side, check_digests, expected_logits, proof_text, prove
 from trident.convert.hugging_face.reference import check_installed
 from trident.convert.hugging_face.registry import family_of
 from trident.convert.hugging_face.streaming import (
@@ -43,7 +42,7 @@ from trident.convert.hugging_face.streaming import (
 )
 from trident.convert.hugging_face.table.family import Family
 from trident.convert.hugging_face.table.tensors import bind
-from trident.convert.hugging_face.weight_files import FileTensor, read_json_file, read_weight_files
+from trident.convert.hugging_face.weight_files import read_json_file, read_weight_files
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,8 @@ def import_model(request: ModelImportRequest) -> Path:
         )
         text = model_file_text(model, final, tokenizer, f"Imported from {source.resolve()}, a {family.model_type}.")
         write_text(temporary / MODEL_FILE, text)
-        dtype, kind = _main_dtype(stored), family.model_type
-        record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, kind)
+        [(dtype, _)] = Counter(tensor.dtype for tensor in stored.values()).most_common(1)
+        record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, family.model_type)
         paddings = range(model.vocab_size)  # whatever the model came with
         expected = expected_logits(Side(family, source, model, tokenizer, paddings, request.proof_layers))
         pieces = ImportedPieces(tensors, stored)
@@ -110,14 +109,19 @@ def import_model(request: ModelImportRequest) -> Path:
 
 
 def _copied_tokenizer(request: ModelImportRequest, family: Family, model: ModelConfig, target: Path) -> Tokenizer:
-    """Copies the tokenizer into the folder that is being made, and loads and checks it."""
     source, folder = request.tokenizer or request.source, target / TOKENIZER_FOLDER
     folder.mkdir()
     copied = copy_tokenizer(source, folder)
     if model.bidirectional:
         name_special_tokens(source, folder)
     tokenizer = build_tokenizer(copied)
-    _check_vocabulary(tokenizer, model.vocab_size, request)
+    # It may have more tokens than the model only where these were added for other models (Gemma 3's image token).
+    rows = model.vocab_size
+    if not set(range(rows, tokenizer.vocab_size)) <= set(added_tokens(tokenizer).values()):
+        raise ConversionError(
+            f"the tokenizer in {source} has {tokenizer.vocab_size} tokens, and the model has rows for {rows} "
+            "(vocab_size). Name the tokenizer that it was trained with (--tokenizer-name-or-path)."
+        )
     check_same_ids(folder, tokenizer)
     check_padding(family, special_ids(folder, tokenizer))
     return tokenizer
@@ -153,19 +157,3 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
         raise StorageError(f"cannot finish {target}: {failure.strerror or failure}. Nothing was written.") from failure
     finally:
         DISK.remove_tree(temporary)
-
-
-def _check_vocabulary(tokenizer: Tokenizer, rows: int, request: ModelImportRequest) -> None:
-    """A tokenizer may have more tokens than the model only where these were added for other models (Gemma 3's image
-    token).
-    """
-    if not set(range(rows, tokenizer.vocab_size)) <= set(added_tokens(tokenizer).values()):
-        raise ConversionError(
-            f"the tokenizer in {request.tokenizer or request.source} has {tokenizer.vocab_size} tokens, and the model "
-            f"has rows for {rows} (vocab_size). Name the tokenizer that it was trained with (--tokenizer-name-or-path)."
-        )
-
-
-def _main_dtype(stored: dict[str, FileTensor]) -> str:
-    """The element type of most of the tensors."""
-    return Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]

@@ -17,14 +17,7 @@ from megatron.errors import ConfigError, ConversionError
 from megatron.tokenizers.chat import ASSISTANT, USER, ChatTemplate
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 from trident.convert.hugging_face.proof_batches import REAL_TEXTS
-from trident.convert.hugging_face.reference import (
-    SPECIAL_IDS,
-    conversation_ids,
-    declared_tokens,
-    fast_tokenizer_description,
-    tokenizer_ids,
-    tokenizer_settings,
-)
+from trident.convert.hugging_face.reference import SPECIAL_IDS, fast_tokenizer_description, loaded_tokenizer
 from trident.convert.hugging_face.table.family import Family
 from trident.convert.hugging_face.weight_files import read_json_file, write_json
 
@@ -86,8 +79,10 @@ def name_special_tokens(source: Path, target: Path) -> None:
     """
     path = target / TOKENIZER_CONFIG
     named = read_json_file(path, "the tokenizer's configuration")
-    path.unlink()
-    write_json(path, {**tokenizer_settings(source), **named})
+    with loaded_tokenizer(source) as theirs:  # whose class may know what its files do not say
+        said = {name: str(token) for name, token in theirs.special_tokens_map.items() if isinstance(token, str)}
+        inputs = list(theirs.model_input_names)
+    _rewrite(path, {"model_input_names": inputs, **said, **named})
 
 
 def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path, max_length: int) -> None:
@@ -115,8 +110,9 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path,
         return
     eod = _end_of_document(tokenizer)
     if not (target / TOKENIZER_JSON).exists():
-        if eod is not None:
-            described["added_tokens"] = _with_special_token(described.get("added_tokens") or [], eod, tokenizer)
+        added = described.get("added_tokens") or []
+        if eod is not None and not any(entry.get("content") == eod for entry in added):
+            described["added_tokens"] = [*added, _special_token(tokenizer.eod_id, eod)]
         write_json(target / TOKENIZER_JSON, described)
     if not (target / TOKENIZER_CONFIG).exists():
         named = {} if eod is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), eod)
@@ -161,7 +157,9 @@ def _warn_of_other_ids(folder: Path, template: ChatTemplate, tokenizer: Tokenize
     """
     said = ("Hello there.", "Hi, what is it?", "What is 2 + 3?\nTell me.", "It is 5.")
     messages = [{"role": role, "content": text} for role, text in zip((USER, ASSISTANT) * 2, said, strict=True)]
-    theirs = conversation_ids(folder, messages)
+    with loaded_tokenizer(folder) as library:
+        text = library.apply_chat_template([dict(message) for message in messages], tokenize=False)
+        theirs = [int(number) for number in library(text, add_special_tokens=False)["input_ids"]]
     ours, _ = template.example_ids(messages, tokenizer)
     if ours != theirs:
         place = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
@@ -173,7 +171,7 @@ def _warn_of_other_ids(folder: Path, template: ChatTemplate, tokenizer: Tokenize
 
 
 def _rewrite(path: Path, content: Mapping[str, Any]) -> None:
-    path.unlink()
+    path.unlink(missing_ok=True)
     write_json(path, dict(content))
 
 
@@ -228,7 +226,9 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     The settings of generation come before the tokenizer: texts of a model may end with several tokens, a list. A
     padding token that also begins or ends texts is left out: transformers gives its embedding no gradient.
     """
-    ids = _within_vocabulary(declared_tokens(folder)[0], tokenizer)
+    with loaded_tokenizer(folder) as theirs:
+        declared = {name: getattr(theirs, name) for name in SPECIAL_IDS}
+    ids = _within_vocabulary(declared, tokenizer)
     if (folder / GENERATION_CONFIG).exists():
         given = read_json_file(folder / GENERATION_CONFIG, "the settings of generation")
         ids |= _within_vocabulary(given, tokenizer)
@@ -248,8 +248,7 @@ def keep_special_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokeniz
     """
     path = folder / GENERATION_CONFIG
     given = read_json_file(path, "the settings of generation") if path.exists() else {"_from_model_config": True}
-    path.unlink(missing_ok=True)
-    write_json(path, {**_within_vocabulary(config, tokenizer), **given})
+    _rewrite(path, {**_within_vocabulary(config, tokenizer), **given})
 
 
 def _within_vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -297,9 +296,11 @@ def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False)
         ConversionError: it gives others, or cannot load it.
     """
     texts = [*REAL_TEXTS, "".join(REAL_TEXTS)]
-    if added := added_tokens(tokenizer):
-        texts += [f"a{token}b {token}" for token in dict.fromkeys([*added, *declared_tokens(folder)[1]])]
-    for text, theirs in zip(texts, tokenizer_ids(folder, texts, is_bare=is_bare), strict=True):
+    with loaded_tokenizer(folder) as library:
+        if added := added_tokens(tokenizer):
+            texts += [f"a{token}b {token}" for token in dict.fromkeys([*added, *library.get_added_vocab()])]
+        encoded = [list(map(int, ids)) for ids in library(texts, add_special_tokens=not is_bare)["input_ids"]]
+    for text, theirs in zip(texts, encoded, strict=True):
         ours = tokenizer.encode(text)
         if ours != theirs:
             raise ConversionError(
@@ -314,8 +315,7 @@ def _name_class(source: Path, target: Path) -> None:
     path = source / TOKENIZER_CONFIG
     named = read_json_file(path, "the tokenizer's configuration") if path.exists() else {}
     if "tokenizer_class" not in named:
-        (target / TOKENIZER_CONFIG).unlink(missing_ok=True)
-        write_json(target / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+        _rewrite(target / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
 
 
 def _end_of_document(tokenizer: Tokenizer) -> str | None:
@@ -323,12 +323,6 @@ def _end_of_document(tokenizer: Tokenizer) -> str | None:
         return tokenizer.decode([tokenizer.eod_id])
     except ConfigError:
         return None
-
-
-def _with_special_token(added: list[dict[str, Any]], token: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    if any(entry.get("content") == token for entry in added):
-        return added
-    return [*added, _special_token(tokenizer.eod_id, token)]
 
 
 def _special_token(number: int, text: str) -> dict[str, Any]:

@@ -37,11 +37,7 @@ class Mxfp4Tensor(FileTensor):
     scales: FileTensor
 
     def read_box(self, part: BoundPart, start: tuple[int, ...], stop: tuple[int, ...]) -> torch.Tensor:
-        """The values of a box of a part, as of any other tensor; a matrix that it touches is read as a whole.
-
-        Raises:
-            ConversionError: the file can no longer be read.
-        """
+        """The values of a box of a part, as of any other tensor; a matrix that it touches is read as a whole."""
         inner = tuple(slice(low, high) for low, high in zip(start[1:], stop[1:], strict=True))
         rest = part.ordered_shape[1:]
         return torch.stack([self._matrix(place).reshape(rest)[inner] for place in range(start[0], stop[0])])
@@ -82,7 +78,6 @@ def _decoded(name: str, blocks: FileTensor, scales: FileTensor) -> Mxfp4Tensor:
 
 
 def _entry(tensor: FileTensor, place: int) -> torch.Tensor:
-    """One entry of a tensor's first dimension."""
     shape = tensor.shape
     whole = BoundPart(tensor.name, (0,) * len(shape), shape, tuple(range(len(shape))), 1, 0)
     return tensor.read_box(whole, (place, *(0,) * (len(shape) - 1)), (place + 1, *shape[1:]))[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import ModelConfig
 from megatron.errors import ConversionError
+from megatron.files.plain import open_plain, sha256_of
 from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.model.networks import network_layers
@@ -38,6 +40,7 @@ TOLERANCE = 1e-5  # of the largest logit
 GRADIENT_TOLERANCE = 1e-3
 PROOF_NAME = "proof.json"
 
+_BLOB = re.compile("/blobs/[0-9a-f]{64}$")
 _LARGEST_FLOOR = 1e-4  # of the largest logit; beyond it transformers' implementations would compute different things
 
 
@@ -75,7 +78,6 @@ class Expected:
 
     @property
     def largest(self) -> float:
-        """The largest logit; not a number if one is not."""
         return float(torch.stack([values.abs().max() for values in self.logits.values]).max())
 
 
@@ -158,7 +160,12 @@ def prove(
         "model_type": side.family.model_type,
         "layers": model.num_layers,
         "layers_of_model": side.model.num_layers,
-        "versions": _versions(),
+        "versions": {
+            "trident-megatron": __version__,
+            "transformers": check_installed(),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
         "sequences": [sequence for batch in expected.batches for sequence in described(batch)],
     }
 
@@ -166,6 +173,40 @@ def prove(
 def proof_text(report: dict[str, Any]) -> str:
     """What `prove` returned as JSON, with one entry per line."""
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()) + "\n}\n"
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a folder by the file's name."""
+    return {path.name: _digest(path) for path in sorted(folder.iterdir())}
+
+
+def check_digests(folder: Path) -> None:
+    """Compares the files of a model directory with the checksums that came with them, where there are any.
+
+    Files that nobody recorded are accepted. In the hub's cache a snapshot links to weights as `blobs/<SHA-256>`.
+
+    Raises:
+        ConversionError: a file has changed, is missing or cannot be read.
+    """
+    recorded = read_json_file(folder / PROOF_NAME, "the proof").get("files") if (folder / PROOF_NAME).exists() else None
+    files = {path.name: path.resolve() for path in folder.glob("*.safetensors")}
+    blobs = {name: file.name for name, file in files.items() if _BLOB.search(file.as_posix())}
+    for name, digest in {**blobs, **(recorded if isinstance(recorded, dict) else {})}.items():
+        path = folder / Path(name).name
+        try:
+            actual = _digest(path)
+        except OSError as failure:
+            actual = failure.strerror or str(failure)
+        if actual != digest:
+            raise ConversionError(
+                f"{path} is not the file that was written or downloaded: its SHA-256 was {digest}, and now: {actual}. "
+                f"Copy or download it again; if you changed it on purpose, remove the {PROOF_NAME} next to it."
+            )
+
+
+def _digest(path: Path) -> str:
+    with open_plain(path) as stream:
+        return sha256_of(stream)
 
 
 def _shortened_config(side: Side) -> dict[str, Any]:
@@ -206,7 +247,6 @@ def _compared_gradients(theirs: ReferenceLogits, stack: LayerStack, model: Model
 def _our_network(
     model: ModelConfig, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None, kind: Kind
 ) -> LayerStack:
-    """The network with the weights of a checkpoint in float32."""
     stack = LayerStack(network_layers(model, ParallelMesh.single())).eval()
     targets = (
         (PieceKey.of(shard_spec_of(parameter), name, kind), parameter.detach().view(-1))
@@ -248,12 +288,3 @@ def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
     """The largest difference; infinite where a value is not a number."""
     differences = [float((a - b[..., : a.shape[-1]]).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     return float("inf") if any(value != value for value in differences) else max(differences)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "trident-megatron": __version__,
-        "transformers": check_installed(),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

@@ -5,7 +5,6 @@ Encoders are given masked tokens, both token types, and padding after texts of d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +89,14 @@ def proof_lengths(model: ModelConfig) -> list[int]:
 def described(batch: ProofBatch) -> list[dict[str, Any]]:
     """The tokens of a batch, and where in them logits are compared, for `proof.json`."""
     return [
-        {"kind": kind, "positions": batch.positions.tolist(), "tokens": row.tolist(), **_text_tokens(batch, number)}
+        {
+            "kind": kind,
+            "positions": batch.positions.tolist(),
+            "tokens": row.tolist(),
+            **({} if batch.is_text is None else {"text_tokens": int(batch.is_text[number].sum())}),
+        }
         for number, (kind, row) in enumerate(zip(("random", "real"), batch.tokens, strict=False))
     ]
-
-
-def _text_tokens(batch: ProofBatch, number: int) -> dict[str, int]:
-    return {} if batch.is_text is None else {"text_tokens": int(batch.is_text[number].sum())}
 
 
 def _encoder_batches(
@@ -105,7 +105,9 @@ def _encoder_batches(
     """Without padding, and with the second quarter or half of the sequences as padding."""
     length = tokens.shape[1]
     special = {} if tokenizer is None else tokenizer.special_ids
-    mask_id, known_padding = (_known_id(special, names) for names in (_MASKS, _PADDINGS))
+    mask_id, known_padding = (
+        next((special[name] for name in names if name in special), None) for names in (_MASKS, _PADDINGS)
+    )
     if mask_id is not None and mask_id < model.vocab_size:
         tokens = torch.where(torch.arange(length) % _MASK_EVERY == 1, mask_id, tokens)
     types = None
@@ -119,10 +121,6 @@ def _encoder_batches(
         ProofBatch(tokens, _positions(length), types),
         ProofBatch(padded, _positions(length // 2), types, is_text),
     ]
-
-
-def _known_id(special_ids: Mapping[str, int], names: tuple[str, ...]) -> int | None:
-    return next((special_ids[name] for name in names if name in special_ids), None)
 
 
 def _random_row(vocab_size: int, length: int, never: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""What `transformers` says: logits of a model directory, ids of its tokenizer. The only file that knows the library.
+"""What `transformers` says: logits of a model directory, and its tokenizer. The only file that imports the library.
 
 Nothing is taken from the network, and no code of the directory is run.
 """
@@ -165,52 +165,6 @@ def _load(
     return model.eval(), report, attention
 
 
-def tokenizer_ids(folder: Path, texts: Sequence[str], *, is_bare: bool = False) -> list[list[int]]:
-    """The ids that `AutoTokenizer` gives texts.
-
-    Args:
-        is_bare: without what it adds around them.
-
-    Raises:
-        ConversionError: it cannot load the tokenizer.
-    """
-    with _loaded_tokenizer(folder) as tokenizer:
-        encoded = tokenizer(list(texts), add_special_tokens=not is_bare)["input_ids"]
-        return [list(map(int, ids)) for ids in encoded]
-
-
-def declared_tokens(folder: Path) -> tuple[dict[str, int | None], list[str]]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` of `AutoTokenizer`, and all tokens added to its vocabulary.
-
-    Raises:
-        ConversionError: it cannot load the tokenizer.
-    """
-    with _loaded_tokenizer(folder) as tokenizer:
-        return {name: getattr(tokenizer, name) for name in SPECIAL_IDS}, list(tokenizer.get_added_vocab())
-
-
-def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """The special tokens of a tokenizer and the inputs it makes, which its class may know and its files not say.
-
-    Raises:
-        ConversionError: transformers cannot load it.
-    """
-    with _loaded_tokenizer(folder) as tokenizer:
-        named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-        return {"model_input_names": list(tokenizer.model_input_names), **named}
-
-
-def conversation_ids(folder: Path, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The ids that `AutoTokenizer` gives a conversation by the chat template of a folder.
-
-    Raises:
-        ConversionError: it cannot load the tokenizer, or render the conversation.
-    """
-    with _loaded_tokenizer(folder) as tokenizer:
-        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False)
-        return [int(number) for number in tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
 def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
     """The content of a `tokenizer.json` for a tokenizer that has none, such as a `tokenizer.model` by itself.
 
@@ -232,7 +186,7 @@ def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _loaded_tokenizer(folder: Path) -> Iterator[Any]:
+def loaded_tokenizer(folder: Path) -> Iterator[Any]:
     """The tokenizer of a folder, without BPE-dropout; what it raises in the block becomes an error of ours."""
     from transformers import AutoTokenizer
 
@@ -262,7 +216,6 @@ def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library's progress bars and advice off the terminal."""
     from transformers.utils import logging
 
     level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

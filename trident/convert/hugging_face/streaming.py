@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron import log
-from megatron.checkpoint.catalogue import ITEM_BYTES, Catalogue
+from megatron.checkpoint.catalogue import ITEM_BYTES
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.reader import read_pieces
 from megatron.checkpoint.snapshot import TORCH_TYPES, Snapshot
@@ -73,7 +73,8 @@ class ImportedPieces:
             high = tuple(min(a, b) for a, b in zip(stop, part.stop, strict=True))
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            theirs = self.stored[part.theirs].read_box(part, *_ordered(part, low, high))
+            inside = [tuple(at[own] - part.start[own] for own in part.order) for at in (low, high)]
+            theirs = self.stored[part.theirs].read_box(part, *inside)
             place = tuple(slice(a - first, b - first) for a, b, first in zip(low, high, start, strict=True))
             values[place] = theirs.permute(_inverse(part.order))
         return values
@@ -124,7 +125,10 @@ def with_table_names(family: Family, stored: Mapping[str, FileTensor]) -> dict[s
     """The stored tensors with the names of the table, where the files have older names or leave out the family's
     optional prefix.
     """
-    renamed = {_newer(name, family.older_endings): tensor for name, tensor in stored.items()}
+    renamed = {}
+    for name, tensor in stored.items():
+        older, newer = next((pair for pair in family.older_endings if name.endswith(pair[0])), ("", ""))
+        renamed[name.removesuffix(older) + newer] = tensor
     prefix = family.optional_prefix
     if not prefix or any(name.startswith(prefix) for name in renamed):
         return renamed
@@ -173,24 +177,20 @@ class CheckpointSource:
     manifest: Manifest
     kind: Kind = "weight"
 
-    @property
-    def catalogue(self) -> Catalogue:
-        """Its pieces."""
-        return self.manifest.catalogue
-
     def dtype_of(self, name: str) -> str:
         """The element type that a tensor is stored in.
 
         Raises:
             CheckpointError: the checkpoint has no weights of it.
         """
-        kind = self.catalogue.served_kind(name, self.kind)
+        catalogue = self.manifest.catalogue
+        kind = catalogue.served_kind(name, self.kind)
         if kind is None:
             raise CheckpointError(
-                f"tensor {name} is not in {self.folder}, which holds {len(self.catalogue.names())} tensors. The "
-                "checkpoint does not fit its own configuration; use another one."
+                f"tensor {name} is not in {self.folder}, which holds {len(catalogue.names())} tensors. The checkpoint "
+                "does not fit its own configuration; use another one."
             )
-        return self.catalogue.dtype(name, kind)
+        return catalogue.dtype(name, kind)
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
         """A box of a tensor, verified.
@@ -245,9 +245,7 @@ def optional_states(config: ModelConfig) -> set[str]:
     return {state.global_name for state in states_of(stack) if state.is_optional}  # type: ignore[attr-defined]
 
 
-def slices(
-    shape: tuple[int, ...], item_bytes: int, limit_bytes: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def slices(shape: tuple[int, ...], item_bytes: int, limit_bytes: int) -> Iterator[Box]:
     """Boxes (start, stop) of at most this many bytes that make up a tensor, each a range of its elements, in order.
 
     A single row of the last dimension is never cut; a tensor without elements is one box.
@@ -265,38 +263,20 @@ def slices(
             yield (*fixed, first, *(0 for _ in rest)), (*(index + 1 for index in fixed), end, *rest)
 
 
-def _ordered(part: BoundPart, low: tuple[int, ...], high: tuple[int, ...]) -> Box:
-    """A box of ours inside a part, as a box of the part's ordered shape."""
-    return (
-        tuple(low[dimension] - part.start[dimension] for dimension in part.order),
-        tuple(high[dimension] - part.start[dimension] for dimension in part.order),
-    )
-
-
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order.index(dimension) for dimension in range(len(order)))
 
 
-def _newer(name: str, endings: Sequence[tuple[str, str]]) -> str:
-    """A name with the ending that newer files have."""
-    for older, newer in endings:
-        if name.endswith(older):
-            return name.removesuffix(older) + newer
-    return name
-
-
 def _are_different(one: FileTensor, other: FileTensor) -> bool:
-    """Whether two stored tensors differ anywhere."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
     dimensions = len(one.shape)
     part = BoundPart(one.name, (0,) * dimensions, one.shape, tuple(range(dimensions)), min(1, dimensions - 1), 0)
-    return any(
-        not torch.equal(
-            one.read_box(part, start, stop).view(torch.uint8), other.read_box(part, start, stop).view(torch.uint8)
-        )
-        for start, stop in slices(one.shape, ITEM_BYTES[one.dtype], SLICE_BYTES)
-    )
+    for start, stop in slices(one.shape, ITEM_BYTES[one.dtype], SLICE_BYTES):
+        ours, theirs = (tensor.read_box(part, start, stop).view(torch.uint8) for tensor in (one, other))
+        if not torch.equal(ours, theirs):
+            return True
+    return False
 
 
 def _some(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from megatron.checkpoint.catalogue import ITEM_BYTES
 from megatron.checkpoint.layout import shared_copies, whole
 from megatron.checkpoint.saving import safetensors_header
 from megatron.checkpoint.snapshot import TORCH_TYPES
-from megatron.checkpoint.storage import DISK, Storage, append, opened, read_range, write_text, writing
+from megatron.checkpoint.storage import DISK, append, opened, read_range, write_text, writing
 from megatron.errors import ConversionError
 from megatron.files.plain import parse_json, read_plain_json
 from megatron.parallel.pieces import PieceKey
@@ -195,7 +195,6 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
 
 
 def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> FileTensor:
-    """One entry of a header, checked."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, begin, end]
@@ -231,7 +230,6 @@ class PlannedTensor:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes its values take."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -254,7 +252,6 @@ def write_files(
     folder: Path,
     files: Mapping[str, Sequence[PlannedTensor]],
     values: Callable[[PlannedTensor], Iterable[torch.Tensor]],
-    storage: Storage = DISK,
 ) -> None:
     """Writes the files, and the index where there are several.
 
@@ -265,38 +262,30 @@ def write_files(
         StorageError: the file system refused.
     """
     for name, tensors in files.items():
-        _write_file(folder / name, tensors, values, storage)
+        # Wider element types first, so that every tensor is aligned; sorted is stable.
+        ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
+        # transformers refuses files whose metadata lacks the format in some versions.
+        listed = [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered]
+        header, _ = safetensors_header({"format": "pt"}, listed)
+        size_bytes = len(header) + sum(tensor.size_bytes for tensor in ordered)
+        with writing(DISK, folder / name, size_bytes) as handle:
+            append(DISK, handle, memoryview(header))
+            for tensor in ordered:
+                for part in values(tensor):
+                    append(DISK, handle, part.view(-1).view(torch.uint8).numpy().data)
     if len(files) > 1:
         every = [tensor for tensors in files.values() for tensor in tensors]
         index = {
             "metadata": {"total_size": sum(tensor.size_bytes for tensor in every)},
             "weight_map": {tensor.name: name for name, tensors in files.items() for tensor in tensors},
         }
-        write_json(folder / INDEX_FILE, index, storage)
+        write_json(folder / INDEX_FILE, index)
 
 
-def write_json(path: Path, value: object, storage: Storage = DISK) -> None:
+def write_json(path: Path, value: object) -> None:
     """Writes a JSON file as Hugging Face's libraries do.
 
     Raises:
         StorageError: the file system refused.
     """
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", storage)
-
-
-def _write_file(
-    path: Path,
-    tensors: Sequence[PlannedTensor],
-    values: Callable[[PlannedTensor], Iterable[torch.Tensor]],
-    storage: Storage,
-) -> None:
-    # Wider element types first, so that every tensor is aligned; sorted is stable.
-    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
-    # transformers refuses files whose metadata lacks the format in some versions.
-    header, _ = safetensors_header({"format": "pt"}, [(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered])
-    size_bytes = len(header) + sum(tensor.size_bytes for tensor in ordered)
-    with writing(storage, path, size_bytes) as handle:
-        append(storage, handle, memoryview(header))
-        for tensor in ordered:
-            for part in values(tensor):
-                append(storage, handle, part.view(-1).view(torch.uint8).numpy().data)
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

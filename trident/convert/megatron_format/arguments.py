@@ -493,5 +493,4 @@ def _whole(number: float) -> float | int:
 
 
 def _word_for(ours: str, words: Mapping[str, str]) -> str | None:
-    """Their word for one of our values; None where they have none."""
     return next((theirs for theirs, value in words.items() if value == ours), None)

@@ -76,7 +76,6 @@ class ForeignModel:
 
     @property
     def has_moments(self) -> bool:
-        """Whether the moments of the optimizer are there."""
         return any(kind == "exp_avg" for _, kind in self.parts)
 
     def without_moments(self) -> ForeignModel:

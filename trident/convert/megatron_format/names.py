@@ -183,7 +183,6 @@ def _our_name(name: str, blocks: Mapping[int, int]) -> str | None:
 
 
 def _in_block(name: str) -> str | None:
-    """Our name inside a block."""
     if name.startswith("attention."):  # of the first versions
         name = "self_" + name
     stem, _, last = name.rpartition(".")
@@ -202,7 +201,6 @@ def _outside(name: str) -> str | None:
 
 
 def _layer_of(name: str) -> int | None:
-    """The block that one of our tensors belongs to."""
     match = _OUR_BLOCK.fullmatch(name)
     return int(match.group(1)) if match else None
 

@@ -270,7 +270,6 @@ def _moments(
 
 
 def _named_groups(weights: Mapping[str, ForeignTensor], groups: Sequence[Any]) -> list[list[str]] | None:
-    """The names of the tensors in each parameter group."""
     vectors = [name for name, tensor in weights.items() if len(tensor.shape) == 1]
     matrices = [name for name, tensor in weights.items() if len(tensor.shape) > 1]
     lengths = [len(group.get("params", ())) if isinstance(group, dict) else -1 for group in groups]

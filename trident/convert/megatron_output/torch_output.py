@@ -73,7 +73,6 @@ class _RankContent:
     stage: int
 
     def build(self, with_moments: bool) -> dict[str, Any]:
-        """The entries of its file."""
         listed = list(stage_tensors(self.request.model, self.request.naming, self.stage, self.request.stages))
         run = self.request.run if with_moments else {}
         # The element type of the network that goes with fp32 masters; None where training was in fp32.
@@ -139,7 +138,6 @@ class _MappedTensors:
         folder.mkdir(parents=True, exist_ok=True)
 
     def copy_of(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy in a file of its own."""
         path = self._folder / f"{self._count:06d}"
         self._count += 1
         numel = math.prod(values.shape)

@@ -48,17 +48,7 @@ def main(words: list[str]) -> None:
         text = text[os.write(1, text) :]
 
 
-def describe(value: Any) -> dict[str, Any]:
-    """The JSON object of a value.
-
-    Raises:
-        RefusedError: it contains itself, is nested too deeply, or would be far larger if nothing in it were shared.
-    """
-    return _Describer().describe(value)
-
-
 def _answers(memory_bytes: int) -> list[dict[str, Any]]:
-    """A description or a refusal for each range that is asked for."""
     request = bytearray()
     while block := os.read(0, 2**16):
         request += block
@@ -71,7 +61,7 @@ def _answers(memory_bytes: int) -> list[dict[str, Any]]:
 
 def _answer(file: FileRange, memory_bytes: int) -> dict[str, Any]:
     try:
-        return describe(read_range(file))
+        return _Describer().describe(read_range(file))
     except RefusedError as failure:
         return {"refused": str(failure)}
     except MemoryError:
@@ -97,7 +87,10 @@ def _give_up_rights(memory_bytes: int, processor_seconds: int) -> None:
 
 
 class _Describer:
-    """Visits values without recursion: children first, each once."""
+    """Visits values without recursion: children first, each once.
+
+    It refuses a value that contains itself, is nested too deeply, or would be far larger if nothing in it were shared.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[int, int | None] = {}  # by identity; None while the value's children are visited

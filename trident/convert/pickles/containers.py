@@ -41,15 +41,12 @@ class FileRange(io.RawIOBase):
         self._place = 0
 
     def seekable(self) -> bool:
-        """Always."""
         return True
 
     def readable(self) -> bool:
-        """Always."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves to an offset of the range."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self.end - self.begin}[whence]
         if base + offset < 0:
             raise OSError("a place before the beginning of the file")
@@ -57,11 +54,9 @@ class FileRange(io.RawIOBase):
         return self._place
 
     def tell(self) -> int:
-        """The offset in the range of the byte that is read next."""
         return self._place
 
     def readinto(self, target: Any) -> int:
-        """Fills the target as far as the range goes."""
         count = max(0, min(len(target), self.end - self.begin - self._place))
         content = self.read_at(self.begin + self._place, count) if count else b""
         target[: len(content)] = content
@@ -77,11 +72,6 @@ class _PickleFile(io.BufferedReader):
         self._size_bytes = file.end - file.begin
 
     def read(self, count: int | None = -1) -> bytes:
-        """The next bytes.
-
-        Raises:
-            RefusedError: the range ends before.
-        """
         if count is not None and count > self._size_bytes - self.tell():
             raise RefusedError(f"the pickle ends within {count} bytes that it announces")
         return super().read(count)
@@ -122,13 +112,12 @@ class _Archive:
         self._check_overlaps(entries)
 
     def load(self) -> Any:
-        """The value of `data.pkl`."""
         pickles = [name for name in self._entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise RefusedError(f"the zip file has {len(pickles)} entries NAME/data.pkl; torch.save writes one")
         self._folder = pickles[0].removesuffix("data.pkl")
         order = self._entries.get(self._folder + "byteorder")
-        if order is not None and self._content(order, 16) != b"little":
+        if order is not None and self._file.read_at(self._begin(order), min(order.file_size, 16)) != b"little":
             raise RefusedError("its tensors are not stored little-endian")
         entry = self._entries[pickles[0]]
         if entry.file_size > _LARGEST_PICKLE_BYTES:
@@ -184,9 +173,6 @@ class _Archive:
             )
         return begin
 
-    def _content(self, entry: zipfile.ZipInfo, most: int) -> bytes:
-        return self._file.read_at(self._begin(entry), min(entry.file_size, most))
-
     def _storage(self, identity: Any) -> StorageBytes:
         dtype, key, _, numel = _storage_identity(identity, 5)
         known = self._storages.get(key)
@@ -212,7 +198,6 @@ class _OlderFile:
         self._made: dict[str, StorageBytes] | None = None
 
     def load(self) -> Any:
-        """The value of the file."""
         content = _PickleFile(FileRange(self._file.read_at, self._file.begin, self._file.end))
         first = InertUnpickler(content, _no_storages).load()
         if first != _LEGACY_MAGIC or type(first) is not int:

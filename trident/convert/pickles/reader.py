@@ -48,7 +48,6 @@ class ForeignTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def read(self) -> torch.Tensor:
@@ -218,7 +217,6 @@ class _Values:
             self._made.append(self._value(entry))
 
     def resolve(self, reference: Any) -> Any:
-        """The value that a reference points to."""
         return self._made[reference[0]] if isinstance(reference, list) else reference
 
     def _value(self, entry: list[Any]) -> Any:

@@ -216,15 +216,9 @@ class InertUnpickler(pickle.Unpickler):
         self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> AdmittedName:
-        """The class that takes the place of a name.
-
-        Raises:
-            RefusedError: the name is not admitted.
-        """
         return _stand_in_class(_admitted_text(module, name))
 
     def persistent_load(self, identity: Any) -> Any:
-        """The value of a persistent id."""
         return self._persistent(identity)
 
 

@@ -74,11 +74,7 @@ def _shared_experts(default: int, default_width: int) -> FieldRule:
 
 
 def _expert_layers(default: int) -> FieldRule:
-    """The rule for the first layers, which are dense.
-
-    Args:
-        default: how many where the file does not say it.
-    """
+    """The rule for the first layers, which are dense."""
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         entries.check_only("moe_layer_freq", (1,))

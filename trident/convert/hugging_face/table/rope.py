@@ -152,9 +152,7 @@ def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[s
         if not rounded:
             read["yarn_correction_range_round_to_int"] = False
     entries.skip("truncate", _ORIGINAL, "finetuned", "type")
-    if kind == "yarn" and fields.get("multi_latent_attention"):
-        read |= _latent_factors(entries, read)
-    _read_attention_factor(entries, kind, read, fields["max_position_embeddings"])
+    _read_attention_factor(entries, kind, read, fields)
     entries.check_all_read()
     return read
 
@@ -176,22 +174,7 @@ def write_parameters(model: ModelConfig) -> dict[str, Any]:
     return written
 
 
-def _latent_factors(entries: Entries, read: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of the stretch under latent attention, whose scores `mscale_all_dim` changes as well.
-
-    Cosine and sine follow from both weights, or from none of them if one is absent or 0.
-    """
-    mscale, over_all = (_numbers(entries, name, entries.take(name, 0)) for name in ("mscale", "mscale_all_dim"))
-    if not over_all:
-        return {}
-    given = {"mscale": mscale or 1.0, "mscale_all_dim": over_all}
-    if not mscale and "rope_attention_factor" not in read:
-        given["rope_attention_factor"] = yarn_magnitude(read["rope_scaling_factor"], 1.0)
-    return given
-
-
 def _one_form(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with the newer name of the kind."""
     given = {key: value for key, value in parameters.items() if value is not None}
     kind = given.pop("type", None)
     if kind is not None:
@@ -199,27 +182,32 @@ def _one_form(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], max_positions: int) -> None:
-    """What replaces `attention_factor`: yarn's `mscale`, and a `factor` of longrope other than the usual one."""
+def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    """What replaces `attention_factor`: yarn's `mscale`, and a `factor` of longrope other than the usual one.
+
+    Under latent attention `mscale_all_dim` changes the scores as well; cosine and sine follow from both weights, or
+    from none of them if one is absent or 0.
+    """
+    is_open = "rope_attention_factor" not in read
     if kind == "yarn":
         mscale, over_all = (_numbers(entries, name, entries.take(name, 0)) for name in ("mscale", "mscale_all_dim"))
-        if mscale and over_all and not {"rope_attention_factor", "mscale"} & read.keys():
-            factor = read["rope_scaling_factor"]
+        factor = read["rope_scaling_factor"]
+        if fields.get("multi_latent_attention") and over_all:
+            read |= {"mscale": mscale or 1.0, "mscale_all_dim": over_all}
+            if not mscale and is_open:
+                read["rope_attention_factor"] = yarn_magnitude(factor, 1.0)
+        elif mscale and over_all and is_open:
             read["rope_attention_factor"] = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, over_all)
     if kind == "longrope":
         factor = entries.take("factor", None)
-        original = read.get("rope_original_max_positions", max_positions)
+        original = read.get("rope_original_max_positions", fields["max_position_embeddings"])
         factor = None if factor is None else _numbers(entries, "factor", factor)
-        if factor is not None and "rope_attention_factor" not in read:
+        if factor is not None and is_open:
             read["rope_attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _numbers(entries: Entries, name: str, value: Any, is_list: bool = False) -> Any:
-    """A parameter as a float, or as a tuple of them.
-
-    Raises:
-        ConversionError: it is something else, or a count of positions is not an integer.
-    """
+    """A parameter as a float, or as a tuple of them."""
     values = value if is_list and isinstance(value, list) else [value]
     is_wrong = is_list != isinstance(value, list) or name == _ORIGINAL
     if is_wrong or not all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values):

@@ -180,7 +180,6 @@ class BoundPart:
 
     @property
     def rows(self) -> int:
-        """How many rows of their tensor it fills."""
         ordered = self.ordered_shape
         return math.prod(ordered[: 1 if self.is_stack else len(ordered) - self.columns])
 
