@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure
 from megatron import process_exit
 from megatron.config import ConfigSection, ModelConfig, OptimConfig, flag, parse_flags
-from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
+from megatron.engine.deepspeed_setup import build_optimizer, set_rates
 from megatron.engine.optimizers.plans import plan_of
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind, LayerStack
@@ -76,7 +76,7 @@ def coordinates(width: int, flags: CheckFlags, *, use_mup: bool) -> Mapping[str,
     stack = LayerStack(gpt_layers(model, mesh), seed=flags.seed)
     optim = OptimConfig(micro_batch_size=_BATCH, global_batch_size=_BATCH, train_iters=flags.steps, lr=flags.lr)
     optimizer = build_optimizer(plan_of(optim), stack, mesh)
-    set_learning_rate(optimizer, flags.lr)
+    set_rates(optimizer, flags.lr)
     objective = LanguageModelObjective(mesh.tp, _VOCABULARY)
     sizes: dict[str, list[float]] = {HIDDEN: [], LOGITS: []}
     last = [layer for spec, layer in stack.named_layers() if spec.kind is LayerKind.BLOCK][-1]

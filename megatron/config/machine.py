@@ -1,4 +1,4 @@
-"""What a configuration must know of the machine and of the tokenizer."""
+"""Facts about the machine and the tokenizer that complete a configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """What the configuration must know of the machine."""
+    """Facts about the machine."""
 
     device_type: str  # cpu or cuda
     world_size: int
@@ -19,7 +19,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What the configuration must know of a tokenizer."""
+    """Facts about a tokenizer."""
 
     vocab_size: int
     eod_id: int

@@ -31,8 +31,9 @@ from megatron.config.flags.section import (
 )
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.flags.status_table import IGNORED, REFUSED
-from megatron.config.rules.checking import request_notices, request_problems
-from megatron.config.run_config import FORMER_SECTIONS, RunRequest, sections_of
+from megatron.config.rules.checking import request_problems, sentences
+from megatron.config.rules.rule import Moment
+from megatron.config.run_config import RunRequest, sections_of
 from megatron.config.run_sections import DEFAULT, FILE, GIVEN, PRESET, ReadFlags
 from megatron.config.sections.data import NULL_TOKENIZER
 from megatron.config.sections.model import ModelRequest
@@ -90,7 +91,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
 
 
-_SECTIONS = (*sections_of(RunRequest), *FORMER_SECTIONS)  # under which a file may have its flags
+_SECTIONS = (*sections_of(RunRequest),)  # under which a file may have its flags
 # What --epochs replaces of a preset.
 _LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_decay_iters"})
 # Fields of which one is set: a program's default gives way to any of the others.
@@ -207,7 +208,7 @@ def read_flags(
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
     if not problems:
-        notices += request_notices(run)
+        notices += sentences(Moment.NOTICE, run)
     run = dataclasses.replace(run, notices=tuple(notices), ignored=tuple(remarks), program=program)
     return RequestDraft(run, tuple(problems), frozenset(wrong))
 

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from megatron.config.elastic import fit_layout
 from megatron.config.flags.section import ConfigSection
 from megatron.config.machine import Machine, TokenizerFacts
-from megatron.config.rules.checking import resolved_problems, world_problems
+from megatron.config.rules.checking import sentences, world_problems
 from megatron.config.rules.data import vocabulary_problems
 from megatron.config.rules.precision import supported_dtype
+from megatron.config.rules.rule import Moment
 from megatron.config.rules.schedule import warmup_problems
 from megatron.config.run_config import RunConfig, RunRequest
 from megatron.config.run_sections import DEFAULT, PRESET, fields_of
@@ -73,14 +74,14 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             ),
         }
     )
-    problems = [*resolved_problems(config, machine), *problems]
+    problems = [*sentences(Moment.RESOLVED, config, machine), *problems]
     if problems:
         raise ConfigError(problems)
     return config
 
 
 def machine_problems(request: RunRequest, machine: Machine) -> Sequence[str]:
-    """What `resolve` would refuse on a machine, whatever the tokenizer."""
+    """Problems that `resolve` finds on a machine with any tokenizer."""
     try:
         resolve(request, machine, TokenizerFacts(request.model.vocab_size or 1, 0, "unknown"))
     except ConfigError as failure:

@@ -10,15 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron.config.flags.fields import flags_of
 from megatron.config.flags.section import ConfigSection
 from megatron.config.rules.checking import run_problems
 from megatron.config.rules.experts import expert_notices, expert_ranks
 from megatron.config.run_sections import ResolvedSections, RunSections, fields_of
-from megatron.config.sections.model import ModelRequest
 from megatron.errors import ConfigError, printable
-
-FORMER_SECTIONS = ("control",)  # of older versions, in files of flags and in saved configurations
 
 Run = TypeVar("Run", bound="RunRequest")
 
@@ -58,30 +54,23 @@ class RunRequest(RunSections):
     def from_json(cls: type[Run], saved: Mapping[str, Any]) -> Run:
         """Reads what `to_json` wrote; entries that an older version did not have get their defaults.
 
-        A field is found by its name, in whichever section it was saved: older versions had fewer sections.
-
         Raises:
             ConfigError: an entry is unknown, so the text was written by a newer version, or is missing and has no
                 default, or a value breaks a rule.
         """
         sections = sections_of(cls)
-        places = _sections_by_field()
         values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        known = {(section, field.name) for section, kind in sections.items() for field in fields_of(kind)}
         for section, name, value in saved_fields(saved):
-            if name not in places:
+            if (section, name) not in known:
                 raise ConfigError(
                     f"the saved configuration has {printable(f'{section}.{name}', 80, quoted=False)} = "
                     f"{printable(value, 80)}, which this version does not know. It "
                     "was written by a newer version; use that one."
                 )
-            values[places[name]][name] = frozen(value)
-        provenance = {
-            f"{places[name]}.{name}": source
-            for name, source in ((key.partition(".")[2], source) for key, source in saved.get("provenance", {}).items())
-            if name in places
-        }
+            values[section][name] = frozen(value)
         built: dict[str, Any] = {name: _read_section(section, values[name]) for name, section in sections.items()}
-        return cls(**built, provenance=provenance)
+        return cls(**built, provenance=dict(saved.get("provenance", {})))
 
 
 @dataclass(frozen=True)
@@ -96,31 +85,8 @@ def sections_of(cls: type[RunSections]) -> dict[str, type[ConfigSection]]:
     return {name: hint for name, hint in by_name.items() if isinstance(hint, type) and issubclass(hint, ConfigSection)}
 
 
-def in_current_sections(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration with each field in the section it has now; older versions divided them differently."""
-    places, moved = _sections_by_field(), dict[str, Any]()
-    for section, entries in saved.items():
-        if section == "provenance" and isinstance(entries, Mapping):
-            names = {key: key.partition(".")[2] for key in entries}
-            moved[section] = {
-                f"{places[names[key]]}.{names[key]}" if names[key] in places else key: source
-                for key, source in entries.items()
-            }
-        elif isinstance(entries, Mapping):
-            for name, value in entries.items():
-                moved.setdefault(places.get(name, section), {})[name] = value
-        else:
-            moved[section] = entries
-    return moved
-
-
-@functools.cache
-def _sections_by_field() -> Mapping[str, str]:
-    return {field.name: name for name, section in sections_of(RunConfig).items() for field in fields_of(section)}
-
-
 def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(section, field, value) of a saved configuration, in whatever way its version divided the fields.
+    """(section, field, value) of a saved configuration.
 
     Raises:
         ConfigError: a section is no mapping, or a value is not of its field's type.
@@ -137,23 +103,16 @@ def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             else:
                 _check_saved(section, name, value, _field_types().get(name, ()))
                 yield section, name, value
-        if entries.get("moe_router_score_function") == "sigmoid" and "moe_router_keep_scores" not in entries:
-            # Older versions kept the scores with this flag, which Megatron-LM reads beside softmax only.
-            yield section, "moe_router_keep_scores", entries.get("moe_router_pre_softmax", False)
 
 
 @functools.cache
 def _field_types() -> Mapping[str, tuple[Any, ...]]:
-    """What a saved value of each field may be: what it is in a request, or resolved; and for what is required null."""
+    """The types of a saved value by field: those of a request, and of a resolved run."""
     known: dict[str, tuple[Any, ...]] = {}
     for cls in (RunRequest, RunConfig):
         for section in sections_of(cls).values():
-            hints = typing.get_type_hints(section)
-            required = {
-                flag.field for flag in flags_of(section) if flag.required and not issubclass(section, ModelRequest)
-            }
-            for name in (entry.name for entry in fields_of(section)):
-                known[name] = (*known.get(name, ()), hints[name], *([type(None)] if name in required else []))
+            for name, hint in typing.get_type_hints(section).items():
+                known[name] = (*known.get(name, ()), hint)
     return known
 
 
@@ -183,12 +142,7 @@ def _is_of_type(value: Any, hint: Any) -> bool:
 
 
 def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> ConfigSection:
-    """Builds a section from saved values; older versions wrote null for a number that a run did not have."""
-    required = {flag.field: flag for flag in flags_of(section) if flag.required}
-    values = {
-        name: required[name].empty_value if value is None and name in required else value
-        for name, value in values.items()
-    }
+    """Builds a section from saved values; one that was not saved has its default."""
     missing = [
         field.name for field in fields_of(section) if field.default is dataclasses.MISSING and field.name not in values
     ]

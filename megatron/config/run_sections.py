@@ -34,7 +34,7 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(frozen=True)
 class RunSections:
-    """What rules read: every section of a run, whether or not the values can be combined.
+    """Every section of a run, whether or not the values can be combined: what rules read.
 
     `provenance` maps "section.field" to given, file, preset, default or checkpoint. `notices` are sentences the user
     should see once; `ignored` has one for each flag that was accepted and ignored, with the reason. `program`, which is

@@ -19,7 +19,6 @@ from megatron.data.datasets.sample import SampleDataset
 from megatron.data.order.blend import blend_order
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember, SourcePlan
 from megatron.data.order.resumed_plan import resumed_plan
-from megatron.data.order.splits import fraction_range, split_boundaries
 from megatron.data.sources.source import DataRequest, Source, SourceUse, check_examples
 from megatron.data.sources.source_kinds import open_source, source_facts
 from megatron.errors import ConfigError, DataError, MegatronError, joined
@@ -407,6 +406,31 @@ def _build_phase(
     places = [member.source for member in phase.members]
     firsts = [phase.consumed_of(place) for place in places]
     return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, places)
+
+
+def split_boundaries(shares: tuple[float, float, float], size: int) -> tuple[int, int, int, int]:
+    """Cuts `size` sequences into three consecutive ranges: [b0, b1), [b1, b2), [b2, b3).
+
+    Rounding leaves a surplus or a gap at the end, which is taken from all three upper boundaries. Those that this
+    would push outside the file are clipped to it.
+
+    Args:
+        shares: of training, validation and test, summing to 1.
+
+    Source: bigscience Megatron-DeepSpeed `megatron/data/dataset_utils.py` (`get_train_valid_test_split_`).
+    """
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share * size))
+    surplus = bounds[3] - size
+    bounds[1:] = [bound - surplus for bound in bounds[1:]]
+    first, second, third, fourth = (min(max(bound, 0), size) for bound in bounds)
+    return first, second, third, fourth
+
+
+def fraction_range(start: float, stop: float, size: int) -> tuple[int, int]:
+    """The sequences that `START:STOP` of a weighted split path names."""
+    return round(start * size), round(stop * size)
 
 
 def uses_of(data: DataConfig) -> int:

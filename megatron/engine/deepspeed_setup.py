@@ -180,16 +180,12 @@ def build_optimizer(
     return plan.build(groups, implementation)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the learning rate of every group of `build_optimizer`."""
+def set_rates(optimizer: torch.optim.Optimizer, learning_rate: float, weight_decay: float | None = None) -> None:
+    """Sets the learning rate of every group of `build_optimizer`, and the weight decay of those that have one."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_multiplier"]
-
-
-def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
-    """Sets the weight decay of the groups that have one."""
-    for group in optimizer.param_groups:
-        group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
 
 
 def _placeholder(module: nn.Module) -> nn.Parameter:

@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
-from megatron.engine.deepspeed_setup import (
-    initialize,
-    join_deepspeed,
-    set_learning_rate,
-    set_weight_decay,
-    timed_messages,
-)
+from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_rates, timed_messages
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.update_gate import NO_CHECKS, StepChecks, UpdateCount, UpdateGate
@@ -158,9 +152,7 @@ class Engine:
         deepspeed_samples = count * self.plan.optim.micro_batch_size * self.mesh.gradient.size
         if deepspeed_samples != self.deepspeed.train_batch_size():
             self.deepspeed.set_train_batch_size(deepspeed_samples)
-        set_learning_rate(self.optimizer, learning_rate)
-        if weight_decay is not None:
-            set_weight_decay(self.optimizer, weight_decay)
+        set_rates(self.optimizer, learning_rate, weight_decay)
         batches = self._prepare(micro_batches)
         verdict = self.gate.expect(self._figures)
         self._finite_check = FiniteCheck() if self._looks_at_own else None
@@ -186,7 +178,6 @@ class Engine:
         )
 
     def _update_states(self) -> None:
-        """Updates what no gradient trains."""
         if self._states:
             totals, is_applied = self._losses.totals.by_name(self.mesh), self.gate.is_applied()
             for state in self._states:

@@ -20,7 +20,7 @@ from megatron.checkpoint.record import Record
 from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
 from megatron.config.program_flags import laid_over
 from megatron.config.sections.parallel import without_training
-from megatron.engine.stages import stage_bounds
+from megatron.engine.pipeline.chunks import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
 from megatron.host_memory import available_memory_bytes
 from megatron.kernels.products import packed

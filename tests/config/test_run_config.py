@@ -18,7 +18,7 @@ from megatron.config import (
     check_resume,
     resolve,
 )
-from megatron.config.run_config import in_current_sections, sections_of
+from megatron.config.run_config import sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -44,27 +44,6 @@ def test_a_resolved_run_round_trips_through_json() -> None:
 def test_every_value_by_its_name() -> None:
     flat = resolved().flat()
     assert (flat["hidden_size"], flat["seq_length"], flat["world_size"], flat["seed"]) == (64, 32, 1, 1234)
-
-
-def test_sections_of_an_older_version_are_read() -> None:
-    config = resolved("--save out --save-interval 3 --eval-iters 7")
-    now: dict[str, Any] = json.loads(json.dumps(config.to_json()))
-    older = {name: now[name] for name in ("model", "optim", "data", "parallel")}
-    older["control"] = {key: value for name, section in now.items() for key, value in section.items()
-                        if name not in (*older, "provenance")}  # fmt: skip
-    older["provenance"] = {f"control.{key.partition('.')[2]}": source for key, source in now["provenance"].items()}
-    assert RunConfig.from_json(older) == dataclasses.replace(config, notices=())
-    assert in_current_sections(older) == now == in_current_sections(now)
-    assert in_current_sections({"control": {"x": 1, "save": "c"}, "version": 3}) == {
-        "control": {"x": 1}, "saving": {"save": "c"}, "version": 3,
-    }  # fmt: skip
-
-
-def test_a_number_that_an_older_run_did_not_have_is_zero() -> None:
-    saved = resolved().to_json()
-    saved["optim"].update(train_iters=None, lr=None)
-    optim = RunConfig.from_json(saved).optim
-    assert (optim.train_iters, optim.lr) == (0, 0.0)
 
 
 def test_a_damaged_record_names_what_it_lacks() -> None:

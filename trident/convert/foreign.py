@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 from trident.convert.deepspeed_format.engine_files import is_engine_folder, open_engine_folder
 from trident.convert.deepspeed_format.universal import is_universal, open_universal
 from trident.convert.hugging_face.importing import unfinished_folder
-from trident.convert.hugging_face.model_file import MODEL_FILE, model_file_text, untrained_record
+from trident.convert.hugging_face.model_file import MODEL_FILE, model_file_text, untrained_record, yaml_value
 from trident.convert.megatron_format.distributed_files import is_distributed, open_distributed
 from trident.convert.megatron_format.foreign_model import ForeignModel, ForeignPieces
 from trident.convert.megatron_format.torch_files import Choices, is_torch_layout, open_torch_layout
@@ -129,21 +128,15 @@ def import_checkpoint(source: ForeignModel, request: MegatronImportRequest, toke
     with unfinished_folder(request.target) as folder:
         choice = _absolute(request.choice)
         text = model_file_text(source.model, choice, tokenizer, f"Imported from {source.path}: {source.format}.")
-        text += "".join(f"{name.replace('_', '-')}: {value}\n" for name, value in _run_flags(source))
+        if source.has_moments:  # a resume needs the flags of the run
+            flags = source.state.flags.items()
+            text += "".join(f"{name.replace('_', '-')}: {yaml_value(value)}\n" for name, value in flags)
         write_text(folder / MODEL_FILE, text)
         record = _record(source, folder / MODEL_FILE, request.target, tokenizer)
         taken = ForeignPieces(source, request.average).snapshot()
         step = source.state.progress.step
         write_snapshot(folder, step, taken, record.to_json(), ParallelMesh.single())
     return request.target
-
-
-def _run_flags(source: ForeignModel) -> Iterator[tuple[str, str]]:
-    """The flags of the run that a resume needs, as YAML; none for weights alone."""
-    for name, value in source.state.flags.items() if source.has_moments else ():
-        text = json.dumps(value)
-        is_exponent_only = isinstance(value, float) and "e" in text and "." not in text  # text to YAML
-        yield name, text.replace("e", ".0e") if is_exponent_only else text
 
 
 def _record(source: ForeignModel, model_file: Path, target: Path, tokenizer: Tokenizer) -> Record:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from megatron.config.machine import Machine
 from megatron.config.rules import (
     batches,
     checkpoints,
@@ -25,7 +24,7 @@ from megatron.config.rules import (
     sequence,
 )
 from megatron.config.rules.rule import Moment, Rule
-from megatron.config.run_sections import ReadFlags, ResolvedSections, RunSections
+from megatron.config.run_sections import ReadFlags, RunSections
 from megatron.config.sections.model import ModelRequest
 from megatron.errors import ConfigError
 
@@ -39,9 +38,11 @@ _SUBJECTS = (
 RULES = tuple(rule for subject in _SUBJECTS for rule in vars(subject).values() if isinstance(rule, Rule))
 
 
-def model_problems(model: ModelRequest) -> Iterator[str]:
-    """What is wrong with a network, whatever run it belongs to."""
-    return _broken(Moment.MODEL, model)
+def sentences(moment: Moment, *facts: object) -> Iterator[str]:
+    """Sentences of the rules of a moment that are broken by the facts that they are called with."""
+    for rule in RULES:
+        if rule.moment is moment:
+            yield from rule(*facts)
 
 
 def checked_model(model: Model) -> Model:
@@ -50,42 +51,26 @@ def checked_model(model: Model) -> Model:
     Raises:
         ConfigError: with all problems at once.
     """
-    if problems := list(model_problems(model)):
+    if problems := list(sentences(Moment.MODEL, model)):
         raise ConfigError(problems)
     return model
 
 
 def run_problems(run: RunSections) -> Iterator[str]:
-    """What is wrong with a run, asked for or resolved."""
-    yield from model_problems(run.model)
-    yield from _broken(Moment.RUN, run)
+    """Broken rules of a run, requested or resolved."""
+    yield from sentences(Moment.MODEL, run.model)
+    yield from sentences(Moment.RUN, run)
 
 
 def request_problems(run: ReadFlags) -> Iterator[str]:
-    """What is wrong with the flags of a run, before the machine and the tokenizer are known."""
+    """Broken rules of a run's flags, before the machine and the tokenizer are known."""
     yield from run_problems(run)
-    yield from _broken(Moment.REQUEST, run)
-
-
-def request_notices(run: ReadFlags) -> Iterator[str]:
-    """What the user should know of flags without a problem."""
-    return _broken(Moment.NOTICE, run)
+    yield from sentences(Moment.REQUEST, run)
 
 
 def world_problems(run: RunSections, world_size: int) -> list[str]:
-    """Why a run does not fit so many processes: the first rule that is broken, as the others count on it."""
+    """Sentences of the first broken rule of a run on so many processes; later ones rely on it."""
     for rule in RULES:
         if rule.moment is Moment.WORLD and (problems := list(rule(run, world_size))):
             return problems
     return []
-
-
-def resolved_problems(config: ResolvedSections, machine: Machine) -> Iterator[str]:
-    """What is wrong with a run that fits the processes of a machine."""
-    return _broken(Moment.RESOLVED, config, machine)
-
-
-def _broken(moment: Moment, *facts: object) -> Iterator[str]:
-    for rule in RULES:
-        if rule.moment is moment:
-            yield from rule(*facts)

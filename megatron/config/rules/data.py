@@ -61,7 +61,7 @@ def _tokenizer_files(run: RunSections) -> Iterator[str]:
 
 
 def vocabulary_problems(parallel: ParallelRequest, vocabulary: int, tokenizer: TokenizerFacts) -> Iterator[str]:
-    """What is wrong with the entries of a network's vocabulary, and with the rows that they are padded to.
+    """Problems of the entries of a network's vocabulary, and of the rows that they are padded to.
 
     A vocabulary may lack tokens of the tokenizer, which the data then may not contain, but not its last one of a
     document.

@@ -15,15 +15,15 @@ _ONE, _TENSOR = "--expert-tensor-parallel-size 1", "--tensor-model-parallel-size
 
 
 def expert_ranks(model: ModelRequest, parallel: ParallelRequest) -> int:
-    """Over how many ranks the experts of every layer are divided: as many as asked for, but no more than the layer with
-    the fewest experts has, as in DeepSpeed; 1 for a dense network.
+    """The number of ranks that the experts of every layer are divided over: as many as requested, but no more than the
+    layer with the fewest experts has, as in DeepSpeed; 1 for a dense network.
     """
     counts = model.expert_counts
     return max(1, min(parallel.expert_model_parallel_size, *counts)) if counts else 1
 
 
 def expert_notices(model: ModelRequest, parallel: ParallelRequest) -> Iterator[str]:
-    """What of the sizes that were asked for is not done as it was written."""
+    """A notice that experts are divided over fewer ranks than requested."""
     size, wanted = expert_ranks(model, parallel), parallel.expert_model_parallel_size
     if size >= wanted:
         return

@@ -1,4 +1,4 @@
-"""How operations are computed: their implementations, whole blocks compiled, and activations recomputed."""
+"""Implementations of operations, compiled blocks, and recomputed activations."""
 
 from __future__ import annotations
 

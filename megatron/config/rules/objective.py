@@ -1,4 +1,4 @@
-"""What is learned: the loss, masking, examples, a teacher and multi-token prediction."""
+"""Objectives: the loss, masking, examples, a teacher and multi-token prediction."""
 
 from __future__ import annotations
 

@@ -26,6 +26,16 @@ def _no_pipeline(run: ReadFlags) -> Iterator[str]:
         )
 
 
+@request_rule
+def _ramp_up_of_a_file(run: RunSections) -> Iterator[str]:
+    name = run.parallel.schedule_for(run.model.num_layers)
+    if is_schedule_file(name) and run.optim.rampup_batch_size is not None:
+        yield (
+            f"{_SCHEDULE} {name} is for one number of micro-batches, which --rampup-batch-size changes. Use a "
+            "schedule by name, or drop --rampup-batch-size."
+        )
+
+
 @run_rule
 def _pipeline(run: RunSections) -> Iterator[str]:
     """The first of its rules that is broken, unless a number is out of bounds; the layers are 0 if not known."""
@@ -78,7 +88,7 @@ def _division_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[s
 
 
 def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
-    """Whether the schedule takes that many chunks, and whether each gets a layer."""
+    """The schedule takes that many chunks, and each gets a layer."""
     chunks, stages = parallel.chunks_for(num_layers), parallel.pipeline_model_parallel_size
     name = parallel.schedule_for(num_layers)
     fewest, most = SCHEDULE_CHUNKS.get(name, (1, None))
@@ -103,7 +113,7 @@ def _chunk_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]
 
 
 def _end_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
-    """Whether the blocks that are asked for on the first and the last rank leave the others theirs.
+    """The blocks requested for the first and the last rank leave the others theirs.
 
     Args:
         num_layers: 0 if it is not known.
@@ -154,7 +164,7 @@ def _flag_for(parallel: ParallelRequest, num_layers: int, chunks: int) -> str:
 
 
 def _engine_problems(parallel: ParallelRequest, num_layers: int) -> Iterator[str]:
-    """Whether the engine runs the schedule, and goes with ZeRO."""
+    """The engine runs the schedule, with this stage of ZeRO."""
     engine, stages, zero = parallel.pipeline_engine, parallel.pipeline_model_parallel_size, parallel.zero_stage
     name, chunks = parallel.schedule_for(num_layers), parallel.chunks_for(num_layers)
     if stages == 1 and chunks == 1:

@@ -21,7 +21,7 @@ class Moment(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What can be combined: a generator of one sentence for each way in which it is broken."""
+    """A rule between flags: a generator of one sentence for each way in which it is broken."""
 
     moment: Moment
     sentences: Callable[..., Iterator[str]]

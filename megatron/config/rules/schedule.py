@@ -9,7 +9,7 @@ from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK
 from megatron.config.rules.rule import notice, request_rule, resolved_rule, run_rule
 from megatron.config.run_sections import ResolvedSections, RunSections
 from megatron.config.schedule import annealing_samples, schedule
-from megatron.config.sections.curriculum import FIXED_DISCRETE, CurriculumFields
+from megatron.config.sections.curriculum import FIXED_DISCRETE
 from megatron.config.sections.optim import OptimConfig
 
 
@@ -215,17 +215,8 @@ def warmup_problems(optim: OptimConfig) -> Iterator[str]:
 
 
 @run_rule
-def _curriculum(run: RunSections) -> Iterator[str]:
+def _idle_curriculum(run: RunSections) -> Iterator[str]:
     optim = run.optim
-    if not optim.curriculum_learning:
-        yield from _idle_curriculum(optim)
-    elif optim.curriculum_schedule == FIXED_DISCRETE:
-        yield from _discrete_curriculum(optim)
-    else:
-        yield from _growing_curriculum(optim)
-
-
-def _idle_curriculum(optim: CurriculumFields) -> Iterator[str]:
     values = {
         "--curriculum-min-length": optim.curriculum_min_length,
         "--curriculum-max-length": optim.curriculum_max_length,
@@ -234,11 +225,15 @@ def _idle_curriculum(optim: CurriculumFields) -> Iterator[str]:
         "--curriculum-max-steps": " ".join(map(str, optim.curriculum_max_steps)),
     }
     for name, value in values.items():
-        if value:
+        if value and not optim.curriculum_learning:
             yield f"{name} {value} has no effect without --curriculum-learning. Add it, or drop {name}."
 
 
-def _growing_curriculum(optim: CurriculumFields) -> Iterator[str]:
+@run_rule
+def _growing_lengths(run: RunSections) -> Iterator[str]:
+    optim = run.optim
+    if not optim.curriculum_learning or optim.curriculum_schedule == FIXED_DISCRETE:
+        return
     schedule = f"--curriculum-schedule {optim.curriculum_schedule}"
     if optim.curriculum_min_length is None:
         yield f"--curriculum-min-length is required by {schedule}: tokens of a sample at the first step."
@@ -257,7 +252,11 @@ def _growing_curriculum(optim: CurriculumFields) -> Iterator[str]:
         )
 
 
-def _discrete_curriculum(optim: CurriculumFields) -> Iterator[str]:
+@run_rule
+def _listed_lengths(run: RunSections) -> Iterator[str]:
+    optim = run.optim
+    if not optim.curriculum_learning or optim.curriculum_schedule != FIXED_DISCRETE:
+        return
     lengths, ends = optim.curriculum_lengths, optim.curriculum_max_steps
     if not lengths or len(ends) != len(lengths) - 1:
         yield (

@@ -97,7 +97,7 @@ def sharing_flags(parallel: ParallelRequest) -> str:
 
 
 def _unpadded(model: ModelRequest, loss: LossConfig, length: int) -> str | None:
-    """Why samples are not padded to a length, as the end of a sentence; None if they are."""
+    """The reason why samples are not padded to a length, as the end of a sentence; None if they are."""
     if model.num_experts > 1:
         return "routers would see padding"
     if model.bidirectional and loss.objective != MASKED:

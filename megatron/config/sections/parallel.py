@@ -213,8 +213,8 @@ class ParallelRequest(ConfigSection):
         return max(1, num_layers // chunks)
 
     def length_unit(self, *, causal: bool) -> int:
-        """What lengths must be multiples of: a ring cuts causal samples into two blocks a rank, and each rank's tokens
-        are divided once more over the tensor-parallel ranks under sequence parallelism.
+        """The number that lengths must be a multiple of: a ring cuts causal samples into two blocks a rank, and each
+        rank's tokens are divided once more over the tensor-parallel ranks under sequence parallelism.
         """
         ring = self.ring_size
         within = self.tensor_model_parallel_size if self.splits_sequence else 1

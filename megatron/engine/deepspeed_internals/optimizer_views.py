@@ -25,9 +25,8 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
-from megatron.engine.deepspeed_internals.base_view import OptimizerView
+from megatron.engine.deepspeed_internals.base_view import OptimizerView, loss_scale_of
 from megatron.engine.deepspeed_internals.experts import is_expert
-from megatron.engine.deepspeed_internals.loss_scaler import loss_scale_of
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping

@@ -57,9 +57,7 @@ class GradientOwner:
         self._sum.add(self._trained if parameters is None else parameters)
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
-        """Adds products that are gradients of trained parameters during a backward pass, so that `accumulate` does not
-        find them; None where that cannot be, see `GradientSum.product_adder`.
-        """
+        """See `GradientSum.product_adder`; `accumulate` does not find what was added so."""
         return self._sum.product_adder(dtype)
 
     def sum_over_ranks(self, partial: Partial, tied: Tied) -> None:

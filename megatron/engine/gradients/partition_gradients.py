@@ -137,7 +137,6 @@ class PartitionGradients(FlatGradients):
         return self._kept[id(parameter)]  # type: ignore[return-value]
 
     def _kept_whole(self) -> list[_Whole]:
-        """Room for the sums of `keep_whole`."""
         groups: dict[int, list[nn.Parameter]] = {}
         for key in self._kept:
             number, _, parameter = self._places[key]

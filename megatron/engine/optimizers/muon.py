@@ -86,7 +86,6 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def can_skip(self) -> bool:
-        """Whether `found_inf` is known to the other optimizer too."""
         return self._others is None or can_skip(self._others)
 
     def connect(self, held: Sequence[HeldMatrix]) -> None:

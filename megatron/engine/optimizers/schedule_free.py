@@ -112,7 +112,6 @@ class ScheduleFree(torch.optim.Optimizer):
         return share.float(), correction.masked_fill(steps[0] == 0, 1.0).float()
 
     def _state_of(self, weight: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter; what is missing begins."""
         state: dict[str, Any] = self.state[weight]
         for name in ("distance", "exp_avg_sq"):
             if state.get(name) is None:

@@ -122,7 +122,6 @@ class GraphedChunkRunner(ChunkRunner):
 
 
 def _most_at_once(program: Program, halved: set[tuple[int, int]]) -> dict[_Way, int]:
-    """How many passes of each chunk have begun and not ended at a time."""
     now: Counter[_Way] = Counter()
     most: dict[_Way, int] = {}
     for action in program:
@@ -247,8 +246,6 @@ class _GraphPass(ChunkPass):
 
 
 class _WarmUp(ChunkPass):
-    """A pass without graphs, on the stream of the captures."""
-
     def __init__(self, passed: ChunkPass, capturer: GraphCapturer) -> None:
         self._passed, self._capturer = passed, capturer
 

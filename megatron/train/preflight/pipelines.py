@@ -21,12 +21,6 @@ def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
     name = parallel.schedule_for(layers)
     if not is_schedule_file(name):
         return
-    if optim.rampup_batch_size is not None:
-        yield (
-            f"--pipeline-schedule {name} is for one number of micro-batches, which --rampup-batch-size changes. Use a "
-            "schedule by name, or drop --rampup-batch-size."
-        )
-        return
     replicas = world_size // parallel.replica_size
     micro, batch = batch_sizes(optim, replicas)
     try:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.errors import StorageError
-from trident.convert.megatron_output.output_tensors import namespace, write_object
+from trident.convert.megatron_output.output_tensors import write_object
 
 
 def test_a_value_comes_back(tmp_path: Path) -> None:
-    value = {"args": namespace({"num_layers": 2}), "tensor": torch.arange(4.0)}
+    value = {"args": argparse.Namespace(num_layers=2), "tensor": torch.arange(4.0)}
     write_object(tmp_path / "new" / "file.pt", value)
     read = torch.load(tmp_path / "new" / "file.pt", weights_only=False)
     assert read["args"] == argparse.Namespace(num_layers=2)

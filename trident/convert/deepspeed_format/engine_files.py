@@ -20,20 +20,11 @@ import torch
 
 from megatron.errors import ConversionError
 from megatron.parallel.pieces import Kind
-from trident.convert.megatron_format.arguments import gate_is_last, model_config, training_flags, training_state
-from trident.convert.megatron_format.foreign_model import (
-    ForeignModel,
-    RankPart,
-    StoredParts,
-    TrainingState,
-    collect,
-    count_of,
-)
-from trident.convert.megatron_format.sharding_rules import StoredRowOrder
-from trident.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
+from trident.convert.megatron_format.arguments import training_state
+from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, highest_step
+from trident.convert.megatron_format.torch_files import Choices, StoredRun, read_dictionaries
 from trident.convert.pickles.reader import ForeignObject, ForeignTensor, read_pickles, tensors_in
 
-Listed = list[tuple[int, str, Kind, RankPart]]
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -51,11 +42,6 @@ class RankFiles:
     ranks: Mapping[int, Mapping[str, Any]]
     layers: Mapping[tuple[int, int], Any]
 
-    @property
-    def tensor_ranks(self) -> int:
-        """Tensor-parallel ranks that wrote the checkpoint; without layer files there is no pipeline."""
-        return 1 + max(rank for _, rank in self.layers) if self.layers else len(self.ranks)
-
 
 def is_engine_folder(folder: Path) -> bool:
     """Whether a folder holds files of DeepSpeed's engines."""
@@ -63,27 +49,19 @@ def is_engine_folder(folder: Path) -> bool:
 
 
 def open_engine_folder(folder: Path, choices: Choices) -> ForeignModel:
-    """Opens a `global_step100` folder.
-
-    Raises:
-        ConversionError: files are missing, or the network is not one of ours.
-        CheckpointError: a file is damaged or holds what is not admitted.
-    """
+    """Opens a `global_step100` folder; raises as `open_foreign` does."""
     files = _read_files(folder)
-    first = files.ranks[0]
-    stored = arguments_of(first, folder)
-    model = model_config(stored, true_vocabulary(first, stored, choices), rotary_is_sound=choices.rotary_is_sound)
-    ranks, tied = files.tensor_ranks, not model.untie_embeddings_and_output_weights
+    run = StoredRun.of(files.ranks[0], folder, choices)
+    # Without layer files there is no pipeline.
+    ranks = 1 + max(rank for _, rank in files.layers) if files.layers else len(files.ranks)
     shards = read_shards(folder, {rank: shapes_of(content) for rank, content in files.ranks.items()})
-    listed: Listed = [(rank % ranks, name, kind, part) for rank, name, kind, part in shards.tensors]
-    exact = collect(listed, ranks, is_tied=tied, path=folder)
-    parts: StoredParts = {**collect(_weights(files), ranks, is_tied=tied, path=folder), **exact}
-    has_moments = any(kind == "exp_avg" for _, kind in exact)
-    state = TrainingState(flags=training_flags(stored))
-    if has_moments:
-        state = training_state(first, stored, shards.updates, shards.loss_scale)
-    order = StoredRowOrder(gate_last=gate_is_last(stored))
-    return ForeignModel("DeepSpeed", folder, model, order, parts, state, _notes(shards, has_moments))
+    exact = run.parts(((rank % ranks, name, kind, part) for rank, name, kind, part in shards.tensors), ranks)
+    parts = {**run.parts(_weights(files), ranks), **exact}
+    if any(kind == "exp_avg" for _, kind in exact):
+        state = training_state(files.ranks[0], run.stored, shards.updates, shards.loss_scale)
+        return run.opened("DeepSpeed", parts, state)
+    note = f"{shards.problem or 'the optimizer states hold no moments'}; only weights are imported"
+    return run.opened("DeepSpeed", parts, None, (note,))
 
 
 @dataclass
@@ -152,12 +130,6 @@ def shapes_of(content: Mapping[str, Any]) -> Shapes:
     return groups
 
 
-def _notes(shards: OptimizerShards, has_moments: bool) -> tuple[str, ...]:
-    if has_moments:
-        return ()
-    return (f"{shards.problem or 'the optimizer states hold no moments'}; only weights are imported",)
-
-
 def _read_files(folder: Path) -> RankFiles:
     ranks: dict[int, Path] = {}
     layers: dict[tuple[int, int], Path] = {}
@@ -173,10 +145,7 @@ def _read_files(folder: Path) -> RankFiles:
             f"{folder} holds the model files of ranks {', '.join(map(str, sorted(ranks))) or 'none'}; they must begin "
             "with mp_rank_00_model_states.pt and be complete. Copy the whole checkpoint."
         )
-    contents = read_pickles([*ranks.values(), *layers.values()])
-    for path, content in zip([*ranks.values(), *layers.values()], contents, strict=True):
-        if not isinstance(content, dict):
-            raise ConversionError(f"{path} does not hold a dictionary, so it is not a file of DeepSpeed's engine.")
+    contents = read_dictionaries([*ranks.values(), *layers.values()], "a file of DeepSpeed's engine")
     return RankFiles(
         dict(zip(ranks, contents[: len(ranks)], strict=True)), dict(zip(layers, contents[len(ranks) :], strict=True))
     )
@@ -280,9 +249,7 @@ def _updates(state: Mapping[str, Any]) -> int | None:
     """Adam's counter, in the state of a tensor or in the parameter group; None where there is none."""
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
-    places = [*_adam(state).values(), *groups]
-    counts = [count_of(place["step"]) for place in places if isinstance(place, dict) and "step" in place]
-    return max((count for count in counts if count is not None), default=None)
+    return highest_step([*_adam(state).values(), *groups])
 
 
 def _loss_scale(state: Mapping[str, Any]) -> dict[str, float]:

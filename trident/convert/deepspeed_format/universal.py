@@ -6,19 +6,15 @@ Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/ds_to_universal.py`; bigscience 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron.config import ModelConfig
 from megatron.errors import ConversionError
 from megatron.parallel.pieces import Kind
-from trident.convert.megatron_format.arguments import gate_is_last, model_config, training_state
-from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, StoredParts, collect, count_of
-from trident.convert.megatron_format.sharding_rules import StoredRowOrder
-from trident.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
+from trident.convert.megatron_format.arguments import training_state
+from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, StoredParts, count_of, highest_step
+from trident.convert.megatron_format.torch_files import Choices, StoredRun, read_dictionaries
 from trident.convert.pickles.reader import ForeignTensor, read_pickles
 
 _FILES: dict[str, Kind] = {"fp32.pt": "weight", "exp_avg.pt": "exp_avg", "exp_avg_sq.pt": "exp_avg_sq"}
@@ -31,40 +27,23 @@ def is_universal(folder: Path) -> bool:
 
 
 def open_universal(folder: Path, choices: Choices) -> ForeignModel:
-    """Opens a universal checkpoint.
-
-    Raises:
-        ConversionError: files are missing, or the network is not one of ours.
-        CheckpointError: a file is damaged or holds what is not admitted.
-    """
-    first = _model_state(folder)
-    stored = arguments_of(first, folder)
-    model = model_config(stored, true_vocabulary(first, stored, choices), rotary_is_sound=choices.rotary_is_sound)
+    """Opens a universal checkpoint; raises as `open_foreign` does."""
+    path = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
+    if path is None:
+        raise ConversionError(f"{folder} holds no mp_rank_00_model_states.pt, which has the arguments of the run.")
+    (first,) = read_dictionaries([path], "a file of DeepSpeed's engine")
+    run = StoredRun.of(first, folder, choices)
     paths = [path for path in sorted((folder / "zero").glob("*/*.pt")) if path.name in _FILES]
     listed = [
         (0, path.parent.name, _FILES[path.name], _whole(content, path), content)
         for path, content in zip(paths, read_pickles(paths), strict=True)
     ]
-    tied = not model.untie_embeddings_and_output_weights
-    parts = collect([entry[:4] for entry in listed], 1, is_tied=tied, path=folder)
+    parts = run.parts(entry[:4] for entry in listed)
     notes: list[str] = []
     if not any("cat_dim" in content for *_, content in listed):  # the first version leaves ranks' parts as they came
-        ranks = _count(stored.get("tensor_model_parallel_size"))
-        parts = _as_first_version(parts, model, ranks, notes)
-    state = training_state(first, stored, _updates(folder))
-    return ForeignModel(
-        "DeepSpeed universal", folder, model, StoredRowOrder(gate_last=gate_is_last(stored)), parts, state, tuple(notes)
-    )
-
-
-def _model_state(folder: Path) -> Mapping[str, Any]:
-    path = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
-    if path is None:
-        raise ConversionError(f"{folder} holds no mp_rank_00_model_states.pt, which has the arguments of the run.")
-    (content,) = read_pickles([path])
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path} does not hold a dictionary, so it is not a file of DeepSpeed's engine.")
-    return content
+        ranks = run.stored.get("tensor_model_parallel_size")
+        parts = _as_first_version(parts, run.model, ranks if type(ranks) is int and ranks > 0 else 1, notes)
+    return run.opened("DeepSpeed universal", parts, training_state(first, run.stored, _updates(folder)), notes)
 
 
 def _whole(content: Any, path: Path) -> RankPart:
@@ -94,10 +73,7 @@ def _as_first_version(parts: StoredParts, model: ModelConfig, ranks: int, notes:
 
 
 def _rows(part: RankPart, first: int, last: int) -> RankPart:
-    def read() -> torch.Tensor:
-        return part.read()[first:last]
-
-    return RankPart((last - first, *part.shape[1:]), part.dtype, read)
+    return RankPart((last - first, *part.shape[1:]), part.dtype, lambda: part.read()[first:last])
 
 
 def _updates(folder: Path) -> int | None:
@@ -110,16 +86,5 @@ def _updates(folder: Path) -> int | None:
     if not groups_file.is_file():
         return None
     (content,) = read_pickles([groups_file])
-    return max((count for count in map(count_of, _steps(content)) if count is not None), default=None)
-
-
-def _steps(content: Any) -> Iterator[Any]:
-    """Every step in the parameter groups."""
-    groups = content.get("param_groups", []) if isinstance(content, dict) else []
-    for group in groups if isinstance(groups, list) else []:
-        if isinstance(group, dict) and "step" in group:
-            yield group["step"]
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and value > 0 else 1
+    groups = content.get("param_groups") if isinstance(content, dict) else None
+    return highest_step(groups if isinstance(groups, list) else [])

@@ -34,7 +34,7 @@ def model_file_text(model: ModelConfig, choice: TokenizerChoice, tokenizer: Toke
     """
     program = "pretrain_bert.py" if model.bidirectional else "pretrain_gpt.py"
     lines = [f"# {origin}", f"# Flags of {program} by name; the command line wins over them."]
-    lines += [f"{name}: {_yaml(value)}" for name, value in model_flags(model, choice, tokenizer)]
+    lines += [f"{name}: {yaml_value(value)}" for name, value in model_flags(model, choice, tokenizer)]
     return "\n".join(lines) + "\n"
 
 
@@ -121,11 +121,11 @@ def _usual_value(flag: Flag, model: ModelConfig) -> Any:
     return None if flag.field in _ALWAYS else computed(model)
 
 
-def _yaml(value: Any) -> str:
+def yaml_value(value: Any) -> str:
     """A value as YAML, a superset of JSON except for numbers such as 1e-05, which YAML reads as text."""
     if isinstance(value, float):
         text = repr(value)
         return text if "e" not in text or "." in text else text.replace("e", ".0e")
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
+        return "[" + ", ".join(map(yaml_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 
 from megatron.errors import ConversionError
-from trident.convert.megatron_format.arguments import gate_is_last, model_config, training_flags
-from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, TrainingState, collect
-from trident.convert.megatron_format.sharding_rules import StoredRowOrder
-from trident.convert.megatron_format.torch_files import Choices, arguments_of, true_vocabulary
+from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart
+from trident.convert.megatron_format.torch_files import Choices, StoredRun
 from trident.convert.pickles.reader import ForeignObject, ForeignTable, ForeignTensor, read_pickle, read_ranges
 
 _NOT_WEIGHTS = re.compile(
@@ -33,30 +31,23 @@ _ARGUMENTS = "args"
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """A box of a global tensor and its values."""
-
-    offsets: tuple[int, ...]
-    tensor: ForeignTensor
-
-
-@dataclass(frozen=True)
 class _Stored:
-    """A global tensor as its chunks."""
+    """A global tensor as its chunks: where each begins in it, and the values."""
 
     name: str
     shape: tuple[int, ...]
-    chunks: Sequence[_Chunk]
+    chunks: Sequence[tuple[tuple[int, ...], ForeignTensor]]
 
     def part(self, layer: int | None = None) -> RankPart:
         """The tensor, or one layer of a stack of them."""
         shape = self.shape if layer is None else self.shape[1:]
+        dtype = self.chunks[0][1].dtype
 
         def read() -> torch.Tensor:
-            whole = torch.empty(shape, dtype=self.chunks[0].tensor.dtype)
+            whole = torch.empty(shape, dtype=dtype)
             filled = 0
-            for chunk in self.chunks:
-                values, offsets = chunk.tensor.read(), chunk.offsets
+            for offsets, tensor in self.chunks:
+                values = tensor.read()
                 if layer is not None:
                     if not offsets[0] <= layer < offsets[0] + values.shape[0]:
                         continue
@@ -70,7 +61,7 @@ class _Stored:
                 )
             return whole
 
-        return RankPart(shape, self.chunks[0].tensor.dtype, read)
+        return RankPart(shape, dtype, read)
 
 
 def is_distributed(folder: Path) -> bool:
@@ -79,32 +70,17 @@ def is_distributed(folder: Path) -> bool:
 
 
 def open_distributed(folder: Path, choices: Choices) -> ForeignModel:
-    """Opens a `torch_dist` checkpoint: weights only.
-
-    Raises:
-        ConversionError: files are missing, or the network is not one of ours.
-        CheckpointError: a file is damaged or holds what is not admitted.
-    """
+    """Opens a `torch_dist` checkpoint: weights only; raises as `open_foreign` does."""
     shapes, places = _metadata(folder)
     wanted = {name for name in shapes if not _NOT_WEIGHTS.fullmatch(name)}
     loaded = _load(folder, {key: place for key, place in places.items() if key[0] in wanted or key[0] == _ARGUMENTS})
     arguments_file = folder / "common.pt"
     content = read_pickle(arguments_file) if arguments_file.is_file() else {_ARGUMENTS: loaded.get((_ARGUMENTS, None))}
-    stored = arguments_of(content if isinstance(content, dict) else {}, folder)
-    vocabulary = true_vocabulary(content, stored, choices)
-    model = model_config(stored, vocabulary, rotary_is_sound=choices.rotary_is_sound, is_core=True)
+    run = StoredRun.of(content if isinstance(content, dict) else {}, folder, choices, is_core=True)
     tensors = [_stored(name, shapes[name], loaded) for name in sorted(wanted)]
-    named = ((0, name, "weight", part) for name, part in _joined_halves(_by_layer(tensors)))
-    parts = collect(named, 1, is_tied=not model.untie_embeddings_and_output_weights, path=folder)  # type: ignore[arg-type]
-    return ForeignModel(
-        "Megatron-LM (torch_dist)",
-        folder,
-        model,
-        StoredRowOrder(gate_last=gate_is_last(stored)),
-        parts,
-        TrainingState(flags=training_flags(stored)),
-        ("optimizer states of the torch_dist layout are not read; only weights are imported",),
-    )
+    parts = run.parts((0, name, "weight", part) for name, part in _joined_halves(_by_layer(tensors)))
+    note = "optimizer states of the torch_dist layout are not read; only weights are imported"
+    return run.opened("Megatron-LM (torch_dist)", parts, None, (note,))
 
 
 Key = tuple[str, tuple[int, ...] | None]
@@ -157,20 +133,17 @@ def _load(folder: Path, places: Mapping[Key, Place]) -> dict[Key, Any]:
 
 def _stored(name: str, shape: tuple[int, ...], loaded: Mapping[Key, Any]) -> _Stored:
     chunks = [
-        _Chunk(offset or (0,) * len(shape), value)
+        (offset or (0,) * len(shape), value)
         for (stored, offset), value in loaded.items()
         if stored == name and isinstance(value, ForeignTensor)
     ]
-    for chunk in chunks:
-        ends = zip(chunk.offsets, chunk.tensor.shape, shape, strict=False)
-        if (
-            len(chunk.offsets) != len(shape)
-            or len(chunk.tensor.shape) != len(shape)
-            or any(low + size > limit for low, size, limit in ends)
-        ):
+    for offsets, tensor in chunks:
+        ends = zip(offsets, tensor.shape, shape, strict=False)
+        is_deep = len(offsets) == len(tensor.shape) == len(shape)
+        if not is_deep or any(low + size > limit for low, size, limit in ends):
             raise ConversionError(
-                f"a chunk of tensor {name} has shape {list(chunk.tensor.shape)} at {list(chunk.offsets)}, which is not "
-                f"in {list(shape)}. The checkpoint is damaged."
+                f"a chunk of tensor {name} has shape {list(tensor.shape)} at {list(offsets)}, which is not in "
+                f"{list(shape)}. The checkpoint is damaged."
             )
     if not chunks:
         raise ConversionError(f"tensor {name} has no chunks. The checkpoint is incomplete; copy it again.")
@@ -202,6 +175,5 @@ def _joined_halves(named: Iterable[tuple[str, RankPart]]) -> Iterator[tuple[str,
 
 
 def _stack(gate: RankPart, up: RankPart) -> RankPart:
-    return RankPart(
-        (gate.shape[0] + up.shape[0], *gate.shape[1:]), gate.dtype, lambda: torch.cat([gate.read(), up.read()])
-    )
+    shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
+    return RankPart(shape, gate.dtype, lambda: torch.cat([gate.read(), up.read()]))

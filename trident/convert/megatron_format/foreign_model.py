@@ -168,6 +168,12 @@ def count_of(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
+def highest_step(places: Iterable[Any]) -> int | None:
+    """The highest counter `step` in the states of tensors or in parameter groups; None where there is none."""
+    counts = [count_of(place["step"]) for place in places if isinstance(place, dict) and "step" in place]
+    return max((count for count in counts if count is not None), default=None)
+
+
 @dataclass(frozen=True)
 class ForeignPieces:
     """The tensors of a foreign checkpoint as pieces of ours, read one at a time; iterable many times.

@@ -20,6 +20,8 @@ from megatron.errors import ConversionError
 
 Rows = Literal["plain", "qkv", "gated", "vocabulary"]
 
+# Ends of the names of matrices whose columns the ranks divide among them.
+ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
 # The checkpoint version in which query, key and value rows have today's order.
 CURRENT_VERSION = 3.0
 
@@ -56,16 +58,11 @@ class ShardingRule:
         local = list(self.shape if rows is None else (rows, *self.shape[1:]))
         if self.split is not None:
             local[self.split] //= ranks
-        if len(local) == 1 or self.is_bias:
+        if len(local) == 1 or self.name.endswith("bias"):
             return (math.prod(local),)
-        if self.name.endswith("linear_proj.weight") or self.name.endswith("linear_fc2.weight"):
+        if self.name.endswith(ROW_PARALLEL):
             return (local[0], math.prod(local[1:]))
         return (math.prod(local[:-1]), local[-1])
-
-    @property
-    def is_bias(self) -> bool:
-        """Whether it is a vector, in whatever blocks."""
-        return self.name.endswith("bias") or len(self.shape) == 1
 
     def joined(self, parts: Sequence[torch.Tensor], order: StoredRowOrder) -> torch.Tensor:
         """Our tensor, made of what the ranks stored. Shapes: see `stored_shape`; result `shape`."""

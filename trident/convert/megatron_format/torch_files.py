@@ -11,11 +11,12 @@ Source: NVIDIA Megatron-LM `megatron/checkpointing.py`, `megatron/optimizer/__in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config import ModelConfig
 from megatron.errors import ConversionError
 from megatron.parallel.pieces import Kind
 from trident.convert.megatron_format.arguments import gate_is_last, model_config, training_flags, training_state
@@ -27,7 +28,7 @@ from trident.convert.megatron_format.foreign_model import (
     collect,
     count_of,
 )
-from trident.convert.megatron_format.sharding_rules import StoredRowOrder
+from trident.convert.megatron_format.sharding_rules import CURRENT_VERSION, StoredRowOrder
 from trident.convert.pickles.reader import ForeignTensor, read_pickles, tensors_in
 
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?")
@@ -63,12 +64,7 @@ def is_torch_layout(folder: Path) -> bool:
 
 
 def open_torch_layout(folder: Path, choices: Choices) -> ForeignModel:
-    """Opens a checkpoint in the `torch` layout.
-
-    Raises:
-        ConversionError: files are missing, or the network is not one of ours.
-        CheckpointError: a file is damaged or holds what is not admitted.
-    """
+    """Opens a checkpoint in the `torch` layout; raises as `open_foreign` does."""
     files = list(_rank_files(folder))
     ranks, stages = 1 + max(file.tensor_rank for file in files), 1 + max(file.stage for file in files)
     if len(files) != ranks * stages:
@@ -77,47 +73,93 @@ def open_torch_layout(folder: Path, choices: Choices) -> ForeignModel:
             f"{ranks * stages}. Copy the whole checkpoint."
         )
     first = files[0].content
-    stored = arguments_of(first, folder)
-    vocabulary = true_vocabulary(first, stored, choices)
-    is_core = any(".linear_fc1." in name for file in files for _, name, _, _ in _weights(file))
-    model = model_config(stored, vocabulary, rotary_is_sound=choices.rotary_is_sound, is_core=is_core)
+    tensors = _named_tensors(files)
+    is_core = any(".linear_fc1." in name for named in tensors for name in named)
+    run = StoredRun.of(first, folder, choices, is_core=is_core)
+    parts = run.parts(
+        (
+            (file.tensor_rank, name, "weight", RankPart.of(tensor))
+            for file, named in zip(files, tensors, strict=True)
+            for name, tensor in named.items()
+        ),
+        ranks,
+    )
+    listed, updates, note = _moments(files, tensors)
     version = first.get("checkpoint_version", 0)
-    order = StoredRowOrder(float(version) if isinstance(version, int | float) else 0.0, gate_is_last(stored))
-    tied = not model.untie_embeddings_and_output_weights
-    offsets = _layer_offsets(files)
-    weights = [
-        (file.tensor_rank, _global_layer(name, offsets.get((file.stage, chunk), 0)), kind, part)
-        for file in files
-        for chunk, name, kind, part in _weights(file)
-    ]
-    parts = collect(weights, ranks, is_tied=tied, path=folder)
-    moments, updates, notes = _moments(files, offsets, ranks, tied, folder)
-    state = training_state(first, stored, updates) if moments else TrainingState(flags=training_flags(stored))
-    return ForeignModel("Megatron-LM (torch)", folder, model, order, {**parts, **moments}, state, notes)
+    return run.opened(
+        "Megatron-LM (torch)",
+        {**parts, **run.parts(listed, ranks)},
+        training_state(first, run.stored, updates) if listed else None,
+        () if note is None else (f"{note}, so only weights are imported",),
+        float(version) if isinstance(version, int | float) else 0.0,
+    )
 
 
-def arguments_of(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The stored arguments of the run.
+@dataclass(frozen=True)
+class StoredRun:
+    """The run that a checkpoint is of, as its stored arguments describe it.
+
+    Args:
+        stored: the arguments.
+        model: the network that they say.
+    """
+
+    path: Path
+    stored: Mapping[str, Any]
+    model: ModelConfig
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], path: Path, choices: Choices, *, is_core: bool = False) -> StoredRun:
+        """The run that a file describes.
+
+        Raises:
+            ConversionError: it holds no arguments, or the network is not one of ours.
+        """
+        stored = content.get("args")
+        if not isinstance(stored, dict) or not stored:
+            raise ConversionError(
+                f"{path} holds no arguments of the run (args), which say what the network is. It is not a checkpoint "
+                "of Megatron-LM or its forks."
+            )
+        rows = choices.vocab_size
+        for place in (content.get("universal_checkpoint_info"), content.get("checkpoint_info")):
+            size = place.get("original_vocab_size") if isinstance(place, dict) else None
+            rows = size if type(size) is int and size > 0 else rows  # without padding
+        model = model_config(stored, rows, rotary_is_sound=choices.rotary_is_sound, is_core=is_core)
+        return cls(path, stored, model)
+
+    def parts(self, stored: Iterable[tuple[int, str, Kind, RankPart]], ranks: int = 1) -> StoredParts:
+        """The stored tensors by our names, see `collect`."""
+        return collect(stored, ranks, is_tied=not self.model.untie_embeddings_and_output_weights, path=self.path)
+
+    def opened(
+        self,
+        program: str,
+        parts: StoredParts,
+        state: TrainingState | None,
+        notes: Sequence[str] = (),
+        version: float = CURRENT_VERSION,
+    ) -> ForeignModel:
+        """The open checkpoint; without a state of the training there are the flags of the run."""
+        order = StoredRowOrder(version, gate_is_last(self.stored))
+        state = state or TrainingState(flags=training_flags(self.stored))
+        return ForeignModel(program, self.path, self.model, order, parts, state, tuple(notes))
+
+
+def read_dictionaries(paths: Sequence[Path], what: str) -> list[dict[str, Any]]:
+    """The contents of files.
+
+    Args:
+        what: what they are, for the error.
 
     Raises:
-        ConversionError: there are none.
+        ConversionError: one holds something else than a dictionary.
     """
-    stored = content.get("args")
-    if not isinstance(stored, dict) or not stored:
-        raise ConversionError(
-            f"{path} holds no arguments of the run (args), which say what the network is. It is not a checkpoint of "
-            "Megatron-LM or its forks."
-        )
-    return stored
-
-
-def true_vocabulary(content: Mapping[str, Any], stored: Mapping[str, Any], choices: Choices) -> int:
-    """Rows of the word embedding without padding: what the files say, else the tokenizer's tokens."""
-    for place in (content.get("checkpoint_info"), content.get("universal_checkpoint_info")):
-        size = place.get("original_vocab_size") if isinstance(place, dict) else None
-        if type(size) is int and size > 0:
-            return size
-    return choices.vocab_size
+    contents = read_pickles(paths)
+    for path, content in zip(paths, contents, strict=True):
+        if not isinstance(content, dict):
+            raise ConversionError(f"{path} does not hold a dictionary, so it is not {what}.")
+    return contents
 
 
 def chunks_of(file: RankFile) -> dict[int, Any]:
@@ -183,15 +225,13 @@ def _rank_files(folder: Path) -> Iterator[RankFile]:
         if file is None:
             raise ConversionError(f"{path} holds no {_FILES[0]}. Copy the whole checkpoint.")
         paths.append((int(match.group(1)), int(match.group(2) or 0), file))
-    contents = read_pickles([file for _, _, file in paths])
-    for (rank, stage, file), content in zip(paths, contents, strict=True):
-        if not isinstance(content, dict):
-            raise ConversionError(f"{file} does not hold a dictionary, so it is not a checkpoint of Megatron-LM.")
+    contents = read_dictionaries([file for _, _, file in paths], "a checkpoint of Megatron-LM")
+    for (rank, stage, _), content in zip(paths, contents, strict=True):
         yield RankFile(rank, stage, content)
 
 
-def _layer_offsets(files: list[RankFile]) -> dict[tuple[int, int], int]:
-    """The number of the first block of each (stage, chunk): layers are numbered from 0 in each of them."""
+def _named_tensors(files: Sequence[RankFile]) -> list[dict[str, ForeignTensor]]:
+    """The weights of each file; layers, numbered from 0 in each (stage, chunk), get the numbers of the network."""
     counts: dict[tuple[int, int], int] = {}
     for file in files:
         for chunk, tree in chunks_of(file).items() if file.tensor_rank == 0 else ():
@@ -201,40 +241,32 @@ def _layer_offsets(files: list[RankFile]) -> dict[tuple[int, int], int]:
     for chunk, stage in sorted(counts):
         offsets[stage, chunk] = done
         done += counts[chunk, stage]
-    return offsets
-
-
-def _global_layer(name: str, offset: int) -> str:
-    match = _LAYER.fullmatch(name)
-    return f"{match.group(1)}{int(match.group(2)) + offset}{match.group(3)}" if match else name
-
-
-def _weights(file: RankFile) -> Iterator[tuple[int, str, Kind, RankPart]]:
-    for chunk, tree in chunks_of(file).items():
-        for name, tensor in tensors_in(tree):
-            yield chunk, name, "weight", RankPart.of(tensor)
+    named: list[dict[str, ForeignTensor]] = []
+    for file in files:
+        named.append({})
+        for chunk, tree in chunks_of(file).items():
+            for name, tensor in tensors_in(tree):
+                if match := _LAYER.fullmatch(name):
+                    name = f"{match[1]}{int(match[2]) + offsets.get((file.stage, chunk), 0)}{match[3]}"
+                named[-1].setdefault(name, tensor)
+    return named
 
 
 def _moments(
-    files: list[RankFile], offsets: Mapping[tuple[int, int], int], ranks: int, is_tied: bool, folder: Path
-) -> tuple[StoredParts, int | None, tuple[str, ...]]:
+    files: Sequence[RankFile], tensors: Sequence[Mapping[str, ForeignTensor]]
+) -> tuple[list[tuple[int, str, Kind, RankPart]], int | None, str | None]:
     """The fp32 weights and moments, Adam's count of updates, and why there are none."""
     listed, updates = [], None
-    for file in files:
+    for file, named in zip(files, tensors, strict=True):
         optimizer = file.content.get("optimizer")
         if not isinstance(optimizer, dict):
-            return {}, None, ("the files hold no optimizer state, so only weights are imported",)
-        named: dict[str, ForeignTensor] = {
-            _global_layer(name, offsets.get((file.stage, chunk), 0)): tensor
-            for chunk, tree in chunks_of(file).items()
-            for name, tensor in tensors_in(tree)
-        }
+            return [], None, "the files hold no optimizer state"
         moments = moments_of(optimizer, named)
         if isinstance(moments, str):
-            return {}, None, (f"{moments}, so only weights are imported",)
+            return [], None, moments
         updates = moments.updates
         listed += [(file.tensor_rank, name, kind, RankPart.of(tensor)) for name, kind, tensor in moments.tensors]
-    return collect(listed, ranks, is_tied=is_tied, path=folder), updates, ()
+    return listed, updates, None
 
 
 def _named_groups(weights: Mapping[str, ForeignTensor], groups: Sequence[Any]) -> list[list[str]] | None:
@@ -246,14 +278,9 @@ def _named_groups(weights: Mapping[str, ForeignTensor], groups: Sequence[Any]) -
         return [list(weights)]
     if len(lengths) != 2:
         return None
-    decays = [_decay(group) for group in groups]
+    decays = [float(group.get("weight_decay", 0.0) * group.get("wd_mult", 1.0)) for group in groups]
     ordered = [matrices, vectors] if decays[0] >= decays[1] else [vectors, matrices]
     return ordered if lengths == [len(names) for names in ordered] else None
-
-
-def _decay(group: Mapping[str, Any]) -> float:
-    value = group.get("weight_decay", 0.0) * group.get("wd_mult", 1.0)
-    return float(value)
 
 
 def _fits(state: Mapping[str, Any], weight: ForeignTensor) -> bool:

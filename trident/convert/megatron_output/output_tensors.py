@@ -26,8 +26,9 @@ from megatron.config.sections.optimizers import AVERAGING
 from megatron.errors import ConversionError, StorageError
 from megatron.files.replacing import write_new
 from megatron.parallel.pieces import Kind, PieceKey
+from trident.convert.megatron_format.arguments import stored_arguments
 from trident.convert.megatron_format.names import BIGSCIENCE
-from trident.convert.megatron_format.sharding_rules import ShardingRule, StoredRowOrder, tensor_rules
+from trident.convert.megatron_format.sharding_rules import CURRENT_VERSION, ShardingRule, StoredRowOrder, tensor_rules
 
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -59,6 +60,24 @@ class OutputRequest:
     def order(self) -> StoredRowOrder:
         """The order of rows; bigscience keeps the gate in the second half of a gated matrix."""
         return StoredRowOrder(gate_last=self.naming == BIGSCIENCE)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What a file says of the run: arguments in the form in which the other programs store them, and progress."""
+        progress, model = self.checkpoint.record.progress, self.model
+        arguments = stored_arguments(
+            model, self.run, progress, self.naming, tensor_ranks=self.tensor_ranks, stages=self.stages
+        )
+        return {
+            "args": argparse.Namespace(**arguments),
+            "checkpoint_version": CURRENT_VERSION,
+            "iteration": progress.step,
+            "tokens": progress.consumed_tokens,
+            "checkpoint_info": {
+                "padded_vocab_size": model.padded_vocab_size,
+                "original_vocab_size": model.vocab_size,
+            },
+        }
 
 
 @dataclass(frozen=True)
@@ -120,11 +139,6 @@ class OurTensors:
         return dataclasses.replace(rule, shape=local, split=None).cut(values, 0, 1, order, local_rows)
 
 
-def namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
-    """Arguments in the form in which the other programs store theirs."""
-    return argparse.Namespace(**arguments)
-
-
 def write_object(path: Path, value: Any) -> None:
     """Pickles a value into a new file, in a folder that is made if it is missing, and waits until it is on the disk.
 
@@ -142,16 +156,13 @@ def write_object(path: Path, value: Any) -> None:
 def _check_split(request: OutputRequest) -> None:
     model, ranks, stages = request.model, request.tensor_ranks, request.stages
     problems = [*heads_problems(model.num_attention_heads, ranks), *widths_problems(model.widths, ranks)]
-    if model.num_query_groups % ranks:
-        problems.append(
-            f"{model.num_query_groups} groups of keys and values (--num-query-groups) cannot be split over "
-            f"--tensor-model-parallel-size {ranks}. Use a divisor of them."
-        )
-    if model.padded_vocab_size % ranks:
-        problems.append(
-            f"{model.padded_vocab_size} rows of the padded vocabulary cannot be split over "
-            f"--tensor-model-parallel-size {ranks}. Use a divisor of them."
-        )
+    for count, what in (
+        (model.num_query_groups, "groups of keys and values (--num-query-groups)"),
+        (model.padded_vocab_size, "rows of the padded vocabulary"),
+    ):
+        if count % ranks:
+            size = f"--tensor-model-parallel-size {ranks}"
+            problems.append(f"{count} {what} cannot be split over {size}. Use a divisor of them.")
     if model.num_layers % stages:
         problems.append(
             f"{model.num_layers} layers cannot be divided into {stages} equal stages (--pipeline-model-parallel-size "

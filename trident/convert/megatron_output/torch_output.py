@@ -10,7 +10,7 @@ Source: NVIDIA Megatron-LM `megatron/training/checkpointing.py`; bigscience Mega
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.storage import DISK, cannot_write, write_text
 from megatron.parallel.pieces import Kind
 from trident.convert.hugging_face.importing import unfinished_folder
-from trident.convert.megatron_format.arguments import scheduler_state, stored_arguments
+from trident.convert.megatron_format.arguments import scheduler_state
 from trident.convert.megatron_format.names import CLASSIC, StagedTensor, stage_tensors
-from trident.convert.megatron_format.sharding_rules import CURRENT_VERSION
-from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, namespace, write_object
+from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, write_object
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
@@ -45,8 +44,10 @@ def write_torch_layout(request: OutputRequest) -> Path:
     with_moments = tensors.has_moments and request.naming == CLASSIC
     if tensors.has_moments and not with_moments:
         log.info(f"--naming {request.naming}: weights only; --naming {CLASSIC} has room for the moments, too")
-    head = _head(request, with_moments)
-    step = request.checkpoint.record.progress.step
+    progress = request.checkpoint.record.progress
+    head, step = request.described, progress.step
+    if with_moments:
+        head["opt_param_scheduler"] = scheduler_state(request.run, progress, request.naming)
     name = folder_name(step) if step else _RELEASE  # an iteration 0 is refused by the programs that read it
     with unfinished_folder(request.target) as folder:
         for stage in range(request.stages):
@@ -59,27 +60,6 @@ def write_torch_layout(request: OutputRequest) -> Path:
                 mapped.close()
         write_text(folder / _POINTER, str(step) if step else _RELEASE)
     return request.target / name
-
-
-def _head(request: OutputRequest, with_moments: bool) -> dict[str, Any]:
-    """What every file says."""
-    progress, model = request.checkpoint.record.progress, request.model
-    arguments = stored_arguments(
-        model, request.run, progress, request.naming, tensor_ranks=request.tensor_ranks, stages=request.stages
-    )
-    head = {
-        "args": namespace(arguments),
-        "checkpoint_version": CURRENT_VERSION,
-        "iteration": progress.step,
-        "tokens": progress.consumed_tokens,
-        "checkpoint_info": {
-            "padded_vocab_size": model.padded_vocab_size,
-            "original_vocab_size": model.vocab_size,
-        },
-    }
-    if with_moments:
-        head["opt_param_scheduler"] = scheduler_state(request.run, progress, request.naming)
-    return head
 
 
 @dataclass(frozen=True)
@@ -95,7 +75,9 @@ class _RankContent:
     def build(self, with_moments: bool) -> dict[str, Any]:
         """The entries of its file."""
         listed = list(stage_tensors(self.request.model, self.request.naming, self.stage, self.request.stages))
-        half = self._half_type() if with_moments else None
+        run = self.request.run if with_moments else {}
+        # The element type of the network that goes with fp32 masters; None where training was in fp32.
+        half = torch.bfloat16 if run.get("bf16") else torch.float16 if run.get("fp16") else None
         network: dict[str, Any] = {}
         shapes: list[tuple[int, ...]] = []
         for tensor in listed:
@@ -118,12 +100,23 @@ class _RankContent:
         run, updates = self.request.run, self.request.checkpoint.record.optimizer_updates
         state: dict[int, dict[str, torch.Tensor]] = {}
         described = []
-        for members, share in zip(groups, (1.0, 0.0), strict=True):
+        for members, share in zip(groups, (1.0, 0.0), strict=True):  # share: of the weight decay
             numbers = range(len(state), len(state) + len(members))
             for number, member in zip(numbers, members, strict=True):
                 moments: dict[str, torch.Tensor] = {kind: self._read(listed[member].ours, kind) for kind in MOMENTS}
                 state[number] = {"step": torch.tensor(float(updates)), **moments}
-            described.append(_group(run, share, updates, list(numbers)))
+            described.append(
+                {
+                    "lr": run["lr"],
+                    "weight_decay": run["weight_decay"] * share,
+                    "wd_mult": share,
+                    "lr_mult": 1.0,
+                    "betas": (run["adam_beta1"], run["adam_beta2"]),
+                    "eps": run["adam_eps"],
+                    "step": updates,
+                    "params": list(numbers),
+                }
+            )
         inner = {"state": state, "param_groups": described}
         if not is_half:
             return inner
@@ -135,25 +128,6 @@ class _RankContent:
         rows = request.model.padded_vocab_size
         values = self.tensors.part(ours, kind, request.order, self.rank, request.tensor_ranks, rows)
         return self.mapped.copy_of(values, dtype or values.dtype)
-
-    def _half_type(self) -> torch.dtype | None:
-        """The element type of the network that goes with fp32 masters; None where training was in fp32."""
-        run = self.request.run
-        return torch.bfloat16 if run.get("bf16") else torch.float16 if run.get("fp16") else None
-
-
-def _group(run: Mapping[str, Any], share: float, updates: int, numbers: list[int]) -> dict[str, Any]:
-    """A parameter group; `share` is the factor of the weight decay."""
-    return {
-        "lr": run["lr"],
-        "weight_decay": run["weight_decay"] * share,
-        "wd_mult": share,
-        "lr_mult": 1.0,
-        "betas": (run["adam_beta1"], run["adam_beta2"]),
-        "eps": run["adam_eps"],
-        "step": updates,
-        "params": numbers,
-    }
 
 
 class _MappedTensors:

@@ -10,7 +10,6 @@ Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/universal_checkpoint.py` (`load_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import torch
 from megatron import log
 from megatron.checkpoint.storage import write_text
 from trident.convert.hugging_face.importing import unfinished_folder
-from trident.convert.megatron_format.arguments import scheduler_state, stored_arguments
+from trident.convert.megatron_format.arguments import scheduler_state
 from trident.convert.megatron_format.names import parameter_name
-from trident.convert.megatron_format.sharding_rules import ShardingRule
-from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, namespace, write_object
+from trident.convert.megatron_format.sharding_rules import ROW_PARALLEL, ShardingRule
+from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, write_object
 
 # The version of DeepSpeed whose format this is; its loader asks for one.
 DEEPSPEED_VERSION = "0.19.8"
@@ -47,12 +46,18 @@ def write_universal(request: OutputRequest) -> Path:
     if not tensors.has_moments:
         log.info(f"{request.checkpoint.folder} has no optimizer state to write; the moments are zeros")
     name = f"global_step{record.progress.step}_universal"
+    rows = request.model.padded_vocab_size if request.keep_padding else None
     with unfinished_folder(request.target) as folder:
         zero = folder / name / "zero"
         for ours, rule in tensors.rules.items():
             parameter = zero / parameter_name(ours, request.naming, request.model)
-            for file, values in _values(tensors, ours, request):
-                write_object(parameter / file, {"param": values, **_how_to_split(rule, request.keep_padding)})
+            split = _how_to_split(rule, request.keep_padding)
+            weight = tensors.part(ours, "weight", request.order, rows=rows).float()
+            write_object(parameter / "fp32.pt", {"param": weight, **split})
+            for kind in MOMENTS:
+                has = tensors.has_moments
+                values = tensors.part(ours, kind, request.order, rows=rows) if has else torch.zeros_like(weight)
+                write_object(parameter / f"{kind}.pt", {"param": values, **split})
             write_object(parameter / "step.pt", torch.tensor(float(updates)))
         write_object(zero / "optimizer_state.pt", _optimizer_state(updates))
         for rank in range(request.tensor_ranks * request.stages):
@@ -62,21 +67,11 @@ def write_universal(request: OutputRequest) -> Path:
     return request.target / name
 
 
-def _values(tensors: OurTensors, ours: str, request: OutputRequest) -> Iterator[tuple[str, torch.Tensor]]:
-    rows = request.model.padded_vocab_size if request.keep_padding else None
-    weight = tensors.part(ours, "weight", request.order, rows=rows).float()
-    yield "fp32.pt", weight
-    for kind in MOMENTS:
-        has = tensors.has_moments
-        yield f"{kind}.pt", tensors.part(ours, kind, request.order, rows=rows) if has else torch.zeros_like(weight)
-
-
 def _how_to_split(rule: ShardingRule, keep_padding: bool) -> dict[str, Any]:
     """What the loader must know to divide a tensor over ranks; nothing where each has all of it."""
     if rule.split is None:
         return {}
-    is_row_parallel = rule.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-    split: dict[str, Any] = {"cat_dim": 1 if is_row_parallel else 0}
+    split: dict[str, Any] = {"cat_dim": int(rule.name.endswith(ROW_PARALLEL))}
     if rule.rows == "gated":
         split["param_n_sub_params"] = 2
     if rule.rows == "vocabulary" and not keep_padding:
@@ -102,18 +97,13 @@ def _optimizer_state(updates: int) -> dict[str, Any]:
 
 def _model_state(request: OutputRequest) -> dict[str, Any]:
     """What DeepSpeed's engine and the program around it read from `mp_rank_XX_model_states.pt`."""
-    model, record = request.model, request.checkpoint.record
-    progress, naming = record.progress, request.naming
-    sizes = {"original_vocab_size": model.vocab_size, "padded_vocab_size": model.padded_vocab_size}
-    arguments = stored_arguments(
-        model, request.run, progress, naming, tensor_ranks=request.tensor_ranks, stages=request.stages
-    )
+    progress, described = request.checkpoint.record.progress, request.described
     return {
         "module": None,
         "optimizer": None,
         "buffer_names": [],
         "param_shapes": None,
-        "lr_scheduler": scheduler_state(request.run, progress, naming),
+        "lr_scheduler": scheduler_state(request.run, progress, request.naming),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": progress.skipped_steps,
@@ -122,10 +112,6 @@ def _model_state(request: OutputRequest) -> dict[str, Any]:
         "dp_world_size": 1,
         "mp_world_size": request.tensor_ranks,
         "ds_version": DEEPSPEED_VERSION,
-        "args": namespace(arguments),
-        "checkpoint_version": 3.0,
-        "iteration": progress.step,
-        "tokens": progress.consumed_tokens,
-        "checkpoint_info": sizes,
-        "universal_checkpoint_info": {"universal_checkpoint_version": _FORMAT_VERSION, **sizes},
+        **described,
+        "universal_checkpoint_info": {"universal_checkpoint_version": _FORMAT_VERSION, **described["checkpoint_info"]},
     }

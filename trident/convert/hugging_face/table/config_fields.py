@@ -168,12 +168,12 @@ def same(
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        usual: Any = default(fields) if callable(default) else default
+        usual = default(fields) if callable(default) else default
         for name in also:
             usual = entries.take(name, usual)
-        value: Any = entries.take(theirs, usual)
+        value = entries.take(theirs, usual)
         wanted = _OUR_TYPES.get(ours, int)
-        if value is not None and type(value) is not wanted and not (wanted is float and type(value) is int):
+        if value is not None and (type(value), wanted) not in ((wanted, wanted), (int, float)):
             raise entries.refused(theirs, value, f"should be {_TYPE_WORDS[wanted]}")
         return {ours: float(value) if wanted is float and value is not None else value}
 

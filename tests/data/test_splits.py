@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies
 
 from megatron.config.flags.blends import read_split
-from megatron.data.order.splits import fraction_range, split_boundaries
+from megatron.data.build import fraction_range, split_boundaries
 
 
 @pytest.mark.parametrize(

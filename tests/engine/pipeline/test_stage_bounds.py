@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
-from megatron.engine.stages import stage_bounds
+from megatron.engine.pipeline.chunks import stage_bounds
 from megatron.errors import ConfigError
 from megatron.model.costs import chunk_flops, token_work
 from megatron.model.gpt import gpt_layers
