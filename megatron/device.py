@@ -157,7 +157,6 @@ class Stopwatch:
         self._elapsed: Elapsed | None = None
 
     def start(self) -> None:
-        """Counts from now on, from zero."""
         self._elapsed = Elapsed()
 
     @contextlib.contextmanager

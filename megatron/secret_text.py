@@ -101,7 +101,6 @@ class SecretText(str):
         return made
 
     def reveal(self) -> str:
-        """The text with its secret."""
         return self._secret
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:

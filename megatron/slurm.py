@@ -33,7 +33,6 @@ class SlurmJob:
 
     @property
     def command(self) -> str:
-        """What starts a rank for each task."""
         return f"srun --nodes={len(self.hosts)} --ntasks-per-node={self.tasks_per_node or 1} python -u"
 
 

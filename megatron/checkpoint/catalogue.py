@@ -77,7 +77,6 @@ class StoredRun:
         return -(-self.key.numel // self.length)
 
     def part(self, number: int) -> PieceKey:
-        """The elements of one part."""
         return self.key.narrowed(number * self.length, min((number + 1) * self.length, self.key.numel))
 
     def parts_within(self, first: int, last: int) -> range:
@@ -169,7 +168,6 @@ class Catalogue:
         return _stored(run, part, file, int(begins[np.searchsorted(numbers, number)]))
 
     def pieces_of(self, file: int) -> Iterator[StoredPiece]:
-        """What lies in a file, in its order."""
         for number, part, begin in zip(*(values.tolist() for values in self._places_in(file)), strict=True):
             yield _stored(self.runs[number], part, file, begin)
 

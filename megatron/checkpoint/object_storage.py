@@ -51,7 +51,6 @@ class ObjectStorage:
         self._stores: dict[str, Any] = {}
 
     def owns(self, handle: int) -> bool:
-        """Whether it has opened this file."""
         return handle >= _FIRST_HANDLE
 
     def make_directories(self, path: Path | int) -> None:

@@ -29,7 +29,6 @@ class Storage:
     """The real file system. Reads never follow a symbolic link and never open anything but a plain file."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes one directory that must not exist yet."""
         os.mkdir(path)
 
     def make_directories(self, path: Path) -> None:
@@ -40,7 +39,6 @@ class Storage:
             self.sync_directory(place.parent)
 
     def names(self, path: Path) -> list[str]:
-        """The names of a directory's entries, sorted."""
         return sorted(os.listdir(path))
 
     def exists(self, path: Path) -> bool:

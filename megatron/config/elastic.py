@@ -119,7 +119,6 @@ def _of_whole_sequences(request: RunRequest) -> RunRequest:
 
 
 def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
-    """What was chosen, and why."""
     before, after = asked.parallel, chosen.parallel
     kept = [
         name

@@ -126,7 +126,6 @@ class RequestDraft:
 
     @property
     def sections(self) -> dict[str, ConfigSection]:
-        """The sections, by name."""
         return {name: getattr(self.run, name) for name in sections_of(RunRequest)}
 
     def unchecked(self) -> RunRequest:

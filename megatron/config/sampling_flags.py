@@ -61,7 +61,6 @@ class SamplingFlags(ConfigSection):
     )  # fmt: skip
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
         try:
             read_logit_bias(self.logit_bias)
         except ConfigError as failure:
@@ -104,7 +103,6 @@ class BeamFlags(SamplingFlags):
     )  # fmt: skip
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
         yield from super().problems()
         of_draws = {field.name for field in dataclasses.fields(SamplingFlags)}
         for field in dataclasses.fields(BeamFlags):

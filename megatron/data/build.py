@@ -246,7 +246,6 @@ def repetition_notices(taken: Iterable[TakenSource], sequence_length: int) -> It
 
 
 def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
-    """The lines of a group's last phase."""
     phase = group.phases[-1]
     name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
     for taken in taken_sources(group, dataset, sequence_length):

@@ -56,7 +56,6 @@ class Batch:
 
     @cached_property
     def counted_labels(self) -> float:
-        """The sum of the loss mask."""
         return float(self.loss_mask.sum(dtype=np.float64))
 
 

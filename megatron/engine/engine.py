@@ -238,7 +238,6 @@ class Engine:
         return self._losses.totals.over_ranks(self.mesh)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> list[DeviceBatch]:
-        """Begins a global batch with new totals."""
         self._losses = StepLoss(self.objective, self.steps, self.mesh, self.view.loss_scale(), len(micro_batches))
         has_first, has_last = self.chunks.has_first, self.chunks.has_last
         return self._losses.prepare(micro_batches, with_inputs=has_first, with_targets=has_last)

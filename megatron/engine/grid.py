@@ -41,11 +41,9 @@ class PipelineGrid(ModelParallelUnit):
         self.pp_group = list(mesh.pp.ranks)
 
     def get_global_rank(self) -> int:
-        """This process's global rank."""
         return self.global_rank
 
     def get_stage_id(self) -> int:
-        """The stage of this rank."""
         return self._mesh.pp.rank
 
     def stage_to_global(self, stage_id: int) -> int:

@@ -95,7 +95,6 @@ class DeviceBatch:
         )
 
     def context(self, settings: StepSettings, backward_scale: float | torch.Tensor) -> StepContext:
-        """Builds the micro-batch's context."""
         return settings.context_of(self.passed, first_sample=self.first_sample, backward_scale=backward_scale)
 
     @property

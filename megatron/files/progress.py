@@ -44,6 +44,5 @@ class ProgressDisplay:
         (self.write_line if self.draw_bar is None else self.draw_bar)(text)
 
     def clear(self) -> None:
-        """Removes the bar."""
         if self.draw_bar is not None:
             self.draw_bar("")

@@ -54,7 +54,6 @@ class BeamSettings:
     def of_flags(
         cls, flags: BeamFlags, *, max_new_tokens: int, returned: int, stop_ids: frozenset[int]
     ) -> BeamSettings:
-        """The settings on a tool's command line."""
         return cls(
             beams=flags.num_beams,
             max_new_tokens=max_new_tokens,
@@ -162,7 +161,6 @@ class Hypotheses:
         return continued if running and not self._is_over() else None
 
     def best(self) -> list[Beam]:
-        """The texts to return."""
         return self.finished[: self.settings.returned]
 
     def _finish(self, text: tuple[int, ...], total: float, is_stopped: bool) -> None:

@@ -34,7 +34,6 @@ class Kernels:
 
     @classmethod
     def all(cls, implementation: Implementation) -> Kernels:
-        """The same implementation for every operation."""
         return cls(**{field.name: implementation for field in dataclasses.fields(cls)})
 
     def replace(self, changes: Mapping[str, Implementation]) -> Kernels:

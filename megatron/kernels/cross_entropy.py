@@ -202,7 +202,6 @@ def _columns_of(labels: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.T
 
 
 def _joined(parts: Sequence[tuple[torch.Tensor | None, ...]]) -> tuple[Any, ...]:
-    """The statistics of all blocks of rows."""
     return tuple(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
 
 

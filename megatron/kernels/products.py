@@ -165,7 +165,6 @@ def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> int:
-    """Of a tensor as a matrix."""
     return x.numel() // max(1, x.shape[-1])
 
 

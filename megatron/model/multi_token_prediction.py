@@ -80,7 +80,6 @@ class PredictionLayer(nn.Module):
         self.final_layernorm = build_hidden_norm(config, mesh)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The states from which the head predicts."""
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)  # [b, s/t, 2h]
         splits = context.splits_sequence
         projected = gather_from(self.eh_proj(joined, splits_sequence=splits), self.tp)  # [b, s, h]

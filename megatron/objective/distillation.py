@@ -43,7 +43,6 @@ class Teacher:
 
     @property
     def output_name(self) -> str:
-        """Of its logits."""
         return _LOGITS
 
     def hidden_like(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
@@ -108,11 +107,9 @@ class DistillationObjective:
 
     @property
     def statistics(self) -> Mapping[str, int]:
-        """The student's statistics."""
         return self.student.statistics
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
-        """The student's inputs."""
         return self.student.inputs(batch)
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
@@ -120,7 +117,6 @@ class DistillationObjective:
         return {**self.student.targets(batch), **(self.teacher.inputs(batch) if self.teacher is not None else {})}
 
     def token_count(self, batch: Batch) -> float:
-        """The student's token count."""
         return self.student.token_count(batch)
 
     def __call__(

@@ -69,7 +69,6 @@ class MetricSpec:
 
     @property
     def size(self) -> int:
-        """Number of sums and weights."""
         return 2 * len(self.labels)
 
     def metrics(self, name: str, sums: Sequence[float]) -> Iterator[Metric]:

@@ -97,7 +97,6 @@ class ScoringObjective:
         return {"rows": batch.rows, "labels": batch.labels, "places": batch.places}
 
     def token_count(self, batch: ScoredBatch) -> float:
-        """Number of targets."""
         return float(len(batch.labels))
 
     def __call__(

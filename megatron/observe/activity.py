@@ -124,7 +124,6 @@ class Activity:
         return False
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
-        """Adds a line."""
         if self._folder is None:
             return
         try:

@@ -107,7 +107,6 @@ class MetricsFile:
         self.write("start", {**progress.to_json(), "at": time.time(), **layout})
 
     def step(self, metrics: StepMetrics) -> None:
-        """Records one step."""
         self.write("step", _record_of(metrics))
 
     def interval(self, metrics: StepMetrics) -> None:
@@ -143,11 +142,9 @@ class MetricsFile:
         )
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        """Records a batch that was not trained on."""
         self.write("passed", {"iteration": batch["step"], **batch, "passed_batches": number})
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
-        """Records a save that has failed."""
         self.write("failed_save", {"iteration": step, "text": masked(reason), "failed_saves": number})
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ class Smoothed:
         self._weight = 0.0
 
     def add(self, value: float) -> None:
-        """Adds the newest value."""
         if math.isfinite(value):
             self._sum = self._decay * self._sum + (1.0 - self._decay) * value
             self._weight = self._decay * self._weight + 1.0 - self._decay
@@ -72,7 +71,6 @@ class ProgressBar(ProgressDisplay):
             self.show(self.text(metrics))
 
     def text(self, metrics: StepMetrics) -> str:
-        """The line, cut to the width of the terminal."""
         step, last_step = metrics.value("iteration"), metrics.value("train_iterations")
         figures = [f"{step:,}/{last_step:,}"]
         figures.append("loss nan" if self._loss.value is None else f"loss {self._loss.value:.4f}")

@@ -42,7 +42,6 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        """The metrics records of all starts."""
         return self.path / FILE_NAME
 
     @property
@@ -137,7 +136,6 @@ def _given_folder(path: Path, is_resume: bool) -> Path:
 
 
 def _keep_earlier(path: Path, names: RunFileNames) -> None:
-    """Renames the files of the previous start."""
     if not (path / "config.json").exists():
         return
     number = 1

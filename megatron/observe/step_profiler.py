@@ -43,7 +43,6 @@ class StepProfiler:
 
     @classmethod
     def idle(cls) -> StepProfiler:
-        """One that profiles nothing."""
         return cls(WatchingConfig(), Path(), 0)
 
     def before(self, step: int) -> None:

@@ -417,7 +417,6 @@ class RollCall:
 
 
 def _have_all(store: dist.Store, note: str, ranks: range) -> bool:
-    """Whether all of these ranks have left a note."""
     starts = range(0, len(ranks), _KEYS_OF_A_QUESTION)
     return all(store.check([f"{note}/{rank}" for rank in ranks[at : at + _KEYS_OF_A_QUESTION]]) for at in starts)
 

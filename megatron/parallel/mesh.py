@@ -101,7 +101,6 @@ class Axis:
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:
-        """An axis with this process alone on it."""
         return cls(name, 0, 1, (rank,), None)
 
 

@@ -37,17 +37,14 @@ class PieceKey:
 
     @property
     def numel(self) -> int:
-        """Number of elements in the piece."""
         return self.last - self.first
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """The shape of the box."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def box_numel(self) -> int:
-        """Number of elements in the box."""
         return math.prod(self.box_shape)
 
     @classmethod

@@ -70,7 +70,6 @@ class TokenizerChoice:
 
     @staticmethod
     def of(flags: TokenizerFlags) -> TokenizerChoice:
-        """Copies the four flags out of a larger set."""
         return TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
 
     def or_copy_next_to(self, checkpoint: Path) -> TokenizerChoice:

@@ -33,7 +33,6 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether the planned training is finished."""
         ranges, done = self.config.safety.skip_ranges, self.progress
         return is_done(self.config.optim, done.step, done.consumed_samples, ranges, done.consumed_tokens)
 

@@ -192,7 +192,6 @@ class Watch:
         return self._position.phase == "save" or self.writes_beside()
 
     def position(self) -> Position:
-        """Where the main thread of this rank is."""
         return self._position
 
     def is_starting(self) -> bool:

@@ -42,7 +42,6 @@ class ListedCheckpoint:
 
     @property
     def is_leftover(self) -> bool:
-        """Whether the next save would settle it."""
         return self.state in _LEFTOVER_STATES.values()
 
     def to_json(self) -> dict[str, Any]:

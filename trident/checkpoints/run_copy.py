@@ -227,7 +227,6 @@ class CopyPlace:
         return {name: digest for name, digest in digests.items() if name in names}
 
     def read(self, path: PurePosixPath) -> str:
-        """The text of a small file."""
         return self._run(f"cat -- {self._at(path)}")
 
     def write(self, path: PurePosixPath, source: BinaryIO, size_bytes: int) -> str:

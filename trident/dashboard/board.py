@@ -50,7 +50,6 @@ class Board:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the dashboard ends."""
         return self._is_stopping.is_set()
 
     def pause(self, seconds: float) -> None:

@@ -32,7 +32,6 @@ class Event:
     iteration: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The event as an object."""
         return {"kind": self.kind, "text": self.text, "level": self.level, "at": self.at, "iteration": self.iteration}
 
 

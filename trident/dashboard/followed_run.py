@@ -74,7 +74,6 @@ class DashboardRun:
         self._forget()
 
     def _forget(self) -> None:
-        """Begins with nothing known."""
         self._table = MetricsTable()
         self._first_look: MetricsTable | None = None
         self._has_looked = False
@@ -166,7 +165,6 @@ class DashboardRun:
         return "finished" if done else "idle"
 
     def summary(self) -> dict[str, Any]:
-        """What the list of runs shows."""
         with self._lock:
             table, tail = self._shown_table(), self._tails[METRICS_NAME]
             steps = table.axis("steps")
@@ -184,7 +182,7 @@ class DashboardRun:
                 "train_iterations": self._train_iterations,
                 "loss": table.last("lm_loss"),
                 "tokens_per_second": table.last("tokens_per_second"),
-                "eta_seconds": left * pace if pace is not None and self._state == "running" else None,
+                "eta_seconds": records.number(left * pace) if pace is not None and self._state == "running" else None,
                 "points": table.count,
                 "repeated_steps": table.repeated_steps,
                 "reading": 1.0 if self._first_look is None else tail.progress if tail.size_bytes else 0.0,
@@ -231,7 +229,6 @@ class DashboardRun:
         return read_object(self.place.path / CONFIG_NAME) or {}
 
     def configuration_rows(self) -> dict[str, str]:
-        """The same as a table."""
         return rows(self.configuration())
 
     def log_tail(self) -> tuple[str, int]:

@@ -115,7 +115,6 @@ class DashboardServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The same, on that thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -28,7 +28,6 @@ class Evaluations:
     values: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def truncate(self, iteration: int) -> None:
-        """Forgets this step and later ones."""
         for step in [step for step in self.values if step >= iteration]:
             del self.values[step]
 

@@ -80,7 +80,6 @@ class Baseline:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it prefers no token."""
         return isinstance(self.model, Uniform)
 
     def complete(self, prompt: Sequence[int], count: int) -> list[int]:

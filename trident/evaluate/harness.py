@@ -73,7 +73,6 @@ class _Methods:
 
     @property
     def eot_token_id(self) -> int:
-        """End-of-document."""
         return self.tokens.eod_id
 
     @property

@@ -38,7 +38,6 @@ class Query:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The tokens that are scored."""
         return self.tokens[self.first_target :]
 
 

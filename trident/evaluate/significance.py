@@ -183,7 +183,6 @@ def _tasks(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _name(task: Mapping[str, Any]) -> str:
-    """A task's name as it may be shown."""
     return printable(str(task.get("name")), quoted=False)
 
 

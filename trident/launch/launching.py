@@ -169,7 +169,6 @@ def _show_nodes(request: LaunchRequest, program: Sequence[str], nodes: int, devi
 
 
 def _run_on_hosts(request: LaunchRequest, program: Sequence[str], launcher: str) -> int:
-    """Runs the whole run on other machines."""
     offered, source = _offered_hosts(request)
     hosts = choose_hosts(offered, request.nodes, source)
     # The tasks of a Slurm job are launchers here, and no limit to the ranks that each of them starts.

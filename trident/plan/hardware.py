@@ -79,7 +79,6 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return -(-self.devices // self.devices_per_node)
 
     def bandwidth(self, size: int, stride: int) -> float:

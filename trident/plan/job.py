@@ -38,7 +38,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.dense + self.experts
 
 
@@ -90,7 +89,6 @@ class Job:
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters of the whole network."""
         model = self.model
         blocks = sum(cost.parameters for cost in self.block_costs)
         joins = model.mtp_num_layers * self._joining(1)

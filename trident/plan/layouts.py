@@ -58,7 +58,6 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """The ranks of the run."""
         return self.tp * self.cp * self.ulysses * self.pp * self.dp
 
     @property

@@ -52,7 +52,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return self.counted + self.margin
 
     def by_kind(self) -> dict[str, int]:

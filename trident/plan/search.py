@@ -36,7 +36,6 @@ class LayoutEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether a rank's memory holds it."""
         return self.memory.total <= self.job.cluster.device.memory_bytes
 
     @cached_property
@@ -130,7 +129,6 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 def _first(
     ranked: Sequence[LayoutEstimate], problems: Callable[[Layout], Sequence[str]], count: int
 ) -> list[LayoutEstimate]:
-    """The first legal ones."""
     found: list[LayoutEstimate] = []
     for each in ranked:
         if len(found) == count:
@@ -215,7 +213,6 @@ def _divides(job: Job, pp: int, chunks: int) -> bool:
 
 
 def _chunks(fixed: Mapping[str, Any], pp: int) -> Sequence[int]:
-    """The chunks of a rank that are tried."""
     if "chunks" in fixed:
         return (fixed["chunks"],)
     return (fixed["all_chunks"] // pp,) if "all_chunks" in fixed else _CHUNKS

@@ -43,7 +43,6 @@ class StepTime:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole."""
         return sum(self.parts.values())
 
 

@@ -51,11 +51,9 @@ class AnswerForm(ABC):
         return {**self._object(self.whole_kind, choices), "usage": usage}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first objects of a stream."""
         return [self._object(self.chunk_kind, [choice]) for choice in self.opening_choices()]
 
     def chunk(self, place: int, piece: AnswerPiece) -> dict[str, Any]:
-        """A part of one choice."""
         return self._object(self.chunk_kind, [self.choice(place, piece)])
 
     def closing(self, usage: dict[str, int]) -> dict[str, Any]:

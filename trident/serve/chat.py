@@ -105,7 +105,6 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _part(value: Any, place: str) -> str:
-    """A part of a message, which must be a text."""
     if not isinstance(value, dict):
         raise refuse_field(place, f"must be an object with type and text, not {kind_of(value)}")
     fields = JsonFields(value, place + ".")
@@ -122,12 +121,10 @@ class ChatForm(AnswerForm):
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def opening_choices(self) -> list[dict[str, Any]]:
-        """Whose turn it is."""
         role = {"role": "assistant", "content": ""}
         return [self._choice(place, AnswerPiece(""), "delta", role) for place in range(self.ask.sequences)]
 
     def choice(self, place: int, piece: AnswerPiece, *, is_whole: bool = False) -> dict[str, Any]:
-        """A choice, or a part of one."""
         if is_whole:
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             return self._choice(place, piece, "message", message)

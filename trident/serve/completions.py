@@ -91,7 +91,6 @@ class CompletionForm(AnswerForm):
         return [self.choice(place, AnswerPiece(self._echo(place))) for place in places if self._echo(place)]
 
     def choice(self, place: int, piece: AnswerPiece, *, is_whole: bool = False) -> dict[str, Any]:
-        """A choice, or a part of one."""
         echo, logprobs = self._echo(place), None
         if self.ask.top_logprobs is not None:
             logprobs = self._logprobs(piece.tokens, len(echo))

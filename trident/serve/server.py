@@ -151,7 +151,6 @@ class Server:
 
 
 def _farewell(requests: int, grace_seconds: float) -> str:
-    """The log line for a stopping server."""
     if not requests:
         return "stopping: no request is being answered"
     counted = "1 request is" if requests == 1 else f"{requests} requests are"

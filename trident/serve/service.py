@@ -61,7 +61,6 @@ class Service:
     state: str = STARTING
 
     def open(self, served: Served) -> None:
-        """Takes requests from now on."""
         if self.state == STARTING:
             self.served, self.state = served, READY
 

@@ -51,7 +51,6 @@ class Nodes:
 
     @property
     def own(self) -> int:
-        """The node of this rank."""
         return self.of_ranks[self.rank]
 
     @property
@@ -209,7 +208,6 @@ def _size(path: Path, storage: Storage) -> int | None:
 
 
 def _newest_first(listed: list[list[Any]], nodes: Nodes) -> list[_Held]:
-    """What the ranks listed, by checkpoint."""
     holders: dict[tuple[int, str], dict[int, list[int]]] = {}
     counts: dict[tuple[int, str], int] = {}
     for rank, of_rank in enumerate(listed):

@@ -90,7 +90,6 @@ class _Rows:
         return Manifest(step, run, record, chunk_bytes, files, catalogue, digest, indexes)
 
     def _index(self, run: str, chunk_bytes: int, held_bytes: npt.NDArray[np.int64]) -> tuple[StoredFile, ...]:
-        """The files in an index file."""
         if self.values.get("format") != INDEX_FORMAT or self.values.get("run") != run:
             self._refuse("it is not an index file of this checkpoint")
         files = self._files(chunk_bytes)
@@ -132,7 +131,6 @@ class _Rows:
         return runs
 
     def _held_bytes(self, file_count: int, runs: Sequence[StoredRun]) -> npt.NDArray[np.int64]:
-        """The bytes that all pieces in each file take."""
         if sum(run.key.numel * ITEM_BYTES[run.dtype] for run in runs) > _LARGEST_NUMBER:
             self._refuse("its pieces take more bytes than there are numbers for")
         progressions: dict[tuple[int, int, int], int] = {}

@@ -17,7 +17,6 @@ _LARGEST_POWER = 6
 
 
 def _head_width(model: Any) -> int:
-    """The width of a head that is not given."""
     if model.multi_latent_attention:
         return model.qk_head_dim + model.qk_pos_emb_head_dim
     heads = model.num_attention_heads

@@ -92,7 +92,6 @@ class PositionFields(ConfigSection):
 
     @property
     def uses_rope(self) -> bool:
-        """Whether queries and keys are rotated."""
         return self.position_embedding_type == ROPE
 
     @property

@@ -116,7 +116,6 @@ def _report_without_effect(row: DeepSpeedKey, value: Any, name: str, checked: Ch
 
 
 def _is_active(value: Any, off: str) -> bool:
-    """Whether an entry turns something on."""
     if value is None or value is False or value in ("auto", "") or (off and _as_text(value) == off):
         return False
     if isinstance(value, Mapping):

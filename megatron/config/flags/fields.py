@@ -109,7 +109,6 @@ class Flag:
 
     @property
     def positive_name(self) -> str:
-        """The flag that sets the field."""
         return "--" + self.field.replace("_", "-")
 
     @functools.cached_property

@@ -93,7 +93,6 @@ def _problem(option: str, use: PathUse, path: str) -> Iterator[str]:
 
 
 def _wrong(use: PathUse, path: str) -> str | None:
-    """What is wrong with an existing entry."""
     if not os.path.exists(path) and os.path.islink(path):
         return None if use in _WRITTEN and not _is_loop(path) else _wrong_link(path)
     state = os.stat(path)

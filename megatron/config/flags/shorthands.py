@@ -166,7 +166,6 @@ def expand_shorthands(
 
 
 def _of_model(values: Values) -> dict[str, Any]:
-    """The fields of the model by name."""
     return {name.removeprefix(_MODEL): value for name, value in values.items() if name.startswith(_MODEL)}
 
 

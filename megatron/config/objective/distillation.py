@@ -56,7 +56,6 @@ class DistillationConfig(ConfigSection):
 
     @property
     def is_on(self) -> bool:
-        """Whether a teacher is used at all."""
         return self.kd or self.mos
 
     @property

@@ -114,7 +114,6 @@ class ModelRequest(
 
     @property
     def expert_layers(self) -> int:
-        """Layers that may have experts."""
         return sum(self._may_have_experts(layer) for layer in range(self.num_layers))
 
     def _may_have_experts(self, layer: int) -> bool:

@@ -82,7 +82,6 @@ class OptimRequest(OptimizerFields, CurriculumFields):
 
     @property
     def given_iters(self) -> int | None:
-        """The steps of --train-iters."""
         return self.train_iters
 
     @property
@@ -94,7 +93,6 @@ class OptimRequest(OptimizerFields, CurriculumFields):
 
     @property
     def warms_up_in_tokens(self) -> bool:
-        """Whether its warm-up is."""
         if self.lr_warmup_tokens is not None or self.lr_warmup_fraction is None:
             return self.lr_warmup_tokens is not None
         return self.decays_in_tokens

@@ -33,7 +33,6 @@ class _Chunk:
 
     @cached_property
     def content(self) -> tuple[np.ndarray, ...]:
-        """Tokens and masks of all its rows."""
         return self.source.read(self.rows)
 
 

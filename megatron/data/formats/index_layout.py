@@ -58,7 +58,6 @@ class IndexTables:
 
     @property
     def header(self) -> struct.Struct:
-        """What precedes the tables."""
         return CACHED_HEADER if self.is_cached else MMAP_HEADER
 
     @property
@@ -68,7 +67,6 @@ class IndexTables:
 
     @property
     def at_lengths(self) -> int:
-        """Of the tokens of each sequence."""
         return self.at_starts + 8 * (self.sequences + 1) if self.is_cached else self.header.size
 
     @property
@@ -102,7 +100,6 @@ class IndexLayout(IndexTables):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
         return self.at_modes + (self.sequences if self.has_modes else 0)
 
     def frame(self) -> Entries:

@@ -85,7 +85,6 @@ class IndexedDataset:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Sequences, documents and tokens."""
         return len(self), len(self.documents) - 1, self.tokens
 
     def __len__(self) -> int:

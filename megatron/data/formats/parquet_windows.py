@@ -86,7 +86,6 @@ class WindowFacts:
         return 1 if self.special_tokens == 2 else 0
 
     def to_json(self) -> str:
-        """What the footer holds."""
         return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, sort_keys=True)
 
     @staticmethod

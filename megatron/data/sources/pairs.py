@@ -66,7 +66,6 @@ class TokenPairs:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of both files' fingerprints."""
         return hashlib.sha256(f"{self.inputs.fingerprint} {self.targets.fingerprint}".encode()).hexdigest()
 
 

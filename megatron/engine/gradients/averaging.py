@@ -37,7 +37,6 @@ class Averaging:
     is_expert: Callable[[nn.Parameter], bool] = lambda _: False
 
     def of(self, parameter: nn.Parameter) -> Averaging:
-        """How a parameter is averaged."""
         return self.experts if self.experts is not None and self.is_expert(parameter) else self
 
     def average(self, gradients: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,6 @@ class StepVerdict:
         return self._bad_steps if self.is_bad else 0
 
     def give(self, decision: UpdateDecision, bad_steps: int) -> None:
-        """Sets the values."""
         self._decision, self._bad_steps = decision, bad_steps
 
 

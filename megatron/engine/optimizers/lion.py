@@ -32,7 +32,6 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates the parameters that have a gradient."""
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             rate, (of_update, kept) = group["lr"], group["betas"]

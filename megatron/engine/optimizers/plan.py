@@ -29,8 +29,8 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
 
     Each optimizer has a subclass in its file, listed in `plans.py`. The engine asks for the entries of every trained
     parameter's group, has the optimizer built from such groups, and connects it once the weights lie where it updates
-    them: in flat tensors, of which a parameter is a slice. Flags that cannot be combined with it are refused before torch
-    is imported, in `megatron/config/rules/`.
+    them: in flat tensors, of which a parameter is a slice. Flags that cannot be combined with it are refused in
+    `megatron/config/rules/`, before torch is imported.
 
     Args:
         optim: the resolved section.

@@ -62,7 +62,6 @@ class ScheduleFree(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates the parameters that have a gradient."""
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             if weights := [weight for weight in group["params"] if weight.grad is not None]:

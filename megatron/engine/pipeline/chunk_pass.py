@@ -54,7 +54,6 @@ class ChunkPass:
         return of_input
 
     def backward_of_weights(self) -> None:
-        """Computes the gradients that were put off."""
         while self._work:
             self._work.popleft()()  # and frees the activations that it was made of
 

@@ -98,7 +98,6 @@ class _Execution:
         self.most_held = 0
 
     def execute(self, action: Action) -> None:
-        """Does what an action says."""
         _STEPS[action.kind](self, action)
 
     def finish(self) -> None:

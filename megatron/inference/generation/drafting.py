@@ -150,6 +150,5 @@ class Speculation:
 
     @property
     def sentence(self) -> str:
-        """For the log."""
         share, rate = self.accepted / max(1, self.guessed), self.tokens / max(1, self.passes)
         return f"{share:.1%} of {self.guessed} guessed tokens were accepted: {rate:.2f} tokens a pass over a text"

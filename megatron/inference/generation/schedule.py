@@ -113,7 +113,6 @@ class TextChunk:
 
     @property
     def place(self) -> TextPart:
-        """Where they are in the text."""
         return TextPart(self.width, self.text.cache.length, len(self.text.tokens))
 
 
@@ -145,7 +144,6 @@ class TextSchedule:
         return parts
 
     def remove(self, text: Text) -> None:
-        """Takes a text out and frees its memory."""
         if text in self.running:
             self.running.remove(text)
             self.reserved_tokens -= self.limits.reserved(text.last_length)

@@ -112,7 +112,6 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
         return self.greedy or self.temperature == 0
 
     @property

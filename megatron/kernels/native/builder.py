@@ -153,14 +153,12 @@ def _put_in_place(folder: Path, target: Path) -> None:
 
 
 def _remove_remains(target: Path) -> None:
-    """Removes what builds left that were killed."""
     for path in target.glob(f"{_SCRATCH}*"):
         if time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _operations(sources: Path, only: Sequence[str]) -> list[str]:
-    """The operations to build, by their folders."""
     known = sorted(path.name for path in sources.glob("*/") if (path / f"{path.name}.cpp").is_file())
     if not known:
         raise ConfigError(

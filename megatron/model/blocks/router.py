@@ -100,7 +100,6 @@ class Router(StepState):
             self.add_state("expert_shares", zeros + 1 / experts.size, of_experts, is_optional=True)
 
     def forward(self, hidden: torch.Tensor, splits_sequence: bool = False) -> Routing:
-        """Routes the tokens of all ranks."""
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(hidden.float(), self.weight.float(), bias)  # [b, s/t, e]
         if splits_sequence:

@@ -116,11 +116,9 @@ class LayerStack(nn.Module):
         return inputs  # type: ignore[no-any-return]
 
     def has(self, kind: LayerKind) -> bool:
-        """Whether a layer of this kind is among them."""
         return any(spec.kind is kind for spec, _ in self._layers)
 
     def named_layers(self) -> Iterator[tuple[LayerSpec, nn.Module]]:
-        """The layers and their specs, in order."""
         yield from self._layers
 
     def compile_blocks(self, seed: int, device: torch.device, backend: str) -> None:

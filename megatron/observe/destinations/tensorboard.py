@@ -86,15 +86,12 @@ class TensorBoard:
         self._writer.flush()
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        """Writes how many batches were passed over."""
         self._write({"passed-batches": (number, batch["step"])})
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
-        """Writes how many saves in a row have failed."""
         self._write({"failed-saves": (number, step)})
 
     def close(self) -> None:
-        """Closes the events file."""
         self._writer.close()
 
     def _write(self, scalars: Mapping[str, tuple[float, int]]) -> None:

@@ -52,14 +52,12 @@ class WeightsAndBiases:
             ) from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """Uploads the arguments as the run's config."""
         self._run.config.update(dict(arguments), allow_val_change=True)
 
     def step(self, metrics: StepMetrics) -> None:
         """Sends nothing: one point per log interval is enough for a remote service."""
 
     def interval(self, metrics: StepMetrics) -> None:
-        """Sends the metrics of a log interval."""
         self._run.log(dict(named(metrics, "wandb")), step=metrics.value("iteration"))
 
     def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
@@ -75,15 +73,12 @@ class WeightsAndBiases:
         self._run.log(values, step=progress.step)
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        """Sends how many batches were passed over."""
         self._run.log({"passed batches": number}, step=progress.step)
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
-        """Sends how many saves in a row have failed."""
         self._run.log({"failed saves": number}, step=progress.step)
 
     def close(self) -> None:
-        """Ends the W&B run."""
         self._run.finish()
 
 

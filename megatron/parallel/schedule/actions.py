@@ -84,7 +84,6 @@ class Placement:
 
     @cached_property
     def ranks(self) -> int:
-        """The number of pipeline ranks."""
         return max(self.owners) + 1
 
     def owner(self, chunk: int) -> int:

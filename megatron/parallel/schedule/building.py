@@ -28,7 +28,6 @@ class NamedSchedule:
     limit: Callable[[int, int, int], int] | None = None
 
     def placement(self, ranks: int, chunks_per_rank: int) -> Placement:
-        """Which rank has which chunk."""
         return Placement.v_shape(ranks) if self.is_v_shaped else Placement.loop(ranks, chunks_per_rank)
 
 

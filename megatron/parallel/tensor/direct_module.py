@@ -27,7 +27,6 @@ class DirectModule(nn.Module):
                 self.__dict__.pop(parameter, None)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Adds a parameter."""
         super().register_parameter(name, param)
         self._keep_parameters()
 

@@ -200,7 +200,6 @@ class VocabParallelEmbedding(nn.Module):
         return scatter_sequence(rows, self.axis) if splits_sequence else reduce_from(rows, self.axis)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Looks the ids up."""
         return self.embed(ids)
 
     def _check(self, ids: torch.Tensor) -> None:

@@ -42,7 +42,6 @@ class WeightGradientQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether weight gradients are left for later."""
         return self._collected is not None
 
     def open(self) -> None:

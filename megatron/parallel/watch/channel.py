@@ -152,7 +152,6 @@ class Channel:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def _wake(self) -> None:
@@ -305,7 +304,6 @@ class Channel:
         return Heartbeat(position.phase, position.step, position.events, idle_seconds, is_starting, position.pace)
 
     def _tell(self, heartbeat: Heartbeat, now: float) -> None:
-        """Sends the hubs what they wait for."""
         is_due = now >= self._beat_at
         stacks, waits = "", False
         if any(link.wants_report for link in self._links) or (self._hub is not None and self._hub.wants_report):

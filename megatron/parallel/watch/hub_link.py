@@ -51,11 +51,9 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether the hub can still be reached."""
         return self.lost_at is None and not self.has_left
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message of that kind."""
         self.connection.send({"kind": kind, **values})
 
     def tell(self, heartbeat: Heartbeat) -> None:
@@ -69,7 +67,6 @@ class Link:
         self.send("report", **heartbeat.values(), waits=waits, stacks=stacks)
 
     def tell_failure(self, failure: Failure) -> None:
-        """Tells the hub how this rank fails."""
         self.send("failure", code=failure.code, text=failure.text, ready=failure.is_ready)
 
     def ask_for_life(self, answer: Callable[[int], None]) -> None:

@@ -68,7 +68,6 @@ class RankState:
 
     @property
     def is_present(self) -> bool:
-        """Whether it takes part in the run."""
         return not self.has_left and self.lost_at is None and self.failure is None
 
 
@@ -125,11 +124,9 @@ class Hub:
         member.heartbeat, member.heard_at = heartbeat, now
 
     def note_report(self, waits: bool, stacks: str) -> None:
-        """The stacks of the hub's own rank."""
         self._on_report(self.members[self.rank], waits, stacks)
 
     def note_failure(self, failure: Failure, now: float) -> None:
-        """The error of the hub's own rank."""
         self._on_failure(self.members[self.rank], failure, now)
 
     def say_goodbye(self) -> None:

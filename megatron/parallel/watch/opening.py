@@ -55,7 +55,6 @@ class Meeting:
     fallback: tuple[HubAddress, ...] = ()
 
     def close(self) -> None:
-        """Closes all sockets."""
         for opened in (self.listener, *(connection for _, connection in self.connected)):
             if opened is not None:
                 opened.close()

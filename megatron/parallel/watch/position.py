@@ -91,7 +91,6 @@ class Heartbeat:
         )
 
     def values(self) -> dict[str, Any]:
-        """The heartbeat as parts of a message."""
         return {
             "phase": PHASES.index(self.phase),
             "step": self.step,

@@ -43,7 +43,6 @@ class Connection:
         self._unread = bytearray()
 
     def fileno(self) -> int:
-        """For selectors."""
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -120,7 +119,6 @@ class MessageFields:
 
     @property
     def kind(self) -> str:
-        """What the message is."""
         return self.text("kind", 16)
 
     def values(self) -> Mapping[str, Any]:
@@ -128,7 +126,6 @@ class MessageFields:
         return self._values
 
     def has(self, name: str) -> bool:
-        """Whether there is such a value."""
         return name in self._values
 
     def whole(self, name: str, limit: int = 2**53) -> int:

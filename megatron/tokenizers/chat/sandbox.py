@@ -241,7 +241,6 @@ class _Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
         return self._end.alive and self._process.poll() is None
 
     def send(self, message: bytes) -> None:

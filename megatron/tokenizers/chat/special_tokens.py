@@ -140,7 +140,6 @@ class Guard:
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """The values of each key, each once."""
     groups: dict[str, dict[str, None]] = {}
     for key, value in pairs:
         groups.setdefault(key, {})[value] = None

@@ -366,7 +366,6 @@ class _Conversation:
 
 
 def _variables(messages: Sequence[Message], tokens: Mapping[str, str], add_generation_prompt: bool) -> dict[str, Any]:
-    """What a template is given."""
     return {
         "bos_token": "",
         "eos_token": "",

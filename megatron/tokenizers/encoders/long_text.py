@@ -33,7 +33,6 @@ class LongText:
         self._utf8 = utf8
 
     def __len__(self) -> int:
-        """Bytes that have not been consumed."""
         return len(self._utf8)
 
     def whole(self) -> str:

@@ -74,7 +74,6 @@ class Keeping(Callback):
             link_checkpoint(path, name, self._storage)
 
     def _copy(self, path: Path, directory: Path, mesh: ParallelMesh) -> None:
-        """Copies, and deletes older copies."""
         copy = self._copy_to_nodes if self._saving.save_secondary_per_node else self._copy_whole
         try:
             copy(path, directory, mesh)

@@ -43,7 +43,6 @@ def is_installed(package: str) -> bool:
 
 
 def _needed(request: RunRequest, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(flag with its value, package)."""
     report, data = request.report, request.data
     if report.tensorboard_dir:
         yield f"--tensorboard-dir {report.tensorboard_dir}", "tensorboard"

@@ -289,7 +289,6 @@ def find_freezing(
 
 
 def _patterns(saved: Mapping[str, Any]) -> Sequence[str]:
-    """The --freeze of a saved configuration."""
     sections = (section for section in saved.values() if isinstance(section, Mapping))
     return next((tuple(map(str, section["freeze"])) for section in sections if section.get("freeze")), ())
 

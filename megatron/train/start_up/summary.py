@@ -258,7 +258,6 @@ def _accumulation(config: RunConfig, engine: Engine) -> str:
 
 
 def _graphs(config: RunConfig, engine: Engine) -> str:
-    """What --cuda-graphs does."""
     if config.kernels.cuda_graphs == OFF:
         return ""
     refusal = refusal_of_graphs(config, engine)
@@ -292,7 +291,6 @@ def _is_offloaded(entry: object) -> bool:
 
 
 def _places(saving: SavingConfig, report: ReportConfig, folder: Path) -> Iterator[Row]:
-    """What is written where."""
     yield "run folder", f"{folder}: log.txt, metrics.jsonl, config.json"
     if saving.save is not None:
         when = f"every {saving.save_interval:,} steps" if saving.save_interval else "where the run ends"

@@ -46,15 +46,12 @@ class CleaningReport:
 
     @property
     def dropped_documents(self) -> int:
-        """Documents of which nothing was written."""
         return sum(reason.documents for reason in self.dropped.values())
 
     def drop(self, reason: str, where: str, shown: str, detail: str) -> None:
-        """Counts a dropped document."""
         self._count(self.dropped, reason, {"where": where, "shown": shown, "detail": detail})
 
     def change(self, what: str, where: str, before: str, after: str) -> None:
-        """Counts a changed document."""
         self._count(self.changed, what, {"where": where, "shown": before, "detail": after})
 
     def wants_example(self, reason: str) -> bool:

@@ -105,7 +105,6 @@ class EvaluationSets:
             )
 
     def __len__(self) -> int:
-        """Runs of all lengths."""
         return sum(len(run_set.hashes) for run_set in self.sets)
 
     def ignore(self, occurrences: npt.NDArray[np.int64]) -> int:

@@ -171,7 +171,6 @@ def _pieces(
 
 
 def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[InputBlock]:
-    """The documents of an element."""
     for path, start, stop in described["parts"]:
         with tempfile.TemporaryDirectory() as folder:
             local = InputPart(_fetched(path, folder), start, stop)
@@ -180,7 +179,6 @@ def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[Input
 
 
 def _slices(tokens: np.ndarray) -> Callable[[int, int], np.ndarray]:
-    """Reads tokens in memory."""
     return lambda start, stop: tokens[start:stop]
 
 
@@ -349,7 +347,6 @@ def _publish(output_path: str, temporaries: Sequence[str], finals: Sequence[str]
 
 
 def _remove(paths: Sequence[str]) -> None:
-    """Removes those files that exist."""
     for path in paths:
         if not _is_address(path):
             Path(path).unlink(missing_ok=True)

@@ -36,7 +36,6 @@ class Cutting:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of a row group."""
         return max(1, self.positions_at_once // self.facts.sequence_length)
 
 

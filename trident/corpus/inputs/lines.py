@@ -216,7 +216,6 @@ def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | B
 
 
 def _texts(entry: Any, keys: Sequence[str], number: int, may_hold_surrogates: bool) -> list[str] | BadLine:
-    """The texts under the keys of a parsed line."""
     if not isinstance(entry, dict):
         return BadLine(number, 0, f"the line holds a JSON {_kind(entry)}, not an object")
     texts: list[str] = []

@@ -197,7 +197,6 @@ def _check_ratios(metadata: Any, path: str, columns: Sequence[str]) -> None:
 
 
 def _pyarrow(path: str) -> tuple[Any, Any]:
-    """pyarrow and its part for Parquet files."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -40,9 +40,7 @@ class InputTable(Protocol):
         """What the rows [start, stop) take on disk, in bytes; None if unknown."""
         ...
 
-    def check(self, keys: Sequence[str]) -> None:
-        """Checks that there is a column for every key."""
-        ...
+    def check(self, keys: Sequence[str]) -> None: ...
 
     def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[InputBlock]:
         """The texts of the rows [start, stop) under all keys, about `block_bytes` per block."""

@@ -73,7 +73,6 @@ class EncodedKey:
 
     @property
     def documents(self) -> int:
-        """Documents that gave ids."""
         return len(self.lengths if self.sequences_per_document is None else self.sequences_per_document)
 
 
@@ -214,7 +213,6 @@ class EncodeWork(BlockWork[EncodedBlock]):
         return self.encoder.encode(block)
 
     def pack(self, result: EncodedBlock) -> Message:
-        """All but the ids."""
         tables = [(key.lengths, key.sequences_per_document) for key in result.keys]
         facts = {
             "has_documents": [documents is not None for _, documents in tables],

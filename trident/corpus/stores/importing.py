@@ -46,7 +46,6 @@ class ImportOptions:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that are read."""
         key = self.key or PLAIN_COLUMN
         return (key,) if self.original_key is None else (key, self.original_key)
 

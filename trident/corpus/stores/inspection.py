@@ -55,7 +55,6 @@ class Audit:
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each kind of fault."""
         problems = []
         if self.hole_count:
             numbers = [str(first) if first == last else f"{first}-{last}" for first, last in self.holes]
@@ -183,7 +182,6 @@ class LengthHistogram:
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
         return sum(self.counts)
 
     def lines(self) -> Iterator[str]:

@@ -110,7 +110,6 @@ class StoreTable(InputTable):
 
 
 def _line(keys: Sequence[str], values: Sequence[Any]) -> bytes:
-    """A row as a line of JSON."""
     try:
         return _DUMPS({key: _text(value) for key, value in zip(keys, values, strict=True)}) + b"\n"
     except (ValueError, TypeError):

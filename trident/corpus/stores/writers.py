@@ -68,9 +68,7 @@ class StoreWriter(Protocol):
         """Removes what was added since `begin`."""
         ...
 
-    def close(self) -> None:
-        """Closes the connection to the database."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_writer(

@@ -56,7 +56,6 @@ class ProgressLine(ProgressDisplay):
         self.write_line(self.line())
 
     def line(self) -> str:
-        """Upstream's progress line."""
         seconds = max(self.seconds, 1e-9)
         return (
             f"Processed {self.documents} documents ({self.documents / seconds:.1f} docs/s, "

@@ -41,7 +41,6 @@ class JobRanks:
 
     @staticmethod
     def single() -> JobRanks:
-        """A job on this process only."""
         return JobRanks(0, 1, lambda value: [value])
 
     def run_on_all(self, work: Callable[[], Any]) -> list[Any]:

@@ -133,7 +133,6 @@ def read_curves(path: str | Path, metric: str, axis: str = STEPS, name: str | No
 
 
 def _places(records: Sequence[Mapping[str, Any]], axis: str) -> list[float]:
-    """The position of each step on an axis."""
     if axis == HOURS:
         return [seconds / 3600 for seconds in itertools.accumulate(item["seconds_per_iteration"] for item in records)]
     return [_FIELDS[axis](record) for record in records]

@@ -45,7 +45,6 @@ class PreparedChoices(Prepared):
 
     @property
     def constants(self) -> Mapping[str, Measured]:
-        """What the habits answer."""
         return {name: constant(self.items, self._leading, value) for name, value in self.habits.items()}
 
     @property

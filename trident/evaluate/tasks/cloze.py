@@ -51,7 +51,6 @@ class Cloze(ScoredTask):
     candidate_only: bool = flag(False, "compare the probabilities of the candidates alone, not of what follows them")
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
-        """Reads the questions."""
         items: list[ChoiceItem] = []
         queries: list[Query] = []
         for question in read_cloze(self.path):

@@ -68,7 +68,6 @@ class ExactMatch(DescribedTask):
     normalize: str = flag("usual", "how texts are made comparable", choices=("usual", "none"))
 
     def problems(self) -> Iterator[str]:
-        """Rules between the keys."""
         if "{prompt}" not in self.template:
             yield f"--template {self.template} must hold {{prompt}}, where the prompt goes."
 

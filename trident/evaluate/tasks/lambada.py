@@ -31,7 +31,6 @@ class Lambada(ScoredTask):
     strict: bool = flag(True, "predict all tokens of the last word; otherwise only the last token of the passage")
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
-        """Reads the passages."""
         places: list[str] = []
         queries: list[Query] = []
         for row in read_rows(self.path):

@@ -40,7 +40,6 @@ class MultipleChoice(ScoredTask):
     examples: str | None = flag(None, "jsonl file of the questions that few_shot puts in front")
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
-        """Reads the questions."""
         front = self._front()
         items = [_item(row) for row in islice(read_rows(self.path), limit)]
         queries, alone = [], []
@@ -74,7 +73,6 @@ class MultipleChoice(ScoredTask):
         return "".join(f"{self._asked(item)}{self.separator}{item.choices[item.answer]}\n\n" for item in shown)
 
     def problems(self) -> Iterator[str]:
-        """Rules between the keys."""
         if PLACE_OF_QUESTION not in self.template:
             yield f"--template {self.template} must hold {PLACE_OF_QUESTION}, where the question goes."
         if self.few_shot and self.examples is None:

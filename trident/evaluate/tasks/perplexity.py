@@ -67,7 +67,6 @@ class Detokenizer:
     count_words: Callable[[str], int]
 
     def __call__(self, text: str) -> str:
-        """The plain text."""
         for rule in self.rules:
             text = rule(text)
         return text
@@ -117,7 +116,6 @@ class Perplexity(ScoredTask):
     )  # fmt: skip
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
-        """Cuts the documents into windows."""
         window = max_length - 1 if self.window is None else self.window
         if window >= max_length:
             raise ConfigError(
@@ -213,7 +211,6 @@ class PreparedText(Prepared):
         return Measured(estimates, tuple(per_item), () if is_uniform else tuple(self._mistakes(scores)))
 
     def _per_unit(self, nats: Sequence[float]) -> dict[str, Estimate]:
-        """What does not depend on the tokenizer."""
         figures = {}
         words, text_bytes = ([getattr(one, name) for one in self.items] for name in ("words", "text_bytes"))
         if sum(words):

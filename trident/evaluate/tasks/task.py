@@ -164,7 +164,6 @@ class Prepared:
 
     @property
     def count(self) -> int:
-        """Number of items."""
         return len(self.items)
 
     @property
@@ -202,12 +201,10 @@ class DescribedTask(ConfigSection):
 
     @property
     def title(self) -> str:
-        """Its name in tables and metrics."""
         return self.name or f"{self.kind}:{Path(self.data).stem}"
 
     @property
     def path(self) -> Path:
-        """The file with the items."""
         return self.folder / self.data
 
     @property

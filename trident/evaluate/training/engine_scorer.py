@@ -39,7 +39,6 @@ class ScoringBatch:
 
     @property
     def segment_ids(self) -> np.ndarray:
-        """Zeros: a query is one document."""
         return np.zeros_like(self.tokens)
 
     @classmethod
@@ -79,7 +78,6 @@ class EngineScorer(NetworkScorer):
 
     @classmethod
     def of(cls, run: Run) -> EngineScorer:
-        """Scores with the network of a run as it is."""
         config = run.config
         batch_tokens = config.optim.micro_batch_size * config.data.seq_length
         return cls(run.engine, config.model, batch_tokens, lambda: run.watch.enter("evaluation", run.progress.step))

@@ -154,7 +154,6 @@ def _sequence_of(
     rank: int,
     ranks: _Group,
 ) -> _Steps | None:
-    """What a rank sends in a group."""
     if rank in odd:
         return odd[rank].get(ranks)
     first = programs.class_of(rank)

@@ -68,7 +68,6 @@ class RankProgram:
         return RankProgram(rank, events, groups, self.parameters, shares)
 
     def changed(self, events: Sequence[ProgramEntry]) -> RankProgram:
-        """The same rank with other messages."""
         return replace(self, events=tuple(events))
 
 

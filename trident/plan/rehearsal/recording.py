@@ -61,7 +61,6 @@ class RankMessage:
 
     @property
     def is_collective(self) -> bool:
-        """Whether all ranks of the group take part."""
         return self.kind not in (SEND, RECEIVE)
 
     @property
@@ -99,7 +98,6 @@ class RecordedMessages(TorchDispatchMode):
         self.messages: list[RankMessage] = []
 
     def take(self) -> tuple[RankMessage, ...]:
-        """The messages since the last call."""
         taken, self.messages = tuple(self.messages), []
         return taken
 

@@ -74,7 +74,6 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Its elements."""
         return math.prod(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def overlaps(self, other: Box) -> bool:

@@ -138,7 +138,6 @@ class _Walk:
         return sums
 
     def _axis(self, group: FlatGroup) -> Axis:
-        """The ranks that divide a group."""
         return self._averaging.of(group.parameters[0]).axis
 
     def _run_few_micro_batches(

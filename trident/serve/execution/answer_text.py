@@ -37,7 +37,6 @@ class AnswerPiece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell the client."""
         return not self.text and not self.tokens and self.finish is None
 
 

@@ -55,7 +55,6 @@ class GenerationJob:
             self._commands.put(Cancel(self.name, frozenset([identity])))
 
     def close(self) -> None:
-        """Asks for no more tokens at all."""
         if self._unfinished:
             self._commands.put(Cancel(self.name, frozenset(self._unfinished)))
             self._unfinished = {}
@@ -111,7 +110,6 @@ class Jobs:
                 job.arrive(arrival)
 
     def refuse_new(self, refusal: Refusal) -> None:
-        """Takes no more requests, for this reason."""
         self._refusal = refusal
 
     def end_all(self, refusal: Refusal) -> None:

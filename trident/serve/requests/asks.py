@@ -60,12 +60,10 @@ class Ask:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
         return sum(len(prompt) for prompt in self.prompts)
 
     @property
     def sequences(self) -> int:
-        """Answers over all prompts."""
         return len(self.prompts) * self.choices
 
     def requests(self, name: str) -> list[Request]:

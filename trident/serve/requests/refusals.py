@@ -39,7 +39,6 @@ class Refusal(Exception):
         self.headers = dict(headers or {})
 
     def to_json(self) -> dict[str, Any]:
-        """The body of the answer."""
         kind = _TYPES.get(self.status, INVALID if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
 

@@ -42,7 +42,6 @@ class Served:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end every text."""
         return frozenset() if self.eod_id is None else frozenset([self.eod_id])
 
     @property

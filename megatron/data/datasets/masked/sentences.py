@@ -51,12 +51,10 @@ class SentenceFile:
 
     @property
     def prefix(self) -> str:
-        """The data prefix."""
         return self.indexed.prefix
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the token file."""
         return self.indexed.fingerprint
 
     def __len__(self) -> int:

@@ -38,7 +38,6 @@ class MaskedVocabulary:
 
     @property
     def size(self) -> int:
-        """Number of token ids."""
         return len(self.is_special)
 
     @staticmethod
